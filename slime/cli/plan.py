@@ -8,6 +8,7 @@ from dataclasses import asdict
 from slime.arguments import explain_batch, parse_args
 from slime.arguments.groups.topology import Topology, plain_topology, prefill_topology, read_topology
 from slime.arguments.groups.training import MOMENT_BYTES
+from slime.catalog.gpus import GPUS
 from slime.cli.main import RUN_STOPPED, user_errors
 from slime.engines.sglang.command import SGLangOptions, server_words
 from slime.engines.topology import EnginePlace, Gpu, gpu_pool, place_engines, plan_router, render_plan
@@ -16,6 +17,8 @@ from slime.preflight.trainer_plan import GIB, Sizes, TrainerPlan, plan_trainer, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(argv or ())
+    if any(word.partition("=")[0] == "--gpus" for word in words):
+        return plan_scale(words)
     if any(word.partition("=")[0] in ("--config", "--rollout-batch-size") for word in words):
         return plan_whole_run(words)
     options = _parser().parse_args(words)
@@ -54,6 +57,54 @@ def plan_whole_run(words: list[str]) -> int:
         else:
             print("\n".join([explain_batch(args), *plan.lines(device.room)]))
     return 0 if fits else RUN_STOPPED
+
+
+def plan_scale(words: list[str]) -> int:
+    """`--gpus N --model NAME`: the best layout and split of N GPUs, by a model of costs."""
+    parser = argparse.ArgumentParser(prog="slime plan", description=plan_scale.__doc__)
+    add = parser.add_argument
+    add("--gpus", type=_count, required=True, help="of the whole run")
+    add("--model", required=True, help="its name, such as deepseek-v3, or a folder with config.json")
+    add("--gpu", default="h200", choices=tuple(GPUS), help="[h200]")
+    add("--samples", type=_count, default=2048, help="answers of a rollout [2048]")
+    add("--prompt-tokens", type=float, default=256.0, help="[256]")
+    add("--answer-tokens", type=float, default=4096.0, help="on average [4096]")
+    add("--longest", type=float, default=None, help="most tokens of an answer [8 times the average]")
+    add("--spread", type=float, default=0.8, help="sigma of the logarithm of lengths [0.8]")
+    add("--optimizer-steps", type=_count, default=1, help="of a rollout [1]")
+    add("--json", action="store_true", help="for programs")
+    options = parser.parse_args(words)
+    with user_errors():
+        # Here, because it loads torch, which other plans do not need.
+        from slime.preflight.step_costs import Model, Work, best_runs, model_config, run_lines
+
+        model = Model(model_config(options.model))
+        longest = options.longest or 8 * options.answer_tokens
+        work = Work(
+            *(options.samples, options.prompt_tokens, options.answer_tokens, options.spread, longest),
+            *(int(options.optimizer_steps > 1), options.optimizer_steps),
+        )
+        runs = best_runs(model, GPUS[options.gpu], options.gpus, work)
+        if not runs:
+            raise ValueError(f"--gpus {options.gpus}: no layout of {options.model} fits; use more of them.")
+        if options.json:
+            rows = [
+                {
+                    "way": run.way,
+                    "rollout_gpus": run.rollout_gpus,
+                    "step_s": run.step_s,
+                    "generate_s": run.generate_s,
+                    "train_s": run.trainer.parts,
+                    "push_s": run.push_s,
+                    "layout": asdict(run.trainer.sizes),
+                    "engine_gpus": run.engine.gpus,
+                }
+                for run in runs
+            ]
+            print(json.dumps(rows, indent=2))
+        else:
+            print("\n".join(run_lines(model, options.gpu, runs, work)))
+    return 0
 
 
 def _verdict(trainer: TrainerPlan, gpu_gib: float | None) -> int:

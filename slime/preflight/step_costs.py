@@ -13,11 +13,12 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 from slime.batch.flops import ModelShape
-from slime.catalog.gpus import GpuRow
+from slime.catalog.gpus import MODELS, GpuRow
 from slime.preflight.trainer_plan import (
     Sizes,
     expert_imbalance,
@@ -25,6 +26,7 @@ from slime.preflight.trainer_plan import (
     number_of_experts,
     outside_parameters,
     plan_trainer,
+    read_model,
 )
 
 # Share of the matrix rate that a training step reaches, attention counted: 0.73 at width 2,560 and 0.56 at
@@ -70,21 +72,24 @@ class Work:
     passes: int = 1
     optimizer_steps: int = 1
 
-    def lengths(self, count: int = 64) -> list[float]:
+    def lengths(self) -> Sequence[float]:
         """Answer lengths at equally likely places of the distribution, with the mean as given."""
-        if not self.spread:
-            return [self.answer] * count
-        places = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
-        found = [min(self.longest, math.exp(self.spread * place)) for place in places]
-        scale = self.answer / (sum(found) / count)
-        for _ in range(8):  # what is cut off makes the others longer
-            cut = [min(self.longest, scale * math.exp(self.spread * place)) for place in places]
-            scale *= self.answer / (sum(cut) / count)
-        return [min(self.longest, scale * math.exp(self.spread * place)) for place in places]
+        return _lengths(self.answer, self.spread, self.longest)
 
     @property
     def tokens(self) -> float:
         return self.samples * (self.prompt + self.answer)
+
+
+@functools.lru_cache(maxsize=256)
+def _lengths(mean: float, spread: float, longest: float, count: int = 64) -> tuple[float, ...]:
+    if not spread:
+        return (mean,) * count
+    places = [math.exp(spread * NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
+    scale = mean / (sum(places) / count)
+    for _ in range(8):  # what is cut off makes the others longer
+        scale *= mean / (sum(min(longest, scale * place) for place in places) / count)
+    return tuple(min(longest, scale * place) for place in places)
 
 
 class Model:
@@ -233,7 +238,7 @@ def train_plan(
     local = work.tokens / (sizes.dp * sizes.cp)  # tokens that one rank sees
     micro = max(1, round(local / work.optimizer_steps / tokens_at_once))
     options = Namespace(
-        num_micro_batches=micro,
+        num_micro_batches=min(micro, 2 * sizes.pp),  # enough to fill the pipeline
         max_tokens_per_gpu=tokens_at_once,
         optimizer_cpu_offload=False,
         optimizer_offload_fraction=0.0,
@@ -264,7 +269,7 @@ def train_plan(
         parts["gradients"] = work.optimizer_steps * held * 6 / rate * (1 - _HIDDEN)
     if sizes.pp > 1:
         busy = sum(parts.values())
-        parts["pipeline bubble"] = busy * layout.bubble / max(1e-9, 1 - layout.bubble)
+        parts["pipeline bubble"] = busy * (sizes.pp - 1) / micro
     stepped = max(stage.optimizer for stage in layout.stages)
     parts["optimizer"] = work.optimizer_steps * 2 * stepped / gpu.memory
     return TrainPlan(sizes, parts, max(stage.total for stage in layout.stages), recompute)
@@ -366,3 +371,45 @@ def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]
             )
         )
     return sorted(found, key=lambda run: run.step_s)
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """Of a name of the catalog, or of a folder."""
+    key = name.rpartition("/")[2].lower()
+    if key in MODELS:
+        return MODELS[key]
+    if (Path(name) / "config.json").is_file():
+        return read_model(name)
+    raise ValueError(
+        f"--model {name!r} is no folder with a config.json and none of {', '.join(MODELS)}: name one of them "
+        "with --model, whatever --hf-checkpoint is."
+    )
+
+
+def run_lines(model: Model, gpu_name: str, runs: Sequence[RunCost], work: Work) -> list[str]:
+    """The best run by its parts, then every way that was looked at, then what all of it assumes."""
+    lines = [
+        f"{model.parameters / 1e9:.1f}B parameters ({model.matrices / 1e9:.1f}B a token) on {runs[0].gpus} "
+        f"{gpu_name}; {work.samples} answers of {work.answer:.0f} tokens to prompts of {work.prompt:.0f}"
+    ]
+    best = runs[0]
+    where = "all GPUs in turns" if not best.rollout_gpus else f"{best.gpus - best.rollout_gpus} GPUs"
+    lines.append(f"best: {best.way}, a step {best.step_s:.1f} s")
+    lines.append(f"  train on {where}: {best.trainer.words}; {best.trainer.memory / 2**30:.0f} GiB a GPU")
+    parts = ", ".join(
+        f"{name} {seconds:.1f}" for name, seconds in best.trainer.parts.items() if seconds > 0.05
+    )
+    lines.append(f"  training {best.trainer.seconds:.1f} s ({parts})")
+    lines.append(
+        f"  generating {best.generate_s:.1f} s: engines of {best.engine.gpus} GPUs, "
+        f"{best.engine.max_running} requests each; push {best.push_s:.1f} s, change of places "
+        f"{best.swap_s:.1f} s"
+    )
+    lines.append("train:rollout    step s  generate  train   push  layout")
+    for run in runs:
+        split = f"{run.gpus - run.rollout_gpus}:{run.rollout_gpus}" if run.rollout_gpus else "in turns"
+        lines.append(
+            f"{split:>13}  {run.step_s:>8.1f}  {run.generate_s:>8.1f}  {run.trainer.seconds:>5.1f}  "
+            f"{run.push_s:>5.1f}  {run.trainer.words}"
+        )
+    return [*lines, "assumed:", *(f"  {line}" for line in ASSUMPTIONS)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.arguments import Args
 from slime.arguments.groups.topology import plain_topology
-from slime.catalog.gpus import GPUS, MODELS, GpuRow
+from slime.catalog.gpus import GPUS, GpuRow
 from slime.preflight.step_costs import (
     ASSUMPTIONS,
     EnginePlan,
@@ -20,9 +20,9 @@ from slime.preflight.step_costs import (
     Work,
     best_training,
     engine_plans,
+    model_config,
     push_seconds,
 )
-from slime.preflight.trainer_plan import read_model
 from slime.simulation.costs import Costs, TrainerCost, measured_costs
 from slime.simulation.run import Measured, Simulation
 from slime.simulation.settings import simulated_args, unit_for
@@ -165,19 +165,6 @@ def _costs(
         save_s=16 * model.parameters / (trainer.sizes.ranks * 1e9),
     )
     return Costs(gpus // engine.gpus, engine, cost, pause_s=_PAUSE_S, swap_s=swap)
-
-
-def model_config(name: str) -> dict[str, Any]:
-    """Of a name of the catalog, or of a folder."""
-    key = name.rpartition("/")[2].lower()
-    if key in MODELS:
-        return MODELS[key]
-    if (Path(name) / "config.json").is_file():
-        return read_model(name)
-    raise ValueError(
-        f"--model {name!r} is no folder with a config.json and none of {', '.join(MODELS)}: name one of them "
-        "with --model, whatever --hf-checkpoint is."
-    )
 
 
 def table(rows: Sequence[Row]) -> list[str]:

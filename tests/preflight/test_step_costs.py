@@ -1,0 +1,62 @@
+"""The cost model of a step: what was measured on one H200, and how it moves with sizes."""
+
+import json
+
+import pytest
+
+from slime.catalog.gpus import GPUS, MODELS
+from slime.cli.main import main
+from slime.preflight.step_costs import EnginePlan, Model, Work, best_runs, train_plan
+from slime.preflight.trainer_plan import Sizes
+
+H200 = GPUS["h200"]
+
+
+def test_a_step_on_one_h200_is_what_was_measured():
+    """docs/performance.md: 512 answers of about 950 tokens, 23.2 s generating and 21.6 s training."""
+    model = Model(MODELS["qwen3-4b"] | {"vocab_size": 512})
+    work = Work(512, 32, 950, 0.0, passes=0)
+    assert EnginePlan(model, H200, 1, 256).generate_s(work, 512) == pytest.approx(23.2, rel=0.05)
+    assert train_plan(model, H200, Sizes(1), work).seconds == pytest.approx(21.6, rel=0.06)
+
+
+def test_parameters_are_those_that_models_are_named_for():
+    for name, billions in {
+        "qwen3-4b": 4.0,
+        "qwen3-30b-a3b": 30.5,
+        "qwen3-235b-a22b": 235,
+        "deepseek-v3": 671,
+    }.items():
+        assert Model(MODELS[name]).parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_lengths_keep_their_mean_whatever_is_cut_off():
+    work = Work(8, 10, 1000, 1.0, longest=2000)
+    assert sum(work.lengths()) / len(work.lengths()) == pytest.approx(1000, rel=0.01)
+    assert max(work.lengths()) == 2000
+
+
+def test_more_gpus_are_faster_and_a_long_tail_is_slower():
+    model = Model(MODELS["qwen3-4b"])
+    steps = [best_runs(model, H200, gpus, Work(256, 128, 2048))[0].step_s for gpus in (8, 16)]
+    assert steps[0] > steps[1]
+    engine = EnginePlan(model, H200, 1, 64)
+    assert engine.generate_s(Work(64, 128, 2048, 1.0), 64) > 1.5 * engine.generate_s(
+        Work(64, 128, 2048, 0.0), 64
+    )
+
+
+def test_the_command_prints_the_best_split_with_its_assumptions(capsys):
+    words = "plan --gpus 16 --model qwen3-4b --samples 128 --answer-tokens 512"
+    assert main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert "best: " in printed and "assumed:" in printed and "train:rollout" in printed
+    assert main([*words.split(), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows == sorted(rows, key=lambda row: row["step_s"])
+
+
+def test_a_model_that_does_not_fit_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpus", "8", "--model", "deepseek-v3"])
+    assert "no layout of deepseek-v3 fits" in capsys.readouterr().err
