@@ -187,19 +187,18 @@ class EnginePolicy:
                     made.finish = "length"
                     return
                 left = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
-            count, rid = len(made.ids), uuid4().hex
-            with scope.sending(rid) if scope is not None else contextlib.nullcontext():
-                yield GenerateRequest(
-                    input_ids=[*(prompt_ids if images is None else images.wire_ids), *made.ids],
-                    image_data=images.urls if images is not None else (),
-                    num_prompt_tokens=len(prompt_ids) + count if images is not None else None,
-                    forbidden_ids=frozenset() if images is None else frozenset((images.image_token_id,)),
-                    sampling=left,
-                    rid=rid,
-                    stream=stream,
-                    session=session,
-                    extra=self.extra,
-                )
+            count = len(made.ids)
+            yield GenerateRequest(
+                input_ids=[*(prompt_ids if images is None else images.wire_ids), *made.ids],
+                image_data=images.urls if images is not None else (),
+                num_prompt_tokens=len(prompt_ids) + count if images is not None else None,
+                forbidden_ids=frozenset() if images is None else frozenset((images.image_token_id,)),
+                sampling=left,
+                rid=uuid4().hex,
+                stream=stream,
+                session=session,
+                extra=self.extra,
+            )
             if scope is not None and scope.aborted:
                 continue  # not the engine's doing: the turnstile decides
             idle = 0 if len(made.ids) > count else idle + 1
@@ -210,7 +209,8 @@ class EnginePolicy:
 
     async def _ask(self, request: GenerateRequest) -> Generation:
         try:
-            return _checked(await self.client.generate(request), request)
+            with _in_flight(request):
+                return _checked(await self.client.generate(request), request)
         except asyncio.CancelledError:
             await asyncio.shield(self.abort(request.rid))
             raise
@@ -218,10 +218,11 @@ class EnginePolicy:
     async def _events(self, request: GenerateRequest) -> AsyncGenerator[tuple[Generation, bool], None]:
         ended = False
         try:
-            async with aclosing(self.client.stream(request)) as events:
-                async for event in events:
-                    answer, ended = _read_event(event, request)
-                    yield answer, ended
+            with _in_flight(request):
+                async with aclosing(self.client.stream(request)) as events:
+                    async for event in events:
+                        answer, ended = _read_event(event, request)
+                        yield answer, ended
         except http_utils.HttpError as error:
             if 400 <= error.status < 500:
                 raise
@@ -248,6 +249,11 @@ class EnginePolicy:
             return [worker["url"] for worker in answer["workers"]]
         except (http_utils.HttpError, KeyError, TypeError):
             return [self.url]
+
+
+def _in_flight(request: GenerateRequest) -> contextlib.AbstractContextManager[None]:
+    turnstile = current_turnstile()
+    return turnstile.sending(request.rid) if turnstile is not None else contextlib.nullcontext()
 
 
 def _copy_into(made: Made, new: Made) -> None:

@@ -24,6 +24,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 512  # calls that wait for the next rollout
+_POLL_S = 0.01
 
 _current: ContextVar[Turnstile | None] = ContextVar("slime_turnstile", default=None)
 _waiting: OrderedDict[str, KeptCall] = OrderedDict()
@@ -40,6 +41,7 @@ class Turnstile:
         self.scope = scope or RequestScope()
         self.keeps = keeps
         self.used = False  # by a session
+        self.num_in_flight = 0
         self._lock = threading.Lock()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
@@ -55,6 +57,18 @@ class Turnstile:
                 future: asyncio.Future[None] = loop.create_future()
                 self._waiters.append((loop, future))
             await future
+
+    @contextlib.contextmanager
+    def sending(self, rid: str | None) -> Iterator[None]:
+        """A request that has passed is in flight."""
+        with self._lock:
+            self.num_in_flight += 1
+        try:
+            with self.scope.sending(rid):
+                yield
+        finally:
+            with self._lock:
+                self.num_in_flight -= 1
 
     def open(self, scope: RequestScope) -> None:
         """The call goes on in another rollout."""
@@ -112,7 +126,10 @@ class KeptCall:
         ended = asyncio.ensure_future(self.turnstile.scope.ended.wait())
         try:
             await asyncio.wait({self.task, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not self.task.done() and self.turnstile.used:
+            # Engines have answered what was aborted, before weights change or they are put aside.
+            while self.turnstile.used and self.turnstile.num_in_flight and not self.task.done():
+                await asyncio.wait({self.task}, timeout=_POLL_S)
+            if self.turnstile.used and not self.task.done():
                 return None
             return await self.task
         except asyncio.CancelledError:
