@@ -34,7 +34,13 @@ from slime.arguments.groups.precision import engine_precision
 from slime.arguments.groups.profiling import profiling
 from slime.arguments.groups.rewards import reward_shaping, rewards
 from slime.arguments.groups.roles import critic_role
-from slime.arguments.groups.rollout import context_length, fully_async_rollout, over_sampling, sampling
+from slime.arguments.groups.rollout import (
+    context_length,
+    fully_async_rollout,
+    over_sampling,
+    sampling,
+    spare_samples,
+)
 from slime.arguments.groups.run import (
     auto_resume,
     check_paths_exist,
@@ -60,6 +66,7 @@ RULES: tuple[Rule, ...] = (
     sampling,
     context_length,
     over_sampling,
+    spare_samples,
     length_of_run,
     columns,
     loss,

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -22,6 +22,7 @@ from slime.rollout.collection.batch_collector import BatchCollector
 from slime.rollout.collection.collector import GroupFailed, is_permanent
 from slime.rollout.collection.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.collection.greedy_baseline import with_greedy_baseline
+from slime.rollout.collection.spares import first_to_end, is_fresh
 from slime.rollout.collection.tasks import all_or_none
 from slime.rollout.collection.versions import name_versions
 from slime.rollout.generation.concurrency import Limit, TokenLimit, make_limit, tokens_of
@@ -34,6 +35,7 @@ from slime.rollout.generation.requests import (
     sampling_params_of,
     token_budget,
 )
+from slime.rollout.generation.returned import CUSTOM_GENERATE, check_returned
 from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.generation.turnstile import call_or_wait, can_be_kept
 from slime.rollout.groups import Entry, Group, copy_group, copy_sample, describe, describe_fully, is_finished
@@ -45,7 +47,7 @@ from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
-from slime.utils.plugin_errors import plugin_call, wrong_return
+from slime.utils.plugin_errors import plugin_call
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample, flatten_samples
 from slime.wire.client import EngineClient
@@ -64,7 +66,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-CUSTOM_GENERATE = "--custom-generate-function-path"
 ABORT_DEADLINE_S = 20.0
 _PAUSE_BETWEEN_ATTEMPTS_S = 2.5  # at least, once the back-off has grown
 MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
@@ -301,42 +302,11 @@ async def _call_function(
     ):
         call = function(args, sample, sampling_params, **options)
         result = await loop_watch.run(f"{CUSTOM_GENERATE} {path}", call)
-    made = (
-        _check_fan_out(path, sample, result)
-        if isinstance(result, list)
-        else _check_sample(path, sample, result)
-    )
+    made = check_returned(path, sample, result)
     for one in flatten_samples([made]):
         name_versions(one, requests.versions)
         requests.check_nucleus(one)
     return made
-
-
-def _check_sample(path: str, source: Sample, result: Any) -> Sample:
-    if not isinstance(result, Sample):
-        complaint = f"returned {type(result).__name__}; return a Sample or a list of them."
-        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
-    return result
-
-
-def _check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Sample]:
-    """Give siblings one group and one rollout_id: their own, or else the index of their source."""
-    if not result:
-        wrong_return(
-            CUSTOM_GENERATE, path, "returned no sample; return at least one.", describe_fully(source)
-        )
-    for sample in result:
-        _check_sample(path, source, sample)
-        sample.group_index = source.group_index if sample.group_index is None else sample.group_index
-        sample.index = source.index if sample.index is None else sample.index
-    if all(sample.rollout_id is None for sample in result):
-        for sample in result:
-            sample.rollout_id = source.index
-    if len({sample.rollout_id for sample in result}) != 1:
-        ids = [sample.rollout_id for sample in result]
-        complaint = f"returned samples with rollout ids {ids}; siblings of one execution must share one."
-        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
-    return result
 
 
 async def _score(args: PluginArgs, samples: Sequence[Sample], evaluation: bool) -> None:
@@ -355,11 +325,7 @@ async def generate_and_rm_group(
         return group
     for sample in flatten_samples(group):
         sample.session_id = sample.session_id or uuid4().hex
-    attempts = [_generate_with_retries(args, entry, sampling_params, evaluation) for entry in group]
-    if args.group_failure_action == "keep" and not evaluation:
-        group = await keep_the_rest(group, attempts)
-    else:
-        group = await all_or_none(attempts)
+    group = await _generate_group(args, group, sampling_params, evaluation)
     if waits_for_group(args) and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
         await _score(
             args, [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED], evaluation
@@ -370,12 +336,27 @@ async def generate_and_rm_group(
     return group
 
 
+async def _generate_group(
+    args: PluginArgs, group: Group, sampling_params: dict[str, Any], evaluation: bool
+) -> Group:
+    def attempt(entry: Entry, spare: bool = False) -> Coroutine[Any, Any, Entry]:
+        return _generate_with_retries(args, entry, sampling_params, evaluation, spare)
+
+    if args.spare_samples_per_prompt and not evaluation and is_fresh(group):
+        return await first_to_end(
+            group, args.spare_samples_per_prompt, attempt, lambda scope: abort_scope(args, scope, None)
+        )
+    if args.group_failure_action == "keep" and not evaluation:
+        return await keep_the_rest(group, [attempt(entry) for entry in group])
+    return await all_or_none([attempt(entry) for entry in group])
+
+
 async def _generate_with_retries(
-    args: PluginArgs, entry: Entry, sampling_params: dict[str, Any], evaluation: bool
+    args: PluginArgs, entry: Entry, sampling_params: dict[str, Any], evaluation: bool, spare: bool
 ) -> Entry:
     """Failures that may pass are tried again from the sample as it was, with the same seed."""
     origin, allowed = copy_group([entry]), args.group_max_attempts
-    durable = None if evaluation else ledger.current()
+    durable = None if evaluation or spare else ledger.current()
     if durable is not None and (found := durable.recall(entry)) is not None:
         return found  # finished before a crash; a reward of its group is all that may lack
     for attempt in range(1, allowed + 1):
@@ -404,13 +385,14 @@ async def abort(args: PluginArgs, rollout_id: int) -> None:
     await abort_scope(args, GenerateState(args).scope, rollout_id)
 
 
-async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int) -> None:
-    """End the requests of one scope."""
+async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int | None) -> None:
+    """End the requests of one scope; None: spares of a group, which nobody needs to hear of."""
     scope.abort()
     rids = sorted(scope.rids.copy())  # threads of adapters change it
     if not rids:
         return
-    logger.info("rollout %s: aborting %d requests", rollout_id, len(rids))
+    if rollout_id is not None:
+        logger.info("rollout %s: aborting %d requests", rollout_id, len(rids))
     urls = await _worker_urls(args)
     try:
         await waits.within(

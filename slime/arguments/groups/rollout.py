@@ -63,6 +63,12 @@ class RolloutFlags:
     over_sampling_batch_size: int | None = flag(
         None, "prompts fetched at a time; default: --rollout-batch-size", ge=1
     )
+    spare_samples_per_prompt: int = flag(
+        0,
+        "samples that are begun beside those of --n-samples-per-prompt: the first that end are trained, the "
+        "others are ended. For episodes with long tails; favours those that end soon",
+        ge=0,
+    )
     partial_rollout: bool = flag(False, "keep unfinished responses and continue them in the next rollout")
     mask_offpolicy_in_partial_rollout: bool = flag(
         False, "do not train on tokens of earlier policies", only_with=PARTIAL
@@ -157,6 +163,14 @@ def over_sampling(draft: Draft) -> None:
             f"--over-sampling-batch-size is {draft.over_sampling_batch_size}, less than --rollout-batch-size "
             f"{draft.rollout_batch_size}: one fetch could not fill a rollout; use at least "
             f"{draft.rollout_batch_size}."
+        )
+
+
+def spare_samples(draft: Draft) -> None:
+    if draft.spare_samples_per_prompt and draft.deterministic_mode:
+        raise ValueError(
+            f"--spare-samples-per-prompt is {draft.spare_samples_per_prompt} with --deterministic-mode: "
+            "which samples end first is a matter of timing; use 0."
         )
 
 

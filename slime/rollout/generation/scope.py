@@ -24,6 +24,8 @@ class RequestScope:
         self.engines = engines
         self.rids: set[str] = set()
         self.ended = asyncio.Event()
+        self._parent: RequestScope | None = None
+        self._children: list[RequestScope] = []
 
     @property
     def aborted(self) -> bool:
@@ -32,6 +34,17 @@ class RequestScope:
     def abort(self) -> None:
         """From now on nothing begins; called on the loop of the rollout side."""
         self.ended.set()
+        for child in self._children:
+            child.abort()
+
+    def child(self) -> "RequestScope":
+        """A part of it that can be aborted alone, and is with the whole."""
+        new = RequestScope(self.max_context_len, self.engines)
+        new._parent = self
+        self._children.append(new)
+        if self.aborted:
+            new.abort()
+        return new
 
     @contextlib.contextmanager
     def sending(self, rid: str | None) -> Iterator[None]:
@@ -39,7 +52,8 @@ class RequestScope:
         named = set() if rid is None else {rid}
         self.rids |= named
         try:
-            yield
+            with self._parent.sending(rid) if self._parent is not None else contextlib.nullcontext():
+                yield
         finally:
             self.rids -= named
 

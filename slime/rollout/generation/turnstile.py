@@ -19,7 +19,7 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.groups import Entry, copy_sample
-from slime.utils.types import Sample
+from slime.utils.types import Sample, flatten_samples
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,7 @@ class KeptCall:
 
     def __init__(self, turnstile: Turnstile, call: Coroutine[Any, Any, Entry]) -> None:
         self.turnstile = turnstile
+        self.waited = False  # for another rollout
         with turnstile.entered():
             self.task: asyncio.Task[Entry] = asyncio.ensure_future(call)
 
@@ -171,11 +172,15 @@ async def call_or_wait(sample: Sample, call: Coroutine[Any, Any, Entry]) -> Entr
     origin = copy_sample(sample)
     made = await kept.result()
     if made is not None:
+        for one in flatten_samples([made]) if kept.waited else ():
+            # It may have begun as a spare of its group, under another index.
+            one.index = sample.index
+            one.rollout_id = one.rollout_id if one.rollout_id is None else sample.rollout_id or sample.index
         return made
     origin.status = Sample.Status.ABORTED
     origin.session_id = sample.session_id
     assert origin.session_id is not None, "samples of a rollout have a session"
-    _waiting[origin.session_id] = kept
+    _waiting[origin.session_id], kept.waited = kept, True
     while len(_waiting) > MAX_WAITING:
         _waiting.popitem(last=False)[1].give_up()
         logger.warning("more than %d episodes wait for the next rollout: one begins again", MAX_WAITING)

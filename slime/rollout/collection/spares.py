@@ -1,0 +1,133 @@
+"""More samples of a prompt than its group needs: those that end first are the group, the others are ended.
+
+Episodes have long tails: one that hangs in a slow tool holds up a group, and the batch with it. What ends
+first is not a fair draw, though: where long episodes are other than short ones, the batch has fewer of them.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from slime.rollout.generation.scope import RequestScope, current_scope
+from slime.rollout.groups import Entry, Group, copy_group, first_sample, index_of, is_finished
+from slime.utils.types import Sample, flatten_samples
+
+# A spare draws with seeds of its own, which come from the index of a sample.
+_FIRST_SPARE_INDEX = 1 << 40
+
+
+@dataclass(eq=False)
+class _Started:
+    place: int | None  # in the group; None: a spare
+    task: asyncio.Task[Entry]
+    scope: RequestScope
+
+
+def is_fresh(group: Group) -> bool:
+    """Nothing of it was begun: a group that comes back gets no spares again."""
+    samples = flatten_samples(group)
+    return all(s.status is Sample.Status.PENDING and not s.response_length for s in samples)
+
+
+async def first_to_end(
+    group: Group,
+    num_spares: int,
+    start: Callable[[Entry, bool], Coroutine[Any, Any, Entry]],
+    end_requests: Callable[[RequestScope], Awaitable[None]],
+) -> Group:
+    """The group with the entries that ended first. `start` gets an entry, and whether it is a spare.
+
+    An entry that fails is made up for by a spare; when too few are left, its error is raised.
+    """
+    parent = current_scope() or RequestScope()
+    started = [_start(parent, place, entry, start) for place, entry in enumerate(group)]
+    started += [_start(parent, None, entry, start) for entry in make_spares(group, num_spares)]
+    try:
+        chosen = await _wait_for(started, len(group))
+    except BaseException:
+        await _end(started, end_requests)
+        raise
+    await _end([one for one in started if one not in chosen], end_requests)
+    return _in_places(group, chosen)
+
+
+def make_spares(group: Group, number: int) -> Group:
+    spares: Group = []
+    for spare in range(number):
+        (entry,) = copy_group([group[spare % len(group)]])
+        for sample in flatten_samples([entry]):
+            sample.index = index_of(sample) + _FIRST_SPARE_INDEX * (1 + spare // len(group))
+            sample.session_id = uuid4().hex
+        spares.append(entry)
+    return spares
+
+
+def _start(
+    parent: RequestScope,
+    place: int | None,
+    entry: Entry,
+    start: Callable[[Entry, bool], Coroutine[Any, Any, Entry]],
+) -> _Started:
+    scope = parent.child()
+    with scope.entered():  # the task inherits it: it can be ended without touching another
+        return _Started(place, asyncio.ensure_future(start(entry, place is None)), scope)
+
+
+async def _wait_for(started: list[_Started], wanted: int) -> list[_Started]:
+    """Those that ended first; once a rollout is over, also what was cut, the longest first."""
+    ended: list[_Started] = []
+    cut: list[_Started] = []
+    running = {one.task: one for one in started}
+    error: BaseException | None = None
+    while running and len(ended) < wanted:
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for one in sorted((running.pop(task) for task in done), key=lambda one: started.index(one)):
+            failure = one.task.exception()
+            error = failure or error
+            if failure is None:
+                (ended if is_finished(one.task.result()) else cut).append(one)
+    cut.sort(key=lambda one: -_length(one.task.result()))
+    chosen = (ended + cut)[:wanted]
+    if len(chosen) < wanted:
+        assert error is not None, "every entry ended, was cut or failed"
+        raise error
+    return chosen
+
+
+def _length(entry: Entry) -> int:
+    return sum(sample.response_length for sample in flatten_samples([entry]))
+
+
+async def _end(started: list[_Started], end_requests: Callable[[RequestScope], Awaitable[None]]) -> None:
+    """Cancel tasks here and their requests at the engines, whose ids are noted before."""
+    left = [one for one in started if not one.task.done()]
+    ends = [asyncio.ensure_future(end_requests(one.scope)) for one in left]
+    await asyncio.sleep(0)
+    for one in left:
+        one.task.cancel()
+    await asyncio.gather(*(one.task for one in started), *ends, return_exceptions=True)
+
+
+def _in_places(group: Group, chosen: list[_Started]) -> Group:
+    """Entries at their own places, spares at those of entries that were ended."""
+    own = {one.place: one.task.result() for one in chosen if one.place is not None}
+    spares = iter([one.task.result() for one in chosen if one.place is None])
+    return [
+        own[place] if place in own else _instead(entry, next(spares)) for place, entry in enumerate(group)
+    ]
+
+
+def _instead(entry: Entry, spare: Entry) -> Entry:
+    source = first_sample([entry])
+    for sample in flatten_samples([spare]):
+        rename(sample, source)
+    return spare
+
+
+def rename(sample: Sample, source: Sample) -> None:
+    """The sample stands where `source` stood in its group."""
+    sample.index = source.index
+    if sample.rollout_id is not None:
+        sample.rollout_id = source.rollout_id if source.rollout_id is not None else source.index

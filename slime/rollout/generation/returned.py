@@ -1,0 +1,45 @@
+"""What a generate function of the user's own gave back."""
+
+from typing import Any
+
+from slime.rollout.groups import Entry, describe_fully
+from slime.utils.plugin_errors import wrong_return
+from slime.utils.types import Sample
+
+CUSTOM_GENERATE = "--custom-generate-function-path"
+
+
+def check_returned(path: str, source: Sample, result: Any) -> Entry:
+    """A sample, or the samples of a fan-out; anything else is told with the function's name."""
+    return (
+        check_fan_out(path, source, result)
+        if isinstance(result, list)
+        else check_sample(path, source, result)
+    )
+
+
+def check_sample(path: str, source: Sample, result: Any) -> Sample:
+    if not isinstance(result, Sample):
+        complaint = f"returned {type(result).__name__}; return a Sample or a list of them."
+        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
+    return result
+
+
+def check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Sample]:
+    """Give siblings one group and one rollout_id: their own, or else the index of their source."""
+    if not result:
+        wrong_return(
+            CUSTOM_GENERATE, path, "returned no sample; return at least one.", describe_fully(source)
+        )
+    for sample in result:
+        check_sample(path, source, sample)
+        sample.group_index = source.group_index if sample.group_index is None else sample.group_index
+        sample.index = source.index if sample.index is None else sample.index
+    if all(sample.rollout_id is None for sample in result):
+        for sample in result:
+            sample.rollout_id = source.index
+    if len({sample.rollout_id for sample in result}) != 1:
+        ids = [sample.rollout_id for sample in result]
+        complaint = f"returned samples with rollout ids {ids}; siblings of one execution must share one."
+        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
+    return result
