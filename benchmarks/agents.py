@@ -4,7 +4,7 @@
    adapter's process per turn against those of the client's own process (the openai package from
    .venv-agents, which `make agents-env` makes; without it a bare aiohttp client, and the output says so).
 2. Python memory per open session beyond its tokens.
-3. CPU time to build the prompt of a turn in a session of 200 turns against one of 10.
+3. CPU time to build the prompt of a turn in a session of 200 turns against one of 10: of all, of the last.
 4. With --engine: share of prompt tokens that the embedded engine finds in its prefix cache, tiny model.
 
     python benchmarks/agents.py [--sessions 1000] [--engine] [--json out.json]
@@ -194,16 +194,22 @@ async def play(session: Session, num_turns: int) -> list[float]:
 
 
 def prompt_cost(rounds: int = 30) -> dict[str, float]:
-    """Mean of the last five turns of sessions of 10 and of 200 turns, in turn."""
+    """Mean over all turns, and over the last five, of sessions of 10 and of 200 turns, in turn."""
     tokenizer = byte_tokenizer()
     policy, renderer = InstantPolicy(answer_ids(tokenizer)), Renderer(tokenizer)
-    totals = {10: 0.0, 200: 0.0}
+    means, lasts = {10: 0.0, 200: 0.0}, {10: 0.0, 200: 0.0}
     asyncio.run(play(Session(policy, renderer), 20))
     for _ in range(rounds):
-        for length in totals:
-            totals[length] += sum(asyncio.run(play(Session(policy, renderer), length))[-5:]) / 5
-    short, long = (1e6 * total / rounds for total in totals.values())
-    return {"turn_10_us": short, "turn_200_us": long, "ratio": long / short}
+        for length in means:
+            times = asyncio.run(play(Session(policy, renderer), length))
+            means[length] += 1e6 * sum(times) / length / rounds
+            lasts[length] += 1e6 * sum(times[-5:]) / 5 / rounds
+    return {
+        "session_10_us": means[10],
+        "session_200_us": means[200],
+        "ratio": means[200] / means[10],
+        "ratio_of_last_turns": lasts[200] / lasts[10],
+    }
 
 
 def memory(sessions: int = 200) -> dict[str, float]:
@@ -307,8 +313,9 @@ def main() -> None:
     )
     prompt = told["prompt"]
     print(
-        f"prompt of a turn: {prompt['turn_10_us']:.0f} us in a session of 10, {prompt['turn_200_us']:.0f} us "
-        f"in one of 200: ratio {prompt['ratio']:.2f} (at most 1.3)"
+        f"prompt of a turn: {prompt['session_10_us']:.0f} us in a session of 10, "
+        f"{prompt['session_200_us']:.0f} us in one of 200: ratio {prompt['ratio']:.2f} (at most 1.3); "
+        f"of their last turns {prompt['ratio_of_last_turns']:.2f}"
     )
     if options.engine:
         print(f"prefix cache: {told['prefix_cache']['hit_rate']:.3f} of prompt tokens (at least 0.9)")
