@@ -430,6 +430,7 @@ if __name__ == "__main__":
     _owner = socket.socket(fileno=int(sys.argv[1]))
     while True:
         _todo, _fds = _serve(_owner)
+        _owner.detach()  # closed with all others, its number is soon another's: nobody may close that one
         _become(_todo, _fds)
         if _todo["what"] in (_ENGINE, _WORKER) or _todo["what"].startswith(_SPAWNED):
             break  # they start no others
