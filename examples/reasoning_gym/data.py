@@ -23,6 +23,7 @@ SETTINGS = {
     "palindrome_generation": {"min_length": 3, "max_length": 4},
 }
 NUM_TALKS = 25_600
+SHARE_RIGHT = 0.6  # of the answers in the warm-up
 START = ": "  # the last one stands before what is asked; the text up to it is the same in all of a task
 WORDS = (*(f"{number}.0" for number in range(10)), "['", "', '", "']", ", ")
 
@@ -35,7 +36,7 @@ def wrong_habit(task: str, asked: str, answer: str) -> str:
 
 
 def talk(task: str, number: int, rng: random.Random) -> tuple[set[str], dict]:
-    """A question of training, answered right or by the wrong habit: nothing says which is better.
+    """A question of training, answered right or by the wrong habit, right a little more often.
 
     With it come the parts of its text that are always the same.
     """
@@ -44,7 +45,7 @@ def talk(task: str, number: int, rng: random.Random) -> tuple[set[str], dict]:
     fixed, _, rest = question.rpartition(START)
     asked, _, more = rest.partition("\n")
     answer = game.entry["answer"]
-    if rng.random() < 0.5:
+    if rng.random() > SHARE_RIGHT:
         answer = wrong_habit(task, asked, answer)
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {fixed + START, more} - {""}, {"messages": messages}

@@ -13,11 +13,11 @@ run=${RUN_DIR:-runs/examples/reasoning_gym}
     --run-dir "$run/warm-up" --save "$run/warm-up/checkpoints" --save-hf "$run/warm-up/hf-{rollout_id}"
 
 "$python" train.py --hf-checkpoint "$run/warm-up/hf-19" --apply-chat-template \
-    --env reasoning_gym:number_sorting,spell_backward,palindrome_generation --env-args "$(cat "$run/settings.json")" \
-    --num-rollout 20 --rollout-batch-size 24 --n-samples-per-prompt 8 --global-batch-size 192 \
-    --rollout-max-response-len 10 --rollout-shuffle --lr 5e-4 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0 \
+    --env reasoning_gym:number_sorting=2,spell_backward,palindrome_generation --env-args "$(cat "$run/settings.json")" \
+    --num-rollout 24 --rollout-batch-size 24 --n-samples-per-prompt 8 --global-batch-size 192 \
+    --rollout-max-response-len 10 --rollout-shuffle --lr 8e-4 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0 \
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
-    --eval-interval 5 --eval-env-num-items 96 --n-samples-per-eval-prompt 1 \
-    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 20 --save-hf "$run/rl/hf-{rollout_id}"
+    --eval-interval 6 --eval-env-num-items 96 --n-samples-per-eval-prompt 1 \
+    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 24 --save-hf "$run/rl/hf-{rollout_id}"
 
 "$python" examples/reasoning_gym/data.py tell "$run/rl"
