@@ -174,7 +174,7 @@ def chain(world: Path, run: str, mode: str, num_rollout: int, draw: random.Rando
         result.kills += [{**kill, "exit": code} for kill in struck]
         if code is None:
             result.wrong.append(f"start {result.starts} hung; struck was {struck}")
-        elif code != 0 and all(kill["target"] in MILD for kill in struck):
+        elif code != 0 and all(kill["target"] in MILD for kill in struck) and has_begun(world, run):
             result.wrong.append(f"start {result.starts} ended with {code}; struck was {struck}")
         elif (world / run / RECORD_FILE).exists():
             result.wrong += [
@@ -186,6 +186,11 @@ def chain(world: Path, run: str, mode: str, num_rollout: int, draw: random.Rando
         result.wrong += [line for line in found if same_promised or line.startswith("audit")]
         result.differs += [line for line in found if line not in result.wrong]
     return result
+
+
+def has_begun(world: Path, run: str) -> bool:
+    """Whether the last start got its engines: one that dies before it served ends the start with its log."""
+    return "first push" in (world / f"{run}.out").read_text().rpartition("\n--- [")[2]
 
 
 def reference_of(mode: str) -> str:
