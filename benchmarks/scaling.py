@@ -116,9 +116,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    found = {"h200": against_h200(), "published": against_published(), "scaling": scaling()}
-    for title, rows in found.items():
-        show(title, rows)
+    found = {}
+    for title, rows_of in {"h200": against_h200, "published": against_published, "scaling": scaling}.items():
+        found[title] = rows_of()
+        show(title, found[title])
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=2))
 
