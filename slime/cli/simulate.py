@@ -72,8 +72,10 @@ def _read(words: list[str], folder: Path, options: argparse.Namespace) -> Args:
     kind = SYNCHRONOUS if options.loop == "sync" else ASYNCHRONOUS
     if options.loop == "fully-async":
         words = [*words, "--rollout-function-path", FULLY_ASYNC_ROLLOUT_FUNCTION]
-    words = [*words, "--prompt-data", str(prompts), "--num-rollout", str(options.steps)]
+    words = [*words, "--prompt-data", str(prompts)]
     given = {word.partition("=")[0] for word in words}
+    if not given & {"--config", "--num-rollout", "--num-epoch"}:
+        words = [*words, "--num-rollout", str(options.steps)]
     if options.fuzz and not given & {"--config", "--hf-checkpoint"}:
         words = [*_FUZZED.split(), *words]
     return parse_args(words, training_loop=kind)

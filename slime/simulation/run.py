@@ -33,7 +33,6 @@ from slime.cluster.timeline import Timeline
 from slime.cluster.weight_push import WeightPush
 from slime.record import RECORD_FILE
 from slime.record.audit import Audit, audit
-from slime.record.ledger import Note
 from slime.record.writer import RecordWriter
 from slime.rollout import fully_async_rollout, ledger, sglang_rollout
 from slime.runtime.base import WorkerDied
@@ -103,8 +102,8 @@ class _DelayedWriter:
         self._timer: Any = None
         self._dead = False
 
-    def note(self, note: Note) -> None:
-        self._later(lambda: self._writer.note(note))
+    def note(self, *args: Any) -> None:
+        self._later(lambda: self._writer.note(*args))
 
     def add(self, *args: Any, **kwargs: Any) -> None:
         self._later(lambda: self._writer.add(*args, **kwargs))
