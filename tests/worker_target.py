@@ -22,6 +22,10 @@ class Target:
     def pid(self):
         return os.getpid()
 
+    def say(self, words):
+        print(words, flush=True)
+        return os.getpid()
+
     def env(self, name):
         return os.environ.get(name)
 

@@ -75,6 +75,9 @@ rollout/spec_accept_rate: share of drafted tokens that speculative decoding acce
 rollout/spec_accept_length: tokens per verification of speculative decoding
 rollout/top_p_kept_vocab_per_token: ids that top-p or top-k left to a token, on average
 rollout/weight_version: number of weight pushes so far = one more each step
+rollout/canary/mean_abs_diff: mean difference of the log-probs that trainer and engine give fixed sentences
+    = near 1e-5 in float32, below 0.1 in bfloat16; a jump is a push that did not arrive
+rollout/canary/max_abs_diff: the largest of them
 rollout/weight_version/<end>: oldest (min) and newest (max) weights that made tokens of the batch
 rollout/staleness/mean: how many pushes old the tokens are, on average
     = 0 in the synchronous loop, about 1 in the asynchronous
@@ -198,6 +201,7 @@ perf/update_weights_time: seconds of a weight push
 perf/update_weights_pause_time: seconds for which engines were paused in it
 perf/update_weights_engine_time: seconds in which engines took the weights
 perf/update_weights_check_time: seconds in which they were checked
+perf/canary_time: seconds of a look of the canary (--canary-interval)
 perf/update_weights_bytes: size of the weights
 perf/update_weights_wire_bytes: bytes that travelled, with deltas = a few percent of update_weights_bytes
 perf/update_weights_density: share of the values that changed, with deltas

@@ -1,13 +1,14 @@
-"""`slime status RUN` and `slime watch RUN`: how a run is doing, from another shell, now or after its end."""
+"""`slime status RUN` and `slime watch RUN`: how a run is doing and what it waits for, now or at its end."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from rich.text import Text
 from slime.observability.terminal.progress import Progress, duration, short, sparkline
 from slime.observability.terminal.terminal import Terminal
 from slime.observability.tracking import read_metrics
+from slime.observability.wait_table import WaitTable, read_table
 from slime.utils.folder_lock import is_locked
 from slime.utils.printable import printable
 from slime.utils.run_file import METRICS_FILE, RunRecord, read_run
 
 _EVERY_S = 2.0
+_LATE_S = 10.0  # from then on the table of waits is said to be old
+_SHOWN_WAITS = 12
 _SHOWN = (
     ("reward", "rollout/raw_reward", "{:.4g}"),
     ("answer length", "rollout/response_len/mean", "{:.0f} tokens"),
@@ -37,11 +41,16 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the folder of a run says: `state` is running, finished, or how it ended."""
+    """What the folder of a run says: `state` is running, finished, or how it ended.
+
+    `values`: the last of each metric. `waits` None: nobody waited for anything, or it is not known.
+    """
 
     name: str
     state: str
     lines: tuple[str, ...]
+    values: dict[str, float]
+    waits: WaitTable | None
 
     @property
     def is_over(self) -> bool:
@@ -50,13 +59,25 @@ class Status:
 
 def status_main(argv: Sequence[str]) -> int:
     """Print the status once."""
-    run = _parser("slime status").parse_args(argv).run
-    status = _read(run)
+    parser = _parser("slime status")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object, for scripts")
+    options = parser.parse_args(argv)
+    status = _read(options.run)
     if isinstance(status, str):
         print(f"error: {status}", file=sys.stderr)
         return 2
-    print("\n".join(status.lines))
+    print(_as_json(status) if options.json else "\n".join(status.lines))
     return 0
+
+
+def _as_json(status: Status) -> str:
+    table = status.waits
+    rows = [
+        {**asdict(row), "age_s": row.age_s(table.time), "overdue": row.is_overdue(table.time)}
+        for row in (table.rows if table is not None else ())
+        if table is not None
+    ]
+    return json.dumps({"name": status.name, "state": status.state, "metrics": status.values, "waits": rows})
 
 
 def watch_main(argv: Sequence[str]) -> int:
@@ -107,10 +128,28 @@ def _read(run: Path) -> Status | str:
     # No end is written and nobody held the folder: it is lost, unless another start took it just now.
     running = held or (record.last.exit is None and is_locked(run, "--run-dir"))
     state = "running" if running else record.last.exit or "lost: the process ended without a word"
-    return Status(record.name, state, tuple(map(printable, _lines(run, record, state, rows))))
+    # A run that came to its end waits for nothing; of one that was stopped it is told why it was.
+    table = read_table(run) if state != "finished" else None
+    lines, values = _lines(run, record, state, rows)
+    lines += _wait_lines(table, running) if table is not None else []
+    return Status(record.name, state, tuple(map(printable, lines)), values, table)
 
 
-def _lines(run: Path, record: RunRecord, state: str, rows: list[dict[str, Any]]) -> list[str]:
+def _wait_lines(table: WaitTable, running: bool) -> list[str]:
+    """Overdue ones first; phases of the run are waits like others."""
+    if not table.rows:
+        return []
+    silent_s = time.time() - table.time
+    late = f", as of {datetime.timedelta(seconds=round(silent_s))} ago" if silent_s > _LATE_S else ""
+    title = f"  waits{late}:" if running else "  waits when it ended:"
+    rows = [f"    {row.told(table.time)}" for row in table.rows[:_SHOWN_WAITS]]
+    more = len(table.rows) - len(rows)
+    return [title, *rows, *([f"    and {more} more (--json shows all)"] if more > 0 else [])]
+
+
+def _lines(
+    run: Path, record: RunRecord, state: str, rows: list[dict[str, Any]]
+) -> tuple[list[str], dict[str, float]]:
     started = datetime.datetime.fromisoformat(record.last.start)
     ended = datetime.datetime.fromisoformat(record.last.end) if record.last.end else None
     last = max((row["time"] for row in rows if "time" in row), default=None)
@@ -142,7 +181,7 @@ def _lines(run: Path, record: RunRecord, state: str, rows: list[dict[str, Any]])
         lines.append(f"  {record.last.told_restarts}")
     if record.last.checkpoints:
         lines.append(f"  checkpoints in {record.last.checkpoints}")
-    return lines
+    return lines, dict(values)
 
 
 def _total(record: RunRecord) -> int | None:

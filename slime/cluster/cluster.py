@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.arguments import Args
+from slime.cluster.canary.canary import Canary
 from slime.cluster.release import OF_THE_FIRST_START, TrainerRelease
 from slime.cluster.requests import Requests
 from slime.cluster.residency import GENERATE, TRAIN, Residency
@@ -65,6 +66,7 @@ class Cluster:
     timeline: Timeline
     requests: Requests
     copies: PeerCopies | None = None  # --peer-copies
+    canary: Canary | None = None  # None: nothing is compared on fixed texts
     release: TrainerRelease | None = None  # --release-train; None: the trainer's processes stay
     plan: RunPlan | None = None  # what a look before the start predicted
     stopped: str | None = None  # why the loop ended early, on request
@@ -180,6 +182,10 @@ class Cluster:
             metrics = self.recovery.run(push.push, max(rollout_id - 1, 0))
         number = push.num_pushes
         self.redo.note(Deed(f"weights {number}", lambda: push.push_again(number)))
+        if self.canary is not None:
+            canary = self.canary
+            with self.timeline.doing("the canary", max(rollout_id - 1, 0)):
+                metrics |= self.recovery.run(lambda: canary.after_push(number), max(rollout_id - 1, 0))
         if metrics:
             self._log(metrics, "rollout", rollout_id)
         if self.release is not None and rollout_id < self.schedule.num_rollout:

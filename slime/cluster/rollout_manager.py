@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.batch.convert import samples_to_batch
+from slime.cluster.canary.probe import probe_tokens, why_no_canary
 from slime.cluster.recording import Recording
 from slime.cluster.run_ledger import Resume, open_ledger, plain_of
 from slime.cluster.serving.engine_plane import EnginePlane
@@ -29,9 +30,11 @@ from slime.rollout.rm_hub.answers import share_with_ending
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Placement
+from slime.utils import stacks
 from slime.utils.column_rewards import takes_columns
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.run_identity import Run
 from slime.utils.types import RolloutBatch, Sample, flatten_samples
 
@@ -46,6 +49,7 @@ class RolloutFacts:
     num_rollout_per_epoch: int | None
     transports: tuple[str, ...]  # that every engine offers
     engine_urls: tuple[str, ...]
+    probe: tuple[tuple[int, ...], ...] = ()  # the fixed texts of the canary; empty: the run has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class RolloutProcess:
         configure_logger(level=args.log_level)
         self._args, self._run = args, run
         self._engines = EnginePlane(args, run, placement, runtime)
+        self._no_stacks = stacks.pass_on(self._engines.dump_stacks)
         self._manager: RolloutManager | None = None
         self._recording = Recording(run, args)
 
@@ -80,7 +85,10 @@ class RolloutProcess:
         self._manager = RolloutManager(
             self._args, self._run, self._engines, self._recording, start_rollout_id, rollout_state, durable
         )
-        return self._manager.facts
+        facts = self._manager.facts
+        if facts.engine_urls and why_no_canary(self._args) is None:
+            facts = replace(facts, probe=probe_tokens(load_tokenizer(self._args.hf_checkpoint)))
+        return facts
 
     def manager(self) -> RolloutManager:
         assert self._manager is not None, "the rollout side is not started"
@@ -96,6 +104,7 @@ class RolloutProcess:
 
     def close(self) -> None:
         turnstile.forget_all()
+        self._no_stacks()
         self._engines.close()
         ledger.use(None)
         self._recording.close()

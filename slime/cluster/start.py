@@ -15,9 +15,11 @@ from typing import Any, Protocol
 
 from slime.arguments import Args, explain_batch
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.cluster.canary.canary import Canary
 from slime.cluster.checkpoint import resolve_load, rollout_state
 from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
+from slime.cluster.hang_watch import HangWatch
 from slime.cluster.in_flight import read_in_flight, tell_differences
 from slime.cluster.published import Models
 from slime.cluster.release import TrainerRelease
@@ -109,6 +111,8 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
             closing.add(tracker.finish)
             closing.add(Janitor(shm.FOLDER, run.shm_prefix).dismiss)
             closing.add(lambda: shm.unlink_prefix(run.shm_prefix))
+            watch = HangWatch(run.run_dir, runtime, args.hang_timeout_s)
+            closing.add(watch.close)
             closing.add(runtime.close)
             if threading.current_thread() is threading.main_thread():
                 # A polite end closes everything in order, like Ctrl-C; after the run it is what it was.
@@ -116,17 +120,18 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
                     if signal.getsignal(number) != signal.SIG_IGN:  # as with nohup
                         before = signal.signal(number, _raise_interrupt)
                         folders.callback(signal.signal, number, before or signal.SIG_DFL)
-            cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing, models)
-            cluster.plan = report.plan
-            cluster.requests.take_up(cluster)
-            try:
-                yield cluster
-            except BaseException:
-                if cluster.saver is not None:
-                    cluster.saver.tell_of_loss()
-                raise
-            ended.append(cluster.stopped)
-            _finish(cluster)
+            with watch.guarding():
+                cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing, models)
+                cluster.plan = report.plan
+                cluster.requests.take_up(cluster)
+                try:
+                    yield cluster
+                except BaseException:
+                    if cluster.saver is not None:
+                        cluster.saver.tell_of_loss()
+                    raise
+                ended.append(cluster.stopped)
+                _finish(cluster)
         models.finish()  # engines and trainer have given their devices back
 
 
@@ -261,6 +266,9 @@ def _start(
         Timeline(recording),
         Requests(recording),
         PeerCopies(args, run.shm_prefix, trainer.ranks, redo) if args.peer_copies and limit else None,
+        Canary(args, trainer, engines, residency, facts.probe)
+        if facts.probe and isinstance(push, WeightPush)
+        else None,
         release,
     )
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.backends import create_backend
 from slime.backends.base import Layout
+from slime.backends.shared.microbatch import build_micro_batches
 from slime.backends.shared.old_policy import old_policy_of
 from slime.batch.split import RankData
 from slime.cluster.checkpoint import files_of_rank
@@ -24,13 +25,13 @@ from slime.cluster.rank_notes import RankNotes, notes_of
 from slime.cluster.rank_sender import RankSender
 from slime.observability.logging_utils import configure_logger
 from slime.runtime.base import Ref, in_background
-from slime.step.agreement import Agreement
+from slime.step.agreement import Agreement, threshold_of
 from slime.step.metrics import StepReport
 from slime.step.profiling import StepProfiler
 from slime.step.training_step import TrainingStep
 from slime.utils import accelerator
 from slime.utils.checksums import FileRecord, find_damage, record_files
-from slime.utils.process_groups import open_store
+from slime.utils.process_groups import limit_every_group, open_store
 from slime.utils.run_identity import Run
 from slime.weight_sync import Parcel
 
@@ -68,14 +69,16 @@ class RankProcess:
         )
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        timeout = datetime.timedelta(minutes=self._args.distributed_timeout_minutes)
         dist.init_process_group(
             self._args.distributed_backend or accelerator.process_group_backend(),
             store=self._store,
             rank=self._rank,
             world_size=self._world_size,
-            timeout=datetime.timedelta(minutes=self._args.distributed_timeout_minutes),
+            timeout=timeout,
         )
         self._actor = TrainActor(self._args, self._run, self._rank, self._world_size, device, checkpoint)
+        limit_every_group(timeout)
         where = checkpoint or self._args.hf_checkpoint
         logger.info("rank %d of %d on %s: %s is loaded", self._rank, self._world_size, device, where)
         return self._actor.layout
@@ -161,6 +164,21 @@ class TrainActor:
         if self._version is not None:
             self._version += 1  # the weights moved on, whether or not they are pushed before the next batch
         return report
+
+    def score(self, share: RankData) -> tuple[dict[int, list[float]], float]:
+        """Log-probs of a batch that nothing learns from, by sample, at temperature 1; and what may differ.
+
+        Engines score an input at that temperature, whatever they sample with.
+        """
+        usual = self._plugin_args.rollout_temperature
+        self._backend.change_setting("rollout_temperature", 1.0)
+        try:
+            found = self._backend.log_probs(build_micro_batches(share.batch, share.scoring)).log_probs
+        finally:
+            self._backend.change_setting("rollout_temperature", usual)
+        indices = share.batch["sample_indices"]
+        by_sample = {index: values.tolist() for index, values in zip(indices, found, strict=True)}
+        return by_sample, threshold_of(self._backend, self._args)
 
     def take_notes(self) -> RankNotes:
         """Of the last step, for the record; once."""

@@ -216,6 +216,21 @@ class TrainGroup:
             for ref in refs:
                 ref.drop()
 
+    def score(self, batch: RolloutBatch) -> tuple[list[list[float]], float]:
+        """Log-probs of each sample's response, which nothing learns from, and how far engines may differ."""
+        first, whole = self._layouts[0], self._args.replace(global_batch_size=None)
+        shares = split_for_ranks(whole, batch, first.dp_size, cp_size=first.cp_size)
+        answers = gather(
+            [
+                handle.call(TrainActor.score, shares[layout.dp_rank])
+                for handle, layout in zip(self.ranks.handles, self._layouts, strict=True)
+            ]
+        )
+        found: dict[int, list[float]] = {}
+        for by_sample, _ in answers:
+            found |= by_sample
+        return [found[index] for index in batch["sample_indices"]], answers[0][1]
+
 
 def _threads(args: Args, slots: Sequence[Slot]) -> int:
     """A share of a machine's cores for each rank."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from slime.dashboard.run_folder import RunFolder
+from slime.observability.wait_table import read_table
 
 LOOK_S = 1.0
 _FILES = ("metrics.jsonl", "record.db", "record.db-wal", "run.json", "logs/driver.log")
@@ -65,7 +66,9 @@ class Watch:
     def _changed(self) -> list[str]:
         changed = []
         for key, run in self._runs.items():
-            found: list[object] = [run.state]
+            table = read_table(run.path)
+            # A run that hangs changes nothing else.
+            found: list[object] = [run.state, table and (len(table.overdue), len(table.silent))]
             for name in _FILES:
                 try:
                     status = (run.path / name).stat()

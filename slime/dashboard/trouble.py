@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.dashboard.logs import advice_and_errors
 from slime.dashboard.run_folder import LOST, RUNNING, RunFolder
+from slime.observability.wait_table import read_table
 
 _SILENT_S = 300.0
 _OVERDUE = 5.0  # times the usual length of a step
@@ -25,7 +26,7 @@ _COUNTED = {
 def trouble_of(run: RunFolder) -> list[dict[str, Any]]:
     """Entries of severity, title, text, and the view that shows more."""
     found = _ending(run)
-    found += _silence(run) if run.state == RUNNING else []
+    found += _overdue(run) + _silence(run) if run.state == RUNNING else []
     for name, words in _COUNTED.items():
         total = run.curves.total(name)
         if total:
@@ -63,6 +64,16 @@ def _ending(run: RunFolder) -> list[dict[str, Any]]:
         text = f"started {start.start}"
         found.append(_entry("note", f"An earlier start ended: {start.exit or LOST}", text, "settings"))
     return found
+
+
+def _overdue(run: RunFolder) -> list[dict[str, Any]]:
+    """Waits whose deadline has passed, and processes that give no sign of life."""
+    table = read_table(run.path)
+    if table is None:
+        return []
+    late = [_entry("error", row.told(table.time), "its deadline has passed", "logs") for row in table.overdue]
+    text = "its process may be stopped, or the machine overloaded"
+    return late + [_entry("warning", row.told(table.time), text, "logs") for row in table.silent]
 
 
 def _silence(run: RunFolder) -> list[dict[str, Any]]:

@@ -198,6 +198,9 @@ class ExternalServer:
     def signs(self) -> None:
         """Its process is not ours to look at, and may be on another machine."""
 
+    def dump_stacks(self) -> None:
+        """It is not ours to ask."""
+
     def describe_end(self) -> str:
         return "was taken out of use" if not self._in_use else f"takes no connection at {self.url}"
 

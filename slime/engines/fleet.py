@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from slime.engines.pulse import PulseWatch
 from slime.engines.server import LaunchPlan, MachineLost
+from slime.utils import waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.vital_signs import Signs
@@ -71,6 +72,7 @@ class Server(Protocol):
     def alive(self) -> bool: ...
     def signs(self) -> Signs | None: ...  # None: its processes cannot be seen
     def describe_end(self) -> str: ...
+    def dump_stacks(self) -> None: ...  # to its log, where it can
     def kill(self) -> None: ...
     def stop(self) -> None: ...
 
@@ -157,6 +159,7 @@ class EngineFleet:
         """Waits for every engine, then begins to watch them."""
         for server in self._servers:
             server.wait_ready()
+            waits.know_as(server.url, server.plan.name)
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         if self._pulse is not None:
             self._pulse.start()
@@ -177,6 +180,11 @@ class EngineFleet:
                 self._eviction = cause
                 self._leave_rotation(server)
                 server.kill()
+
+    def dump_stacks(self) -> None:
+        for server in self._servers:
+            with contextlib.suppress(Exception):  # what hangs may be what is asked
+                server.dump_stacks()
 
     def stop(self) -> None:
         self._stopping.set()

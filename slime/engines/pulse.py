@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from slime.observability.wait_table import SIGN_OF_LIFE
+from slime.utils import waits
 from slime.utils.vital_signs import Signs, SilenceClock
 
 _ROUNDS = 4  # questions within the limit
@@ -56,6 +58,8 @@ class PulseWatch:
 
     def stop(self) -> None:
         self._stopping.set()
+        for place in range(len(self._patients)):
+            waits.mark((self, place), None)
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -82,12 +86,20 @@ class PulseWatch:
             # Once more: who was stopped or put to sleep meanwhile owed no answer.
             if answered.get(place, True) or not self._is_watched(place):
                 clock.hear()
+                waits.mark((self, place), None)
                 continue
             clock.miss(elapsed_s, self._patients[place].signs())
+            self._mark(place, clock)
             if clock.is_overdue and not self._stopping.is_set():
                 why = f"no sign of life for {clock.silent_s:.0f} s: {clock.describe()}"
                 clock.hear()
                 self._on_silent(place, why)
+
+    def _mark(self, place: int, clock: SilenceClock) -> None:
+        """In the table of waits, until it answers or is replaced."""
+        what = f"{SIGN_OF_LIFE} ({clock.describe()})"
+        started, name = time.monotonic() - clock.silent_s, waits.known_as(self._patients[place].url)
+        waits.mark((self, place), waits.Wait(what, "the watch", started, clock.allowed_s, name))
 
 
 async def answers(url: str, path: str, timeout_s: float) -> bool:

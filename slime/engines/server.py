@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime.engines.pulse import ENGINE_PATH
-from slime.utils import http_utils, waits
+from slime.utils import http_utils, stacks, waits
 from slime.utils.errors import RunStopped
 from slime.utils.processes import LifePipe, open_log, stop_process
 from slime.utils.vital_signs import Signs, signs_of_group
@@ -207,6 +207,10 @@ class EngineServer:
         told = [line for line in lines if f"GET {ENGINE_PATH} " not in line]
         shown = "\n".join(line[:_LOG_LINE_CHARACTERS] for line in told[-_LOG_TAIL_LINES:])
         return f"last lines of {self.plan.log_path}:\n{shown}"
+
+    def dump_stacks(self) -> None:
+        if self._process is not None:
+            stacks.ask([self._process.pid])
 
     def kill(self) -> None:
         if self._process is not None:

@@ -37,6 +37,7 @@ from slime.rollout.groups import (
     without_response,
 )
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.utils import waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.misc import load_function
@@ -168,13 +169,15 @@ class AsyncRolloutWorker:
                     return self.tickets[number]
             if not self.tickets:
                 raise RunStopped("the data source gave no groups: let get_samples go on with a new epoch.")
-            await self._news.wait()
+            with waits.waiting("a group of the pool", owner="rollout"):
+                await self._news.wait()
 
     async def all_done(self) -> None:
         """Until nothing is in flight: weights may change then, and every group is of one version."""
         tasks = [ticket.task for ticket in self.tickets.values()]
         if tasks:
-            await asyncio.wait(tasks)
+            with waits.waiting(f"{len(tasks)} groups of the pool", owner="rollout"):
+                await asyncio.wait(tasks)
 
     def expired(self) -> list[Ticket]:
         """In flight since before the bound: whatever they end with, their first tokens are too old."""

@@ -1,10 +1,12 @@
 """A rollout function that does nothing: engines stay up, for requests by hand, until Ctrl-C."""
 
 import logging
+import math
 import time
 from typing import Any, NoReturn
 
 from slime.arguments import PluginArgs
+from slime.utils import waits
 
 logger = logging.getLogger(__name__)
 _SLEEP_S = 60.0
@@ -15,5 +17,6 @@ def sleep(args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool 
     logger.info(
         "engines are up at %s:%s; Ctrl-C ends the run", args.sglang_router_ip, args.sglang_router_port
     )
-    while True:
-        time.sleep(_SLEEP_S)
+    with waits.waiting("Ctrl-C", owner="rollout", deadline_s=math.inf):  # no hang: it is meant to last
+        while True:
+            time.sleep(_SLEEP_S)

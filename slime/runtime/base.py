@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from slime.runtime.notes import Notes
 from slime.runtime.placement import Placement, Slot
 from slime.runtime.worker import CONTROL, WORK
 from slime.utils import waits
 from slime.utils.errors import RunStopped
 
-_LOOK_S = 1.0
+_LOOK_S = 0.25
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -48,7 +49,10 @@ class WorkerSpec:
 
 
 class Future(Protocol[R_co]):
-    """The answer to a call, later. A `concurrent.futures.Future` is one too."""
+    """The answer to a call, later. A `concurrent.futures.Future` is one too.
+
+    Those of a runtime have a `name`, `worker.method`, and a `target`, the worker.
+    """
 
     def done(self) -> bool: ...
 
@@ -147,13 +151,22 @@ class Runtime(Protocol):
 
     @property
     def failure(self) -> concurrent.futures.Future[None]:
-        """Gets the error of a worker that is silent for too long, whether or not somebody waits for it."""
+        """Gets the error of a worker that died, or is silent for too long, whether or not somebody waits."""
+
+    def before_silence(self, tell: Callable[[WorkerDied], None]) -> None:
+        """`tell` is called with the error of a silent worker while everybody still waits for it."""
 
     def forget_failure(self) -> None:
         """Whoever was lost has been replaced: `failure` is another future from now on."""
 
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         """Makes an object of the class `cls` where `spec` says; returns at once."""
+
+    def notes(self) -> dict[str, Notes]:
+        """By worker: what it last told of its waits."""
+
+    def dump_stacks(self) -> list[str]:
+        """Asks every worker to write where it stands to its log; returns who was asked."""
 
     def put(self, value: R) -> Ref[R]:
         """Stores a value where every worker can load it."""
@@ -164,6 +177,21 @@ class Runtime(Protocol):
 
 def gather(futures: Sequence[Future[R]], deadline_s: float | None = None) -> list[R]:
     """All answers, or the first failure: ranks that wait in a collective for a failed one never answer."""
+    name, target = _titles(futures)
+    with waits.waiting(name, deadline_s=deadline_s, target=target), waits.quietly():
+        _wait_for_all(futures, deadline_s)
+    return [future.result(0) for future in futures]
+
+
+def _titles(futures: Sequence[Future[Any]]) -> tuple[str, str]:
+    """What is waited for, and for whom: both of the first, with the number of the others."""
+    names = list(dict.fromkeys(getattr(future, "name", "") for future in futures))
+    targets = dict.fromkeys(getattr(future, "target", "") for future in futures)
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0] if names else 'nothing'}{more}", ", ".join(filter(None, targets))
+
+
+def _wait_for_all(futures: Sequence[Future[Any]], deadline_s: float | None) -> None:
     started, waiting_for = time.monotonic(), list(futures)
     pause_s = 0.0005
     while waiting_for:
@@ -179,7 +207,6 @@ def gather(futures: Sequence[Future[R]], deadline_s: float | None = None) -> lis
         elif waiting_for:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.02)
-    return [future.result(0) for future in futures]
 
 
 class Guarded(Generic[R]):
@@ -187,11 +214,16 @@ class Guarded(Generic[R]):
 
     def __init__(self, inner: Future[R], failure: concurrent.futures.Future[None]):
         self._inner, self._failure = inner, failure
+        self.name, self.target = _titles([inner])
 
     def done(self) -> bool:
         return self._inner.done() or self._failure.done()
 
     def result(self, deadline_s: float | None = None, /) -> R:
+        with waits.waiting(self.name, deadline_s=deadline_s, target=self.target), waits.quietly():
+            return self._result(deadline_s)
+
+    def _result(self, deadline_s: float | None) -> R:
         started = time.monotonic()
         while True:
             if self._failure.done():

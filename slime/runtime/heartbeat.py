@@ -2,26 +2,30 @@
 
 Each worker has a thread that answers for it beside its work, so a long step is no silence. A stopped process,
 and one that hangs with Python's lock held, is: it is warned of, and after the limit its calls fail with what
-is known of the cause.
+is known of the cause. One that ends is told of at once, whether or not somebody waits for it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
+from slime.observability.wait_table import SIGN_OF_LIFE
 from slime.runtime.base import WorkerDied
 from slime.runtime.worker import BEAT_S
+from slime.utils import waits
 from slime.utils.vital_signs import Signs, SilenceClock
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT_S = 60.0
 _FIRST_WARNING = 0.25  # of the limit; then at twice the silence each time
+_MISSED_BEATS = 3  # from then on it is in the table of waits
 
 
 class WorkerSilent(WorkerDied):
@@ -31,12 +35,17 @@ class WorkerSilent(WorkerDied):
 class Beating(Protocol):
     """A worker as the watch sees it."""
 
+    name: str
+
     @property
     def title(self) -> str:
         """Its name, and its process where that is known."""
 
     def has_ended(self) -> bool:
         """Nobody needs to watch it any more."""
+
+    def death(self) -> WorkerDied | None:
+        """How it ended, if nobody here ended it."""
 
     def heard(self) -> bool:
         """Whether it gave a sign of life since the last question."""
@@ -49,8 +58,8 @@ class Beating(Protocol):
 
 
 class _Watched:
-    def __init__(self, worker: Beating, limit_s: float, tell: Callable[[WorkerSilent], None]):
-        self.worker, self._limit_s, self._tell = worker, limit_s, tell
+    def __init__(self, worker: Beating, limit_s: float, give_up: Callable[[Beating, WorkerSilent], None]):
+        self.worker, self._limit_s, self._give_up = worker, limit_s, give_up
         self._clock = SilenceClock(limit_s, 3 * BEAT_S)
         self._next_warning_s = limit_s * _FIRST_WARNING
         self._failed = False
@@ -60,17 +69,30 @@ class _Watched:
             self._hear()
             return
         self._clock.miss(elapsed_s, self.worker.signs())
+        self._mark()
         if self._clock.is_overdue and not self._failed:
             self._failed = True
             error = WorkerSilent(f"{self._told()} (--worker-silence-timeout-s {self._limit_s:g})")
             logger.error("%s", error)
-            self.worker.fail(error)
-            self._tell(error)
+            self._give_up(self.worker, error)
         elif self._clock.silent_s >= self._next_warning_s:
             self._next_warning_s *= 2
             logger.warning("%s", self._told())
 
+    def _mark(self) -> None:
+        """In the table of waits, once more than a beat or two is missing."""
+        silent_s = self._clock.silent_s
+        if silent_s >= _MISSED_BEATS * BEAT_S:
+            started = time.monotonic() - silent_s
+            what = f"{SIGN_OF_LIFE} ({self._clock.describe()})"
+            deadline_s = self._clock.allowed_s if self._limit_s < math.inf else None
+            waits.mark(self, waits.Wait(what, "the watch", started, deadline_s, self.worker.name))
+
+    def leave(self) -> None:
+        waits.mark(self, None)
+
     def _hear(self) -> None:
+        waits.mark(self, None)
         if self._clock.silent_s >= self._limit_s * _FIRST_WARNING:
             logger.warning("%s answers again after %.0f s", self.worker.title, self._clock.silent_s)
         if self._failed:
@@ -86,13 +108,14 @@ class _Watched:
 
 
 class HeartbeatWatch:
-    """One thread for all workers of a runtime. `failure` gets the first silence over the limit.
+    """One thread for all workers of a runtime. `failure` gets the first that died, or is silent for too long.
 
-    `limit_s` 0: nobody is watched.
+    `limit_s` 0: silence is no failure. `on_silence`: called before the calls of a silent worker are given up.
     """
 
     def __init__(self, limit_s: float = DEFAULT_LIMIT_S):
-        self._limit_s = limit_s
+        self._limit_s = limit_s or math.inf
+        self.on_silence: Callable[[WorkerSilent], None] = lambda error: None  # set by who can tell more
         self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
@@ -100,10 +123,8 @@ class HeartbeatWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, worker: Beating) -> None:
-        if not self._limit_s:
-            return
         with self._lock:
-            self._watched.append(_Watched(worker, self._limit_s, self._fail))
+            self._watched.append(_Watched(worker, self._limit_s, self._give_up))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
                 self._thread.start()
@@ -112,12 +133,27 @@ class HeartbeatWatch:
         """Who was silent has been replaced: `failure` is for the next one."""
         self.failure = concurrent.futures.Future()
 
-    def _fail(self, error: WorkerSilent) -> None:
+    def close(self) -> None:
+        self._closed.set()
+
+    def _give_up(self, worker: Beating, error: WorkerSilent) -> None:
+        """In this order: who waits for whom is seen while all wait; who asks the worker finds it given up."""
+        try:
+            self.on_silence(error)
+        except Exception:  # what happened matters more than what can be told of it
+            logger.exception("the chain of causes cannot be told")
+        worker.fail(error)
+        self._fail(error)
+
+    def _fail(self, error: WorkerDied) -> None:
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    def close(self) -> None:
-        self._closed.set()
+    def _bury(self, watched: _Watched) -> None:
+        watched.leave()
+        death = watched.worker.death()
+        if death is not None and not self._closed.is_set():
+            self._fail(death)
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -125,7 +161,12 @@ class HeartbeatWatch:
             now = time.monotonic()
             elapsed_s, last = now - last, now
             with self._lock:
-                self._watched = [one for one in self._watched if not one.worker.has_ended()]
+                ended = [one for one in self._watched if one.worker.has_ended()]
+                self._watched = [one for one in self._watched if one not in ended]
                 watched = list(self._watched)
+            for one in ended:
+                self._bury(one)
             for one in watched:
                 one.look(elapsed_s)
+        for one in self._watched:
+            one.leave()

@@ -20,32 +20,33 @@ from typing import Any, Generic
 
 from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
+from slime.runtime.notes import Notes
 from slime.runtime.placement import Placement
 from slime.runtime.worker import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
-from slime.utils import shm, tensor_pickle, waits
-from slime.utils.processes import import_environment, open_log, stop_process
+from slime.utils import shm, stacks, tensor_pickle, waits
+from slime.utils.processes import import_environment, last_lines, open_log, stop_process
 from slime.utils.vital_signs import Signs, signs_of
-
-_LOG_TAIL_LINES = 20
 
 
 class LocalFuture(Generic[R]):
     """A `concurrent.futures.Future` whose timeout is a named error."""
 
-    def __init__(self, inner: concurrent.futures.Future[R], name: str):
-        self._inner, self._name = inner, name
+    def __init__(self, inner: concurrent.futures.Future[R], target: str, method: str):
+        self._inner, self.name, self.target = inner, f"{target}.{method}", target
 
     def done(self) -> bool:
         return self._inner.done()
 
     def result(self, deadline_s: float | None = None, /) -> R:
-        with waits.waiting(self._name, owner="driver", deadline_s=deadline_s):
+        if self._inner.done():
+            return self._inner.result()
+        with waits.waiting(self.name, deadline_s=deadline_s, target=self.target):
             try:
                 return self._inner.result(deadline_s)
             except concurrent.futures.TimeoutError:
                 if self._inner.done():
                     raise  # the call itself raised a TimeoutError
-                raise waits.WaitTimeout(f"{self._name}: not done after {deadline_s} s") from None
+                raise waits.WaitTimeout(f"{self.name}: not done after {deadline_s} s") from None
 
 
 class _Lane:
@@ -81,7 +82,7 @@ class InProcessHandle(Handle[T]):
 
     def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalFuture[Any]:
         answer = self._lanes[lane].submit(lambda: invoke(self._target.result(), method, args, kwargs))
-        return LocalFuture(answer, f"{self.name}.{method}")
+        return LocalFuture(answer, self.name, method)
 
     def kill(self) -> None:
         """Nothing to end: the threads are daemons of this process."""
@@ -96,8 +97,10 @@ class ProcessHandle(Handle[T]):
         self._pending: dict[int, concurrent.futures.Future[Any]] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._ended_here = False
         self._heard = False  # set by every frame, reset by the watch
         self._silence: WorkerSilent | None = None  # set by the watch
+        self.notes = Notes()
         self._process, self._connection = _start_worker(spec, log_path, shm_prefix)
         threading.Thread(target=self._read, name=f"{self.name}-answers", daemon=True).start()
 
@@ -119,7 +122,7 @@ class ProcessHandle(Handle[T]):
                 # A broken socket is the reader's business: it sees the end and fails every pending call.
                 with contextlib.suppress(OSError):
                     self._connection.send_bytes(frame)
-        return LocalFuture(future, f"{self.name}.{method}")
+        return LocalFuture(future, self.name, method)
 
     def _read(self) -> None:
         while True:
@@ -133,7 +136,9 @@ class ProcessHandle(Handle[T]):
                 for future in pending:
                     future.set_exception(self._death())
                 return
-            if frame != BEAT:
+            if frame.startswith(BEAT):
+                self.notes = pickle.loads(frame[len(BEAT) :])
+            else:
                 self._take_answer(frame)
             self._heard = True
 
@@ -151,9 +156,10 @@ class ProcessHandle(Handle[T]):
     def _death(self) -> WorkerDied:
         code = self._process.poll()
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-        return WorkerDied(f"{self.name} {how}; last lines of {self.log_path}:\n{tail(self.log_path)}")
+        return WorkerDied(f"{self.name} {how}; last lines of {self.log_path}:\n{last_lines(self.log_path)}")
 
     def kill(self) -> None:
+        self._ended_here = True
         stop_process(self._process, grace_s=0.0)
 
     # ---- what the watch over heartbeats asks ---------------------------------------------------------------
@@ -164,6 +170,9 @@ class ProcessHandle(Handle[T]):
 
     def has_ended(self) -> bool:
         return self._closed
+
+    def death(self) -> WorkerDied | None:
+        return self._death() if self._closed and not self._ended_here else None
 
     def heard(self) -> bool:
         heard, self._heard = self._heard, False
@@ -190,20 +199,13 @@ def _start_worker(
     env = {**os.environ, **spec.env, **devices, **import_environment()}
     # Not `-m`: the package imports that module, too, and there would be two of it.
     command = [sys.executable, "-P", "-c", "from slime.runtime.worker import main; main()"]
-    command += ["--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix]
+    command += ["--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix, "--name", spec.name]
     with open_log(log_path, spec.name) as log:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
         )
     theirs.close()
     return process, Connection(ours.detach())
-
-
-def tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:
-    """The last lines of a log file."""
-    if not path.exists():
-        return "(no log)"
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,10 @@ class LocalRuntime:
         self._handles: list[Handle[Any]] = []
         self._heartbeats = HeartbeatWatch(silence_limit_s)
 
+    @property
+    def log_folder(self) -> Path:
+        return self._run_dir / "logs"
+
     def claim(self, placement: Placement) -> Placement:
         """What is visible is ours."""
         return placement
@@ -241,17 +247,33 @@ class LocalRuntime:
     def forget_failure(self) -> None:
         self._heartbeats.forget_failure()
 
+    def before_silence(self, tell: Callable[[WorkerDied], None]) -> None:
+        self._heartbeats.on_silence = tell
+
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         if spec.near_driver:
             near = InProcessHandle(lambda: cls(*args, **kwargs), spec.name)
             self._handles.append(near)
             return near
-        log_path = self._run_dir / "logs" / f"{spec.name}.log"
+        log_path = self.log_folder / f"{spec.name}.log"
         handle: ProcessHandle[T] = ProcessHandle(spec, log_path, self._shm_prefix)
         handle.send(WORK, MAKE, (f"{cls.__module__}.{cls.__qualname__}", *args), kwargs)
         self._heartbeats.add(handle)
         self._handles.append(handle)
         return handle
+
+    def notes(self) -> dict[str, Notes]:
+        return {handle.name: handle.notes for handle in self._processes()}
+
+    def dump_stacks(self) -> list[str]:
+        """One that is stopped answers when it goes on."""
+        handles = self._processes()
+        asked = stacks.ask(handle.pid for handle in handles)
+        return [handle.name for handle in handles if handle.pid in asked]
+
+    def _processes(self) -> list[ProcessHandle[Any]]:
+        found = [handle for handle in self._handles if isinstance(handle, ProcessHandle)]
+        return [handle for handle in found if not handle.has_ended()]
 
     def put(self, value: R) -> SegmentRef[R]:
         data = tensor_pickle.dumps(value)

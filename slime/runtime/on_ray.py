@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from slime.arguments import Args
 from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
+from slime.runtime.notes import Notebook, Notes, working
 from slime.runtime.placement import Machine, Placement
 from slime.runtime.worker import BEAT_S, CONTROL, WORK, invoke
-from slime.utils import waits
+from slime.utils import stacks, waits
 from slime.utils.errors import RunStopped
-from slime.utils.processes import import_environment, open_log
+from slime.utils.processes import import_environment, last_lines, open_log
 from slime.utils.run_identity import LOOPBACK
 from slime.utils.vital_signs import Signs, signs_of
 
@@ -64,50 +66,53 @@ class _Actor:
         with contextlib.suppress(OSError), open_log(*log) as file:  # else Ray's own logs have it
             for fd in (1, 2):
                 os.dup2(file.fileno(), fd)
+        waits.name_process(log[1])
+        self._notebook = Notebook()
         self._target = cls(*args, **kwargs)
 
     def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return invoke(self._target, method, args, kwargs)
+        with working(method):
+            return invoke(self._target, method, args, kwargs)
 
-    def pulse(self) -> tuple[str, int]:
-        """Where it lives: node and process."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+    def pulse(self) -> tuple[str, int, Notes]:
+        """Where it lives: node and process; and what it waits for."""
+        return ray.get_runtime_context().get_node_id(), os.getpid(), self._notebook.look()
+
+    def dump_stacks(self) -> None:
+        """To its log, where stderr goes."""
+        if sys.__stderr__ is not None:
+            stacks.write_own(sys.__stderr__)
 
 
 class RayFuture(Generic[R]):
-    """An object ref whose errors are those of the other runtime.
+    """An object ref whose errors are those of the other runtime."""
 
-    `silence`: why the actor is given up; `on_answer`: called when it has answered.
-    """
-
-    def __init__(
-        self, ref: Any, name: str, silence: Callable[[], WorkerSilent | None], on_answer: Callable[[], None]
-    ):
-        self._ref, self._name, self._silence, self._on_answer = ref, name, silence, on_answer
+    def __init__(self, ref: Any, handle: RayHandle[Any], method: str):
+        self._ref, self._handle = ref, handle
+        self.name, self.target = f"{handle.name}.{method}", handle.name
 
     def done(self) -> bool:
-        return bool(ray.wait([self._ref], timeout=0)[0]) or self._silence() is not None
+        return bool(ray.wait([self._ref], timeout=0)[0]) or self._handle.silence is not None
 
     def result(self, deadline_s: float | None = None, /) -> R:
-        with waits.waiting(self._name, owner="driver", deadline_s=deadline_s) as wait:
+        with waits.waiting(self.name, deadline_s=deadline_s, target=self.target) as wait:
             while not ray.wait([self._ref], timeout=_slice_of(wait))[0]:
-                silence = self._silence()
-                if silence is not None:
-                    raise silence
+                if self._handle.silence is not None:
+                    raise self._handle.silence
                 if deadline_s is not None and wait.age_s >= deadline_s:
-                    raise waits.WaitTimeout(f"{self._name}: not done after {deadline_s} s")
+                    raise waits.WaitTimeout(f"{self.name}: not done after {deadline_s} s")
             return self._answer()
 
     def _answer(self) -> R:
         try:
             answer: R = ray.get(self._ref)
-            self._on_answer()
+            self._handle.find()
             return answer
         except _DEATHS as error:
-            raise WorkerDied(f"{self._name}: {error}") from error
+            raise self._handle.died(error) from error
         except ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
-            cause.add_note(f"in {self._name}:\n{error}")
+            cause.add_note(f"in {self.name}:\n{error}")
             raise cause from None
 
 
@@ -117,10 +122,13 @@ def _slice_of(wait: waits.Wait) -> float:
 
 
 class RayHandle(Handle[T]):
-    """An actor on the node with that id. `make`: what it is made with, as `_Actor` takes it."""
+    """An actor on the node with that id. `make`: what it is made with, as `_Actor` takes it.
+
+    `silence`: why it is given up.
+    """
 
     def __init__(self, spec: WorkerSpec, node_id: str, make: tuple[Any, ...]):
-        self.name = spec.name
+        self.name, self._log = spec.name, make[0][0]
         devices = spec.slot.env if spec.slot is not None else {}
         actor_class = ray.remote(concurrency_groups={WORK: 1, CONTROL: 1, _PULSE: 1})(_Actor)
         options = actor_class.options(
@@ -135,13 +143,19 @@ class RayHandle(Handle[T]):
         self._pid = 0
         self._question: Any = None  # the heartbeat that is under way
         self._ended = False
-        self._silence: WorkerSilent | None = None  # set by the watch
+        self._death: WorkerDied | None = None  # where nobody here ended it
+        self.silence: WorkerSilent | None = None  # set by the watch
+        self.notes = Notes()
 
     def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RayFuture[Any]:
         answer = self._actor.run.options(concurrency_group=lane).remote(method, args, kwargs)
-        return RayFuture(answer, f"{self.name}.{method}", lambda: self._silence, self._find)
+        return RayFuture(answer, self, method)
 
-    def _find(self) -> None:
+    def died(self, error: BaseException) -> WorkerDied:
+        """With its last words, where its log can be read from here."""
+        return WorkerDied(f"{self.name}: {error}; last lines of {self._log}:\n{last_lines(self._log)}")
+
+    def find(self) -> None:
         """Whoever has answered a call may fall silent: from now on it is known where it lives."""
         if self._node is None:
             with contextlib.suppress(ray.exceptions.RayError):
@@ -150,9 +164,11 @@ class RayHandle(Handle[T]):
     def _ask(self) -> Any:
         return self._actor.pulse.options(concurrency_group=_PULSE).remote()
 
-    def _place(self, found: tuple[str, int]) -> None:
-        self._pid = found[1]
-        self._node = found[0]
+    def _place(self, found: tuple[str, int, Notes]) -> None:
+        self._node, self._pid, self.notes = found
+
+    def dump_stacks(self) -> None:
+        self._actor.dump_stacks.options(concurrency_group=_PULSE).remote()
 
     def kill(self) -> None:
         self._ended = True
@@ -167,6 +183,9 @@ class RayHandle(Handle[T]):
     def has_ended(self) -> bool:
         return self._ended
 
+    def death(self) -> WorkerDied | None:
+        return self._death
+
     def heard(self) -> bool:
         """Until its first answer it is placed and made, which takes what it takes."""
         if self._question is None:
@@ -175,7 +194,9 @@ class RayHandle(Handle[T]):
             return self._node is None
         try:
             self._place(ray.get(self._question))
-        except ray.exceptions.RayError:  # it died, as those who wait for it are told
+        except ray.exceptions.RayError as error:  # it died, as those who wait for it are told
+            if not self._ended:
+                self._death = self.died(error)
             self._ended = True
         self._question = None
         return True
@@ -185,7 +206,7 @@ class RayHandle(Handle[T]):
         return signs_of([self._pid]) if here else None
 
     def fail(self, error: WorkerSilent | None) -> None:
-        self._silence = error
+        self.silence = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +247,10 @@ class RayRuntime:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _heartbeats=HeartbeatWatch(state["_silence_limit_s"]))
+
+    @property
+    def log_folder(self) -> Path:
+        return self._run_dir / "logs"
 
     @property
     def num_machines(self) -> int:
@@ -276,13 +301,29 @@ class RayRuntime:
     def forget_failure(self) -> None:
         self._heartbeats.forget_failure()
 
+    def before_silence(self, tell: Callable[[WorkerDied], None]) -> None:
+        self._heartbeats.on_silence = tell
+
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
-        log = self._run_dir / "logs" / f"{spec.name}.log"  # on the machine where it runs
+        log = self.log_folder / f"{spec.name}.log"  # on the machine where it runs
         handle: RayHandle[T] = RayHandle(spec, node, ((log, spec.name), cls, args, kwargs))
         self._heartbeats.add(handle)
         self._handles.append(handle)
         return handle
+
+    def notes(self) -> dict[str, Notes]:
+        return {handle.name: handle.notes for handle in self._actors()}
+
+    def dump_stacks(self) -> list[str]:
+        handles = self._actors()
+        for handle in handles:
+            handle.dump_stacks()
+        return [handle.name for handle in handles]
+
+    def _actors(self) -> list[RayHandle[Any]]:
+        found = [handle for handle in self._handles if isinstance(handle, RayHandle)]
+        return [handle for handle in found if not handle.has_ended()]
 
     def put(self, value: R) -> ObjectRef[R]:
         return ObjectRef((ray.put(value),))

@@ -1,8 +1,9 @@
 """The main program of a child process of the local runtime: one object, driven over a socket.
 
 Frames are pickles between processes of one run: (lane, call id) and (method, args, kwargs) in, (call id, ok,
-value) out; an empty one is a heartbeat. The main thread runs the work lane, so that signals and debuggers
-behave; the control lane and the heartbeat have threads of their own.
+value) out; one that begins with `BEAT` is a heartbeat, with notes on what this process waits for. The main
+thread runs the work lane, so that signals and debuggers behave; the control lane and the heartbeat have
+threads of their own.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from slime.runtime.notes import Notebook, working
+from slime.utils import stacks, waits
+
 WORK, CONTROL = "work", "control"  # the lanes
-BEAT, BEAT_S = b"", 1.0
+BEAT, BEAT_S = b"beat", 1.0  # a pickle begins otherwise
 _HEAD_BYTES = 64
 MAKE = "__init__"  # the first call: makes the object, from the path of its class
 
@@ -54,10 +58,12 @@ class _Worker:
 
     def _beat(self) -> None:
         """Says that this process lives, whatever its lanes do."""
+        notebook = Notebook()
         with contextlib.suppress(OSError):  # the driver is gone, which the reader sees
             while True:
+                frame = BEAT + pickle.dumps(notebook.look())
                 with self._write_lock:
-                    self._connection.send_bytes(BEAT)
+                    self._connection.send_bytes(frame)
                 time.sleep(BEAT_S)
 
     def _read(self) -> None:
@@ -82,11 +88,13 @@ class _Worker:
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if method != MAKE:
-            return invoke(self._target, method, args, kwargs)
+            with working(method):
+                return invoke(self._target, method, args, kwargs)
         from slime.utils.misc import load_function  # here the heartbeat is on: what it loads may take long
 
         path, *rest = args
-        self._target = load_function(path)(*rest, **kwargs)
+        with working("start"):
+            self._target = load_function(path)(*rest, **kwargs)
         return None
 
     def _answer(self, call_id: int, ok: bool, value: Any) -> None:
@@ -116,8 +124,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--shm-prefix", required=True)
+    parser.add_argument("--name", default="worker", help="of this process in the table of waits")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends us in order
+    waits.name_process(options.name)
+    stacks.answer_signal()
     _Worker(Connection(options.fd), options.shm_prefix).run()
 
 

@@ -38,6 +38,11 @@ def replaced_by(runner: Callable[[Coroutine[Any, Any, Any]], Any]) -> Iterator[N
         _replacement = before
 
 
+def current_loop() -> asyncio.AbstractEventLoop | None:
+    """The background loop, if it was ever started."""
+    return _loop
+
+
 def run(coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
     """Run `coro` on the background loop and return its result; the caller's thread blocks.
 

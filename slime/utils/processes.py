@@ -87,6 +87,13 @@ def open_log(path: Path, name: str) -> Iterator[BinaryIO]:
         yield log
 
 
+def last_lines(path: Path, lines: int = 20) -> str:
+    """Of a log file."""
+    if not path.exists():
+        return "(no log)"
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
 def stop_process(process: subprocess.Popen[Any], grace_s: float = 5.0) -> None:
     """Ask, wait, then kill; returns when the process is gone."""
     if process.poll() is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
-_STATE, _GROUP, _USER_TIME, _SYSTEM_TIME = 0, 2, 11, 12  # fields of `stat` behind the name
+_STATE, _PARENT, _GROUP, _USER_TIME, _SYSTEM_TIME = 0, 1, 2, 11, 12  # fields of `stat` behind the name
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _BUSY_SHARE = 0.02  # of one core, over the silence: threads that only wait use less
 # How many times the limit a silence may last.
@@ -51,6 +51,20 @@ def signs_of_group(leader: int) -> Signs | None:
         if row is not None and int(row[_GROUP]) == leader:
             members.append(int(entry.name))
     return signs_of(members)
+
+
+def family_of(pid: int) -> list[int]:
+    """A process and all that it has started, and so on, as far as the system tells."""
+    children: dict[int, list[int]] = {}
+    for entry in _PROC.glob("[0-9]*"):
+        row = _read_stat(entry / "stat")
+        if row is not None:
+            children.setdefault(int(row[_PARENT]), []).append(int(entry.name))
+    found, left = list[int](), [pid]
+    while left:
+        found.append(left.pop())
+        left += children.get(found[-1], [])
+    return found
 
 
 def _rows_of(pid: int) -> list[list[str]]:

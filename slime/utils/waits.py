@@ -1,6 +1,7 @@
 """Everything that waits has an owner, a name and a deadline; a breach is an error that says all three.
 
-The table of waits in progress is what a live view or a post-mortem shows.
+The table of waits in progress is what `slime status`, the page and a post-mortem show: workers send theirs to
+the driver with every sign of life, and the driver writes them all down (`slime.observability.wait_table`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,26 @@ TELL_S = 10.0
 
 
 class WaitTimeout(TimeoutError):
-    """A named wait took longer than it may."""
+    """A named wait took longer than it may. `others`: what else this process waited for at that moment."""
+
+    def __init__(self, *words: object):
+        super().__init__(*words)
+        self.others = active()
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One wait in progress. `deadline_s` None: bounded by what it waits for (a user's own code)."""
+    """One wait in progress. `deadline_s` None: bounded by what it waits for, which shows that it lives;
+    infinite: meant to last until somebody ends it. `target`: who is waited for; empty: nobody in particular.
+
+    Example: Wait("trainer-0.train", "driver", 812.4, None, "trainer-0").
+    """
 
     name: str
     owner: str
     started: float  # time.monotonic()
     deadline_s: float | None
+    target: str = ""
 
     @property
     def age_s(self) -> float:
@@ -41,8 +51,32 @@ class Wait:
 
 
 _ids = itertools.count()
-_active: dict[int, Wait] = {}
+_active: dict[object, Wait] = {}
 _lock = threading.Lock()
+_thread = threading.local()
+_process_name = "driver"
+_num_ended = 0
+_known_as: dict[str, str] = {}
+
+
+def name_process(name: str) -> None:
+    """Who this process is in the table; it owns the waits that name no other owner."""
+    global _process_name
+    _process_name = name
+
+
+def know_as(address: str, name: str) -> None:
+    """The process behind an address, as the table calls it."""
+    _known_as[address.rstrip("/")] = name
+
+
+def known_as(target: str) -> str:
+    return _known_as.get(target.rstrip("/"), target)
+
+
+def num_ended() -> int:
+    """How many waits of this process came to their end: as long as it grows, something moves."""
+    return _num_ended
 
 
 def active() -> list[Wait]:
@@ -52,9 +86,19 @@ def active() -> list[Wait]:
 
 
 @contextlib.contextmanager
-def waiting(name: str, *, owner: str = "", deadline_s: float | None = None) -> Iterator[Wait]:
-    """Registers a wait for its duration; the body enforces the deadline itself."""
-    wait, key = Wait(name, owner, time.monotonic(), deadline_s), next(_ids)
+def waiting(
+    name: str, *, owner: str = "", deadline_s: float | None = None, target: str = "", moves: bool = True
+) -> Iterator[Wait]:
+    """Registers a wait for its duration; the body enforces the deadline itself.
+
+    `moves` False: that it ends says nothing of the run's progress (a look at somebody's health).
+    """
+    global _num_ended
+    wait = Wait(name, owner or _process_name, time.monotonic(), deadline_s, target)
+    if getattr(_thread, "is_quiet", False):
+        yield wait
+        return
+    key = next(_ids)
     with _lock:
         _active[key] = wait
     try:
@@ -62,11 +106,39 @@ def waiting(name: str, *, owner: str = "", deadline_s: float | None = None) -> I
     finally:
         with _lock:
             del _active[key]
+            _num_ended += moves
 
 
-async def within(awaitable: Awaitable[T], name: str, deadline_s: float, *, owner: str = "") -> T:
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Waits that this thread begins meanwhile are parts of one that is in the table already."""
+    before, _thread.is_quiet = getattr(_thread, "is_quiet", False), True
+    try:
+        yield
+    finally:
+        _thread.is_quiet = before
+
+
+def mark(key: object, wait: Wait | None) -> None:
+    """What somebody is found to be waiting for, under a key of the caller's; None: it is over."""
+    with _lock:
+        if wait is not None:
+            _active[key] = wait
+        else:
+            _active.pop(key, None)
+
+
+async def within(
+    awaitable: Awaitable[T],
+    name: str,
+    deadline_s: float,
+    *,
+    owner: str = "",
+    target: str = "",
+    moves: bool = True,
+) -> T:
     """`await` with a name and a deadline."""
-    with waiting(name, owner=owner, deadline_s=deadline_s):
+    with waiting(name, owner=owner, deadline_s=deadline_s, target=target, moves=moves):
         try:
             async with asyncio.timeout(deadline_s) as deadline:
                 return await awaitable
@@ -77,10 +149,16 @@ async def within(awaitable: Awaitable[T], name: str, deadline_s: float, *, owner
 
 
 def until(
-    condition: Callable[[], bool], name: str, deadline_s: float, *, owner: str = "", interval_s: float = 0.05
+    condition: Callable[[], bool],
+    name: str,
+    deadline_s: float,
+    *,
+    owner: str = "",
+    interval_s: float = 0.05,
+    target: str = "",
 ) -> None:
     """Poll `condition` until it holds. It may raise to give up early with the cause."""
-    with waiting(name, owner=owner, deadline_s=deadline_s) as wait:
+    with waiting(name, owner=owner, deadline_s=deadline_s, target=target) as wait:
         while not condition():
             if wait.age_s > deadline_s:
                 raise _breach(name, owner, deadline_s)

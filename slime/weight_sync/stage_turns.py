@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from slime.utils import waits
 from slime.utils.errors import RunStopped
 from slime.weight_sync.base import LiveReport, LiveSender, NamedTensors, Target
 
@@ -86,7 +87,9 @@ class StageTurns:
             return report
         box, sender = [report], self._senders[stage]
         try:
-            dist.broadcast_object_list(box, src=sender, group=self._group)
+            what, target = f"the turn of stage {stage}", f"trainer-{sender}"
+            with waits.waiting(what, deadline_s=self._deadline_s, target=target):
+                dist.broadcast_object_list(box, src=sender, group=self._group)
         except RuntimeError as error:  # of the group: out of time, or a member is gone
             raise RunStopped(
                 f"trainer rank {sender}, which sends the weights of stage {stage}, did not finish its turn "

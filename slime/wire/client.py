@@ -46,6 +46,7 @@ class EngineClient:
                 self._answer(request, headers or {}),
                 name=f"POST {self.base_url}/generate (request {request.rid})",
                 deadline_s=self.timeout_s,
+                target=self.base_url,
             )
         try:
             return Generation.from_json(answer)

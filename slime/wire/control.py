@@ -216,6 +216,24 @@ class EngineControl:
             for name, value in one["checksums"].items()
         }
 
+    async def score(self, ids: Sequence[int], extra: Mapping[str, Any]) -> list[float]:
+        """Log-probs of all tokens but the first, at temperature 1; nothing is drawn, nothing is cached."""
+        sampling = {"temperature": 1.0, "max_new_tokens": 0, "sampling_seed": 0}
+        answer = await self._post(
+            "generate",
+            {
+                "input_ids": list(ids),
+                "sampling_params": sampling,
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                **extra,
+            },
+        )
+        entries = (answer.get("meta_info") or {}).get("input_token_logprobs") or []
+        if [entry[1] for entry in entries] != list(ids):
+            raise ValueError(f"{self.url} scored {len(entries)} tokens of an input of {len(ids)}")
+        return [float(entry[0]) for entry in entries[1:]]
+
     async def check_equal(self, manifest: WeightManifest) -> list[str]:
         """Names of tensors that differ from the manifest's bytes, or that the manifest does not have."""
         payload = {"action": "compare", "manifest": manifest.to_json()}
@@ -229,7 +247,10 @@ class EngineControl:
     async def _post(self, endpoint: str, payload: dict[str, Any]) -> Any:
         url = f"{self.url}/{endpoint}"
         return await waits.within(
-            http_utils.post(url, payload, max_retries=0), name=f"POST {url}", deadline_s=self.deadline_s
+            http_utils.post(url, payload, max_retries=0),
+            name=f"POST {url}",
+            deadline_s=self.deadline_s,
+            target=self.url,
         )
 
     async def _get_either(self, endpoint: str) -> Any:
@@ -243,7 +264,13 @@ class EngineControl:
 
     async def _get(self, endpoint: str) -> Any:
         url = f"{self.url}/{endpoint}"
-        return await waits.within(http_utils.get(url), name=f"GET {url}", deadline_s=self.deadline_s)
+        return await waits.within(
+            http_utils.get(url),
+            name=f"GET {url}",
+            deadline_s=self.deadline_s,
+            target=self.url,
+            moves=False,  # it is asked again and again, whatever the run does
+        )
 
 
 def _accepted(answer: dict[str, Any], what: str) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import threading
+import time
 
 import pytest
 
 from slime.cli import status
 from slime.cli.main import main
+from slime.observability.wait_table import WaitRow, write_table
 from slime.utils.folder_lock import FolderLock
 from slime.utils.run_file import close_run_file, open_run_file
 
@@ -93,3 +95,26 @@ def test_watching_ends_with_the_run(run_dir, capsys, monkeypatch):
 def test_a_folder_of_no_run_is_one_line(tmp_path, capsys, command):
     assert main([command, str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_waits_are_shown_overdue_first_and_as_json(run_dir, capsys):
+    lock, now = FolderLock(run_dir, "--run-dir"), time.time()
+    rows = [
+        WaitRow("run", "training", "", now - 40, None),
+        WaitRow("driver", "POST /pause", "engine-0", now - 30, 10.0),
+    ]
+    write_table(run_dir, rows)
+    log(run_dir, 1)
+    assert main(["status", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = lines[lines.index("  waits:") + 1 :]
+    assert shown[0].strip().startswith("driver waits for engine-0: POST /pause, for 30 s")
+    assert shown[0].endswith("OVERDUE") and shown[1].strip() == "run waits: training, for 40 s"
+    assert main(["status", str(run_dir), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["state"] == "running" and told["metrics"]["rollout/raw_reward"] == 0.25
+    assert [row["overdue"] for row in told["waits"]] == [True, False]
+    close_run_file(run_dir, None)
+    lock.release()
+    main(["status", str(run_dir)])
+    assert "waits:" not in capsys.readouterr().out

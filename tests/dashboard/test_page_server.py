@@ -1,12 +1,14 @@
 """The server of the page over real HTTP: what it answers, to whom, and what it refuses."""
 
 import json
+import time
 import urllib.error
 import urllib.request
 
 import pytest
 from page_world import HOSTILE, make_run, serving
 
+from slime.observability.wait_table import WaitRow, write_table
 from slime.utils.folder_lock import FolderLock
 
 
@@ -203,3 +205,20 @@ def test_what_is_logged_later_is_told_and_read(tmp_path):
             assert json.loads(events.readline()[6:]) == {"runs": ["live"]}
         [found] = answer(curve)
         assert found["x"] == [0, 1, 2] and found["y"] == [0.0, 0.9, 0.9]
+
+
+def test_overdue_waits_and_silent_processes_of_a_live_run_are_its_first_trouble(tmp_path):
+    make_run(tmp_path / "live")
+    lock, now = FolderLock(tmp_path / "live", "--run-dir"), time.time()
+    rows = [
+        WaitRow("the watch", "a sign of life (its process is stopped)", "trainer-1", now - 9, 60.0),
+        WaitRow("driver", "POST /pause", "engine-0", now - 30, 10.0),
+        WaitRow("run", "training", "", now - 30, None),
+    ]
+    write_table(tmp_path / "live", rows)
+    with serving(tmp_path / "live") as (url, _):
+        trouble = answer(f"{url}/api/runs/live")["trouble"]
+    lock.release()
+    assert trouble[0]["severity"] == "error" and "driver waits for engine-0" in trouble[0]["title"]
+    assert trouble[1]["severity"] == "warning" and "for trainer-1: a sign of life" in trouble[1]["title"]
+    assert not [entry for entry in trouble if "run waits: training" in entry["title"]]

@@ -2,11 +2,13 @@
 
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
-from loop_helpers import make_world, run_train, series, start_train, wait_for
+from loop_helpers import ROOT, make_world, run_train, series, start_train, wait_for
 from patience import PATIENCE_S
 
 from slime.rollout.dumps import load_rollout_dump
@@ -20,6 +22,16 @@ import asyncio
 async def reward(args, sample, **kwargs):
     await asyncio.sleep(0.3)
     return sample.response.count("a") / max(1, sample.response_length) + 0.01 * (sample.index % 7)
+'''
+
+
+STUCK = '''
+"""A rollout function that never returns, and does nothing."""
+import threading
+
+
+def generate_rollout(args, rollout_id, data_source, evaluation=False):
+    threading.Event().wait()
 '''
 
 
@@ -122,7 +134,64 @@ def test_a_stopped_trainer_rank_ends_the_run_by_name(world):
     said = (world / "frozen.out").read_text()
     assert f"error: trainer-0 (pid {rank.pid}) has not answered for" in said and "stopped (SIGSTOP" in said
     assert "--worker-silence-timeout-s 8" in said and "Traceback" not in said
+    assert "who waited for whom:" in said and "for trainer-0: a sign of life" in said
+    assert "stacks of the driver" in (world / "frozen" / "logs" / "driver.log").read_text()
+    assert "Current thread" in (world / "frozen" / "logs" / "engine-0.log").read_text()
     assert all_gone(family) and segments_of(process.pid) == []
+
+
+STOPS_ITSELF = '''
+"""A trainer rank is stopped (SIGSTOP) in the middle of a push, which this is called in."""
+import os
+import signal
+
+calls = []
+
+
+def stop_rank(args, version_dir, rollout_engines):
+    calls.append(version_dir)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+'''
+
+
+def test_a_rank_that_is_stopped_in_mid_push_ends_the_run_by_name_with_who_waited_for_it(world):
+    (world / "stops.py").write_text(STOPS_ITSELF)
+    process = start_train(
+        world,
+        "mid-push",
+        num_rollout=1000,
+        update_weight_transport="disk",
+        update_weight_disk_dir=world / "mid-push-weights",
+        custom_update_weight_post_write_path=f"{world}/stops.py:stop_rank",
+        max_restarts=0,
+        worker_silence_timeout_s=4,
+    )
+    family = wait_for(lambda: children(psutil.Process(process.pid)), process)
+    assert process.wait(PATIENCE_S) == 1
+    said = (world / "mid-push.out").read_text()
+    assert "error: trainer-0 (pid" in said and "its process is stopped (SIGSTOP" in said
+    assert "run waits: pushing weights" in said and "trainer-0.export" in said
+    assert all_gone(family) and segments_of(process.pid) == []
+
+
+def test_a_run_that_stands_still_ends_with_who_waited_for_whom(world):
+    (world / "stuck.py").write_text(STUCK)
+    process = start_train(
+        world, "still", rollout_function_path=f"{world}/stuck.py:generate_rollout", hang_timeout_s=2
+    )
+    assert process.wait(PATIENCE_S) == 1
+    said = (world / "still.out").read_text()
+    assert "(--hang-timeout-s 2): no process does anything" in said and "Traceback" not in said
+    assert "run waits: generating" in said and "driver waits for rollout: rollout.generate" in said
+    assert "in generate_rollout" in (world / "still" / "logs" / "driver.log").read_text()
+    status = subprocess.run(
+        [sys.executable, "-m", "slime", "status", str(world / "still")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert "waits when it ended:" in status.stdout and "generating" in status.stdout
 
 
 def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):

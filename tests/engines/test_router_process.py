@@ -38,10 +38,9 @@ def server(
     )
 
 
-def make_router(python: str, folder, policy: str, *words: str) -> SGLangRouter:
-    return SGLangRouter(
-        LaunchPlan("router", router_command(python, policy, words), {}, folder / "router.log", 120.0)
-    )
+def make_router(python: str, folder, policy: str, *words: str, silence_s: float = 10.0) -> SGLangRouter:
+    plan = LaunchPlan("router", router_command(python, policy, words), {}, folder / "router.log", 120.0)
+    return SGLangRouter(plan, silence_limit_s=silence_s)
 
 
 def ask(router: SGLangRouter, session: str | None = None):
@@ -81,6 +80,21 @@ def test_engines_leave_and_return_sessions_stay_and_a_dead_router_comes_back_kno
             os.kill(router.pid, signal.SIGKILL)
             eventually(lambda: router.num_restarts == 1)
             assert router.url.endswith(f":{port}") and known(router) == {one.url, two.url}
+            assert ask(router)["output_ids"]
+        finally:
+            router.stop()
+
+
+def test_a_stopped_router_is_named_and_started_again(python, tmp_path, caplog):
+    with RegisteredEngine() as engine:
+        router = make_router(python, tmp_path, "round_robin", silence_s=3.0)
+        try:
+            router.enroll(server(engine))
+            router.start()
+            for process in (psutil.Process(router.pid), *psutil.Process(router.pid).children(recursive=True)):
+                process.suspend()
+            eventually(lambda: router.num_restarts == 1)
+            assert "the router gave no sign of life for 3 s" in caplog.text and "SIGSTOP" in caplog.text
             assert ask(router)["output_ids"]
         finally:
             router.stop()

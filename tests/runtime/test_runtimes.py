@@ -3,11 +3,13 @@
 import concurrent.futures
 import os
 import signal
+import threading
+import time
 
 import psutil
 import pytest
 import warm_start
-from patience import PATIENCE_S
+from patience import PATIENCE_S, eventually
 from worker_target import Target, Unreadable
 
 from slime.runtime.base import Guarded, WorkerDied, WorkerSpec, gather
@@ -30,6 +32,14 @@ def watched(request, runtime, tmp_path_factory):
     """Of the same kind as `runtime`, with less patience."""
     kind = "local" if isinstance(runtime, LocalRuntime) else "ray"
     made = make_runtime(kind, tmp_path_factory.mktemp("run"), shm.make_prefix(), LIMIT_S)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def watched_alone(runtime, tmp_path):
+    """The same for a test that makes a worker fail, which a runtime tells once."""
+    made = make_runtime("local" if isinstance(runtime, LocalRuntime) else "ray", tmp_path, shm.make_prefix())
     yield made
     made.close()
 
@@ -109,6 +119,58 @@ def test_a_dead_worker_fails_its_calls_with_the_cause(runtime):
         doomed.call(Target.add, 1).result(PATIENCE_S)
 
 
+def test_a_death_is_noticed_although_nobody_waits_with_the_last_lines_of_its_log(watched_alone):
+    doomed = watched_alone.spawn(WorkerSpec("doomed"), Target, 0)
+    pid = doomed.call(Target.say, "these are my last words").result(PATIENCE_S)
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"(?s)doomed.*these are my last words"):
+        watched_alone.failure.result(PATIENCE_S)
+    noticed_s = time.monotonic() - killed
+    assert noticed_s < 2.0 or os.getloadavg()[0] > 2.0  # an idle machine keeps the promise
+
+
+def test_a_worker_that_was_ended_on_purpose_is_no_failure(watched):
+    ended = watched.spawn(WorkerSpec("ended"), Target, 0)
+    ended.call(Target.pid).result(PATIENCE_S)
+    ended.kill()
+    eventually(ended.has_ended)
+    with pytest.raises(concurrent.futures.TimeoutError):
+        watched.failure.result(2.5)  # more than two looks
+
+
+def test_a_worker_tells_what_it_waits_for_and_where_it_stands(runtime):
+    stuck = runtime.spawn(WorkerSpec("stuck"), Target, 0)
+    answer = stuck.call(Target.wait)
+
+    def stands():
+        return [wait for wait in runtime.notes()["stuck"].waits if wait.what.startswith("wait: stands in")]
+
+    told = eventually(stands)[0]
+    assert "stands in wait (" in told.what and "worker_target.py:" in told.what
+    assert told.age_s >= 0 and told.deadline_s is None
+    assert "stuck" in runtime.dump_stacks()
+    log = runtime.log_folder / "stuck.log"
+    eventually(lambda: "worker_target.py" in log.read_text())  # the line of the thread that waits
+    stuck.call_control(Target.wake).result(PATIENCE_S)
+    assert answer.result(PATIENCE_S) == "woken"
+    eventually(lambda: not stands())
+    stuck.kill()
+
+
+def test_a_gather_says_in_the_table_for_whom_it_waits(runtime):
+    stuck = runtime.spawn(WorkerSpec("left-behind"), Target, 0)
+    stuck.call(Target.pid).result(PATIENCE_S)
+    answer = stuck.call(Target.wait)
+    waiting = threading.Thread(target=lambda: gather([answer, stuck.call(Target.add, 1)]))
+    waiting.start()
+    found = eventually(lambda: [wait for wait in waits.active() if "left-behind.wait and 1" in wait.name])
+    assert (found[0].owner, found[0].target) == ("driver", "left-behind")
+    stuck.call_control(Target.wake).result(PATIENCE_S)
+    waiting.join()
+    stuck.kill()
+
+
 def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(watched, caplog):
     sleeper = watched.spawn(WorkerSpec("sleeper"), Target, 10)
     pid = sleeper.call(Target.pid).result(PATIENCE_S)
@@ -129,7 +191,7 @@ def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(watched, cap
 
 def test_a_wait_for_something_else_ends_with_a_silent_worker():
     work, failure = concurrent.futures.Future(), concurrent.futures.Future()
-    waiting = Guarded(LocalFuture(work, "rollout.generate"), failure)
+    waiting = Guarded(LocalFuture(work, "rollout", "generate"), failure)
     with pytest.raises(waits.WaitTimeout, match=r"rollout\.generate: not done"):
         waiting.result(0.01)
     assert not waiting.done()
@@ -138,7 +200,7 @@ def test_a_wait_for_something_else_ends_with_a_silent_worker():
     with pytest.raises(WorkerSilent, match="trainer-1"):
         waiting.result()
     work.set_result(5)
-    assert Guarded(LocalFuture(work, "rollout.generate"), concurrent.futures.Future()).result() == 5
+    assert Guarded(LocalFuture(work, "rollout", "generate"), concurrent.futures.Future()).result() == 5
 
 
 def test_a_long_call_is_no_silence(watched):

@@ -58,6 +58,13 @@ class ClusterFlags:
         "steps than that; 0: it goes back to the last checkpoint",
         ge=0,
     )
+    hang_timeout_s: float = flag(
+        1800.0,
+        "a run in which nothing moves for this long ends with the chain of causes and the stacks of all its "
+        "processes; a wait with a deadline of its own, and a debugger, are waited for, and processes that "
+        "compute get 12 times as much; 0: never",
+        ge=0,
+    )
     train_env_vars: dict | None = flag(
         None, "environment variables of the trainer's processes, as JSON", metavar="JSON"
     )

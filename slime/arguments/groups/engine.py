@@ -197,6 +197,12 @@ class WeightSyncFlags:
         "pushes between comparisons of the engines' own checksums over all engines; 0: only the first push",
         ge=0,
     )
+    canary_interval: int = flag(
+        20,
+        "pushes between two looks of the canary, which has trainer and engines score a few fixed sentences "
+        "and says where they part; the first push is one; 0: none",
+        ge=0,
+    )
 
 
 def engine_choice(draft: Draft) -> None:

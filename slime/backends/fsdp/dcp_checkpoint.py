@@ -4,6 +4,7 @@ A folder holds the sharded weights and optimizer moments, `trainer.json` (format
 fingerprint, schedule position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
 """
 
+import datetime
 import hashlib
 import json
 from concurrent.futures import Future
@@ -88,7 +89,8 @@ def _write(backend: CheckpointedTrainer, path: Path, state: dict[str, Any]) -> N
         return
     if backend.save_group is None:
         # A group of its own: the background's messages must not mix with those of training.
-        backend.save_group = dist.new_group(backend="gloo")
+        patience = datetime.timedelta(minutes=backend.args.distributed_timeout_minutes)
+        backend.save_group = dist.new_group(backend="gloo", timeout=patience)
     # What is in host memory already would be written as it is then, not as it is now.
     copied = {
         name: value.detach().clone() if value.device.type == "cpu" else value for name, value in state.items()

@@ -86,6 +86,9 @@ class HostedEngine:
         except WorkerDied as error:
             return f"went with the process that owned it: {error}"
 
+    def dump_stacks(self) -> None:
+        self._owner.call_control(EngineServer.dump_stacks).result(_SIGNS_DEADLINE_S)
+
     def _owner_is_lost(self) -> bool:
         try:
             self._owner.call_control(EngineServer.is_there).result(_ANSWER_DEADLINE_S)

@@ -118,6 +118,10 @@ class EnginePlane:
         with self._fleet.frozen() as urls:
             return run(ask(urls))
 
+    def dump_stacks(self) -> None:
+        for service in self._services:
+            service.fleet.dump_stacks()
+
     def close(self) -> None:
         for service in self._services:
             service.close()

@@ -25,7 +25,7 @@ from slime.weight_sync import LiveReport, Parcel, Target, transport_of
 from slime.weight_sync.base import check_receipt
 from slime.weight_sync.verify import check_replicas
 from slime.wire.control import EngineControl, Tag
-from slime.wire.protocol import EngineInfo
+from slime.wire.protocol import ADAPTER_NAME, EngineInfo
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ _FLUSH_ATTEMPTS, _FLUSH_PAUSE_S = (
     40,
     0.25,
 )  # aborted requests leave the engine a moment after they are told to
+
+_SHOWN_ANSWER = 300  # characters
 
 Act = Callable[[str, EngineInfo], Coroutine[Any, Any, None]]  # on the engine with that address
 
@@ -224,6 +226,45 @@ class EngineWeights:
         if first and not self.info(reference).compares_manifests:
             failures += self._on_each([reference], self._compare_paused(parcel))
         return failures
+
+    def score(self, probe: list[list[int]]) -> dict[str, list[list[float]] | str]:
+        """By engine: the log-probs of each text, or why it does not tell them."""
+        extra = {"lora_path": ADAPTER_NAME} if self._args.lora_sync == "adapter" else {}
+
+        async def score(url: str) -> list[list[float]]:
+            control = self._control(url)
+            return [await control.score(ids, extra) for ids in probe]
+
+        with self._fleet.frozen() as urls:
+            names = {server.url: server.plan for server in self._fleet.servers}
+            asked = [url for url in urls if names[url].worker_type == "regular"]
+            answers = run(_gather([score(url) for url in asked]))
+        return {
+            names[url].name: f"{type(answer).__name__}: {answer}"[:_SHOWN_ANSWER]
+            if isinstance(answer, BaseException)
+            else answer
+            for url, answer in zip(asked, answers, strict=True)
+        }
+
+    def tensors_apart(self, name: str) -> list[str] | str:
+        """Tensors that an engine holds otherwise than they were last sent; a text: why that is not known."""
+        parcel, found = self.parcel, list[str]()
+        url = next((server.url for server in self._fleet.servers if server.plan.name == name), None)
+        if parcel is None or url is None or not self._fleet.is_alive(url):
+            return "it is gone, or nothing was sent to it"
+        compare = transport_of(parcel.transport).compare
+
+        async def look() -> None:
+            control, info = self._control(url), self.info(url)
+            await _pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
+            try:
+                found.extend(await compare(parcel, control, info, self._shm_prefix))
+            finally:
+                await control.resume()
+
+        with self._fleet.frozen():
+            [failure] = run(_gather([look()]))
+        return f"{type(failure).__name__}: {failure}"[:_SHOWN_ANSWER] if failure is not None else found
 
     def _compare_paused(self, parcel: Parcel) -> Act:
         async def compare(url: str, info: EngineInfo) -> None:

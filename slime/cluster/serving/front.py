@@ -56,7 +56,8 @@ def open_front(
     servers = tuple(servers)
     if plan.kind == "sglang" or any(server.plan.worker_type != "regular" for server in servers):
         words = (*plan.words, *args.router_options)
-        router = SGLangRouter(plan_router_process(args, run_, name, words), port=port or 0)
+        process = plan_router_process(args, run_, name, words)
+        router = SGLangRouter(process, port=port or 0, silence_limit_s=args.engine_silence_timeout_s)
         for server in servers:
             router.enroll(server)
         return Front(servers, router.start(), router=router)

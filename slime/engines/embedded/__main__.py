@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.utils import stacks
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
 from slime.utils.open_files import raise_limit, tell_of_scarcity
 
@@ -65,6 +66,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{TOKEN_VARIABLE} to a secret here and where its clients run, or use 127.0.0.1."
         )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")
+    stacks.answer_signal()
     if args.life_fd is not None:
         _die_with_parent(args)
     # Small tensor operations give up the interpreter lock hundreds of times per step; with the default of 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import math
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from slime.engines.server import Command, EngineServer, LaunchPlan
 from slime.engines.sglang import supervisor
 from slime.engines.sglang.registry import RouterGone, WorkerRegistry
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
-from slime.utils import http_utils
+from slime.utils import http_utils, waits
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +48,26 @@ class RouterKeepsDying(RouterGone):
 class SGLangRouter(WorkerRegistry):
     """Keeps its port over restarts, so that nobody learns a new address, and registers its workers again.
 
-    `failure` gets the exception that ends the run.
+    `failure` gets the exception that ends the run. One that gives no sign of life for `silence_limit_s` is
+    started again; 0: never.
     """
 
-    def __init__(self, plan: LaunchPlan, worker_urls: Sequence[str] = (), *, port: int = 0):
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        worker_urls: Sequence[str] = (),
+        *,
+        port: int = 0,
+        silence_limit_s: float = _SILENCE_LIMIT_S,
+    ):
         super().__init__(worker_urls)
         self._server = EngineServer(plan)
         self._server.port = port
-        self._stopping = threading.Event()
+        self._stopping, self._watches_silence = threading.Event(), silence_limit_s > 0
         self._serves = False
         self._pulse = PulseWatch(
             [self._server],
-            _SILENCE_LIMIT_S,
+            silence_limit_s or math.inf,
             path=_LIVENESS,  # of the router alone; other paths it hands on to engines
             is_watched=lambda _: self._serves and self._server.alive(),
             on_silent=self._end_silent,
@@ -83,7 +92,8 @@ class SGLangRouter(WorkerRegistry):
             )
         self._bring_up()
         threading.Thread(target=self._watch, name="router-watch", daemon=True).start()
-        self._pulse.start()
+        if self._watches_silence:
+            self._pulse.start()
         return self._server.port
 
     # ---- its life ------------------------------------------------------------------------------------------
@@ -92,6 +102,7 @@ class SGLangRouter(WorkerRegistry):
         self._serves = False
         self._server.launch()
         self._server.wait_ready()
+        waits.know_as(self.url, "router")
         self._register_all()
         self._serves = True
 

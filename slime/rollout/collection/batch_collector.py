@@ -13,6 +13,7 @@ from slime.arguments import PluginArgs
 from slime.rollout.collection.collector import Collector, Ticket
 from slime.rollout.data_source import take_groups
 from slime.rollout.groups import Group, begin_again, copy_group, is_scored
+from slime.utils import waits
 from slime.utils.errors import RunStopped
 from slime.utils.types import flatten_samples
 
@@ -70,6 +71,11 @@ class BatchCollector(Collector):
 
     async def _next_done(self) -> Ticket:
         """The next group to decide: the first to finish, or in deterministic mode the first issued."""
+        in_flight = len(self._tickets) - len(self._waiting)
+        with waits.waiting(f"a group ({in_flight} in flight, {len(self.kept)} kept)", owner="rollout"):
+            return await self._next_in_order()
+
+    async def _next_in_order(self) -> Ticket:
         if not self.args.deterministic_mode:
             return await self._done.get()
         while self._next_number not in self._waiting:

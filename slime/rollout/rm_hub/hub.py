@@ -18,6 +18,7 @@ from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.checks import box_of, check
+from slime.utils import waits
 from slime.utils.column_rewards import reward_columns, scores_of, takes_columns
 from slime.utils.loop_watch import loop_watch
 from slime.utils.misc import load_function
@@ -120,9 +121,13 @@ def rm_type_of(args: PluginArgs, sample: Sample) -> str:
 async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) -> Any:
     """Call a user's reward function, async or plain, with a deadline; a mistake in it ends the run."""
     function = load_function(path)
+    waited = waits.waiting(f"reward {path}", owner="rollout", deadline_s=args.generate_timeout_s)
     try:
         async with asyncio.timeout(args.generate_timeout_s) as deadline:
-            with plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,)):
+            with (
+                waited,
+                plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,)),
+            ):
                 if takes_columns(function):
                     return await _call_with_columns(args, path, function, subject)
                 if inspect.iscoroutinefunction(function):

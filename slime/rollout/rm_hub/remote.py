@@ -9,6 +9,7 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
+from slime.utils import waits
 from slime.utils.http_utils import HttpError, post
 from slime.utils.reward_failure import RewardFailure, infra_error
 from slime.utils.types import Sample
@@ -38,8 +39,10 @@ async def remote_rm(
     payload = {"prompt": sample.prompt, "response": text, "label": sample.label}
     try:
         async with _gate():
+            waited = waits.waiting("a score", owner="rollout", deadline_s=deadline_s, target=args.rm_url)
             async with asyncio.timeout(deadline_s):
-                return await post(args.rm_url, payload, max_retries=max_tries - 1)
+                with waited:
+                    return await post(args.rm_url, payload, max_retries=max_tries - 1)
     except TimeoutError:
         return infra_error(f"--rm-url {args.rm_url} gave no score within {deadline_s:g} s")
     except HttpError as error:

@@ -28,6 +28,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.arguments.groups.rewards import RewardFlags
+from slime.utils import waits
 from slime.utils.processes import thread_environment
 from slime.utils.reward_failure import infra_error, invalid, too_large
 
@@ -80,7 +81,9 @@ class CheckPool:
                 for thread in self._threads:
                     thread.start()
             self._jobs.put((future, function, arguments))
-        return await asyncio.wrap_future(future)
+        # Waiting for a free worker counts too, so the wait as a whole has no deadline of its own.
+        with waits.waiting(f"reward check {function}", owner="rollout", target="reward workers"):
+            return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """End all workers now; checks that run or wait come back as `infra_error`."""

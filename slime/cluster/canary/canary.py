@@ -1,0 +1,99 @@
+"""The canary of a run: asks trainer and engines for the log-probs of the probe, and says where they part.
+
+It draws no random number, records no sample and changes no state: a run ends the same with and without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from slime.arguments import Args
+from slime.cluster.canary.probe import LogProbs, Reading, batch_of, compare, diagnose
+from slime.cluster.residency import GENERATE, SYNC, Residency
+from slime.cluster.serving.engine_weights import EngineWeights
+from slime.cluster.train_group import TrainGroup
+from slime.runtime.base import Handle
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_TENSORS = 8
+_REPEAT = 10  # breaches after which one is told again
+
+
+class Canary:
+    """`probe`: the ids of the texts, see `probe_tokens`; `interval`: of pushes."""
+
+    def __init__(
+        self,
+        args: Args,
+        trainer: TrainGroup,
+        engines: Handle[EngineWeights],
+        residency: Residency,
+        probe: Sequence[Sequence[int]],
+    ):
+        self._trainer, self._engines, self._residency = trainer, engines, residency
+        self._probe, self._interval = [list(ids) for ids in probe], args.canary_interval
+        self._batch = batch_of(probe)
+        self._last_good: int | None = None  # the last push after which all agreed
+        self._num_breaches = 0
+        self._told_why_not = False
+
+    def after_push(self, number: int) -> dict[str, float]:
+        """The metrics of a comparison, after the first push and then every so many; empty: none was due."""
+        if not self._probe or (number != 1 and number % self._interval):
+            return {}
+        started = time.monotonic()
+        with self._residency.phase(SYNC):
+            trainer, tolerance = self._trainer.score(self._batch)
+        with self._residency.phase(GENERATE):
+            answers = self._engines.call_control(EngineWeights.score, self._probe).result()
+            engines = self._known(answers, number)
+            if not engines:
+                return {}
+            readings = compare(trainer, engines)
+            self._judge(readings, tolerance, number)
+        worst = max(readings, key=lambda reading: reading.mean)
+        return {
+            "rollout/canary/mean_abs_diff": worst.mean,
+            "rollout/canary/max_abs_diff": max(reading.largest for reading in readings),
+            "perf/canary_time": time.monotonic() - started,
+        }
+
+    def _known(self, answers: Mapping[str, LogProbs | str], number: int) -> dict[str, LogProbs]:
+        """Of the engines that scored the probe; a text says why one did not."""
+        refused = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+        if refused and not self._told_why_not:
+            self._told_why_not = True
+            name, why = next(iter(refused.items()))
+            logger.warning("the canary does not hear %s, after push %d: %s", name, number, why)
+        return {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+
+    def _judge(self, readings: list[Reading], tolerance: float, number: int) -> None:
+        apart = [reading for reading in readings if not reading.mean <= tolerance]  # a NaN is apart, too
+        if not tolerance or not apart:
+            if self._num_breaches and tolerance:
+                logger.warning("the canary: engines and trainer agree again after push %d", number)
+            self._num_breaches, self._last_good = 0, number
+            return
+        if self._num_breaches % _REPEAT == 0:
+            worst = max(apart, key=lambda reading: reading.mean)
+            others_agree = len(apart) < len(readings)
+            said = diagnose(worst, tolerance, number, self._last_good, others_agree)
+            logger.error("%s%s", said, self._tensors_apart(worst.engine))
+        self._num_breaches += 1
+
+    def _tensors_apart(self, engine: str) -> str:
+        """A sentence about the tensors that the engine holds otherwise than they were sent."""
+        found = self._engines.call_control(EngineWeights.tensors_apart, engine).result()
+        if isinstance(found, str):
+            return f" Its tensors cannot be compared: {found}."
+        if not found:
+            return (
+                " All of its tensors are those that were sent, by their checksums: what is sent is not what "
+                "the trainer computes with, or the two compute differently."
+            )
+        shown = ", ".join(found[:_SHOWN_TENSORS])
+        more = f" and {len(found) - _SHOWN_TENSORS} more" if len(found) > _SHOWN_TENSORS else ""
+        return f" Tensors that it holds otherwise than they were sent, by their checksums: {shown}{more}."

@@ -1,0 +1,75 @@
+"""A process writes where it stands when it is asked; one that would die of the question is not asked."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from patience import PATIENCE_S, eventually
+
+from slime.utils import stacks
+
+ANSWERS = """
+import asyncio, threading
+from slime.utils import async_utils, stacks
+stacks.answer_signal()
+
+async def the_task_that_waits():
+    await asyncio.Event().wait()
+
+def the_thread_that_hangs():
+    threading.Event().wait()
+
+threading.Thread(target=the_thread_that_hangs, daemon=True).start()
+threading.Thread(target=lambda: async_utils.run(the_task_that_waits()), daemon=True).start()
+print("up", flush=True)
+while True:
+    threading.Event().wait(1000)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def begin(code):
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log)
+        started.append(process)
+        eventually(lambda: "up" in (tmp_path / "log").read_text())
+        return process, tmp_path / "log"
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+def test_threads_and_tasks_are_in_the_log_and_the_process_goes_on(start):
+    process, log = start(ANSWERS)
+
+    def said_of_the_task():
+        assert stacks.ask([process.pid]) == [process.pid]
+        time.sleep(0.1)
+        return log.read_text() if "the_task_that_waits" in log.read_text() else None
+
+    said = eventually(said_of_the_task)
+    assert "in the_thread_that_hangs" in said and "asyncio tasks: 1" in said
+    assert process.poll() is None
+
+
+def test_a_process_that_the_signal_would_end_is_not_asked(start):
+    process, _ = start("import time; print('up', flush=True); time.sleep(1000)")
+    assert stacks.ask([process.pid, 2**22 - 1]) == []
+    assert process.poll() is None
+
+
+def test_what_a_process_looks_after_is_asked_with_it(tmp_path):
+    asked = []
+    take_back = stacks.pass_on(lambda: asked.append("engines"))
+    for _ in range(2):
+        with open(tmp_path / "own.log", "w") as log:
+            stacks.write_own(log)
+        take_back() if len(asked) == 1 and stacks._dependents else None
+    assert asked == ["engines"]
+    assert "test_what_a_process_looks_after" in (tmp_path / "own.log").read_text()
