@@ -171,7 +171,7 @@ def test_a_rank_that_is_stopped_in_mid_push_ends_the_run_by_name_with_who_waited
     assert process.wait(PATIENCE_S) == 1
     said = (world / "mid-push.out").read_text()
     assert "error: trainer-0 (pid" in said and "its process is stopped (SIGSTOP" in said
-    assert "run waits: pushing weights" in said and "trainer-0.export" in said
+    assert "run waits: pushing weights" in said and "trainer-0.actor.export" in said
     assert all_gone(family) and segments_of(process.pid) == []
 
 
@@ -183,7 +183,7 @@ def test_a_run_that_stands_still_ends_with_who_waited_for_whom(world):
     assert process.wait(PATIENCE_S) == 1
     said = (world / "still.out").read_text()
     assert "(--hang-timeout-s 2): no process does anything" in said and "Traceback" not in said
-    assert "run waits: generating" in said and "driver waits for rollout: rollout.generate" in said
+    assert "run waits: generating" in said and "driver waits: rollout.manager.generate" in said
     assert "in generate_rollout" in (world / "still" / "logs" / "driver.log").read_text()
     status = subprocess.run(
         [sys.executable, "-m", "slime", "status", str(world / "still")],
