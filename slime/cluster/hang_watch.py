@@ -171,8 +171,9 @@ class HangWatch:
 
 def _has_time_left(workers: Iterable[Notes]) -> bool:
     """Somebody waits within his own deadline, which ends that wait by itself."""
-    noted = [wait for notes in workers for wait in notes.waits]
-    return any(w.deadline_s is not None and w.age_s < w.deadline_s for w in (*waits.active(), *noted))
+    ages = [(wait.age_s, wait.deadline_s) for wait in waits.active()]
+    ages += [(wait.age_s, wait.deadline_s) for notes in workers for wait in notes.waits]
+    return any(deadline_s is not None and age_s < deadline_s for age_s, deadline_s in ages)
 
 
 def _is_debugged() -> bool:
