@@ -3,6 +3,7 @@
 import pytest
 import sessions_under_test as episodes
 from fake_engine import FakeEngine
+from patience import eventually
 from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.observability.metrics import agent_metrics
@@ -53,13 +54,21 @@ def cut_rollout(tmp_path, function, *flags, waits=True):
         engine.version = "run:2"
         args.over_sampling_batch_size = 2
         if not waits:
-            turnstile.forget_all()
+            forget_all()
         samples = [*flatten_samples(first.samples)]
         for number in (1, 2):
             samples += flatten_samples(generate_rollout(args, number, source).samples)
         assert_conserved(source)
     assert held_back <= aborted, "requests of episodes end at the engine with their rollout"
     return held, {s.index: s for s in samples}
+
+
+def forget_all():
+    """What a restart does: nothing is left of the calls that waited."""
+    left = {call.task for call in turnstile._waiting.values()}
+    turnstile.forget_all()
+    assert left
+    eventually(lambda: all(task.done() for task in left))
 
 
 def trained_turns(sample):

@@ -76,7 +76,7 @@ PATIENCE_S = 900
 # Kills that a run survives, and how often each process is chosen.
 MILD = ("engine", "reward worker", "router")
 WEIGHTS = {"driver": 5, "engine": 3, "trainer": 3, "reward worker": 2, "router": 0}
-OFTEN = {"generation": 10, "scoring": 10, "ledger write": 30}
+OFTEN = {"generation": 10, "scoring": 10, "ledger write": 10}
 
 
 @dataclass

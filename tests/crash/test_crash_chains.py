@@ -6,10 +6,12 @@ import pytest
 from crash import chains
 from crash.victim import POINTS, TARGETS, set_trap
 
-PLANS = [
-    {"point": "rollout handed over", "nth": 2, "delay_s": 0, "target": "driver"},
-    {"point": "step", "nth": 1, "delay_s": 0.01, "target": "trainer"},
-    {"point": "checkpoint completed", "nth": 1, "delay_s": 0, "target": "driver"},
+STARTS = [
+    [{"point": "rollout handed over", "nth": 2, "delay_s": 0, "target": "driver"}],
+    [
+        {"point": "step", "nth": 1, "delay_s": 0.01, "target": "trainer"},  # which the run survives
+        {"point": "checkpoint completed", "nth": 1, "delay_s": 0, "target": "driver"},
+    ],
 ]
 
 
@@ -17,15 +19,12 @@ PLANS = [
 def test_a_killed_asynchronous_run_ends_as_an_undisturbed_one_bit_for_bit(tmp_path, monkeypatch):
     world, mode = chains.make_world(tmp_path / "world"), "fully asynchronous"
     chains.reference(world, mode, 3)
-    plans = iter(PLANS)
-    monkeypatch.setattr(
-        chains,
-        "draw_plans",
-        lambda draw, mode: [next(plans)],
-    )
-    result = chains.chain(world, "killed", mode, 3, None, most=len(PLANS))
+    starts = iter(STARTS)
+    monkeypatch.setattr(chains, "draw_plans", lambda draw, mode: next(starts))
+    plans = [plan for start in STARTS for plan in start]
+    result = chains.chain(world, "killed", mode, 3, None, most=len(plans))
     assert result.wrong == []
-    assert [kill["point"] for kill in result.kills] == [plan["point"] for plan in PLANS]
+    assert [kill["point"] for kill in result.kills] == [plan["point"] for plan in plans]
 
 
 @pytest.mark.parametrize("point", POINTS)

@@ -23,7 +23,7 @@ from pathlib import Path
 POINTS = {
     "generation": "slime.rollout.sglang_rollout:generate",
     "scoring": "slime.rollout.sglang_rollout:_score",
-    "ledger write": "slime.record.ledger:Note.write",
+    "ledger write": "slime.record.ledger:_write_entries",
     "rollout handed over": "slime.rollout.ledger:Ledger.made",
     "step": "slime.cluster.train_group:TrainGroup.train",
     "step consumed": "slime.rollout.ledger:Ledger.trained",

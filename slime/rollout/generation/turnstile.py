@@ -182,7 +182,9 @@ async def call_or_wait(sample: Sample, call: Coroutine[Any, Any, Entry]) -> Entr
     assert origin.session_id is not None, "samples of a rollout have a session"
     _waiting[origin.session_id], kept.waited = kept, True
     while len(_waiting) > MAX_WAITING:
-        _waiting.popitem(last=False)[1].give_up()
+        oldest = _waiting.popitem(last=False)[1]
+        oldest.give_up()
+        await asyncio.wait({oldest.task})  # its session ends before another of its name begins
         logger.warning("more than %d episodes wait for the next rollout: one begins again", MAX_WAITING)
     return origin
 
