@@ -56,14 +56,29 @@ if __name__ == "__main__":
             print(f"{name}: ok")
 '''
 
-_GENERATE = '''"""How an answer is made where one request is not enough: turns, tools, an environment."""
+_GENERATE = '''"""An agent of two turns: it answers, is told its score, and answers again."""
 
-from slime.rollout.sglang_rollout import generate as ask_engine
+from slime.agent.session import Session
+
+
+def score(text, label):
+    return sum(character in label for character in text) / len(text) if text else 0.0
 
 
 async def generate(args, sample, sampling_params):
-    """Returns the sample with its answer. Call `ask_engine` again for another turn."""
-    return await ask_engine(args, sample, sampling_params)
+    """One episode. `turn` takes the whole conversation; only what the model says is trained.
+
+    Tools go between the turns. Without `reward=` the function of `custom-rm-path` in run.yaml scores
+    `sample.response`, which holds all turns.
+    """
+    session = Session.of_run(args, sample, sampling_params)
+    messages = [{"role": "user", "content": sample.prompt}]
+    scores = []
+    for _ in range(2):
+        answer = await session.turn(messages)
+        scores.append(score(answer.text, sample.label))
+        messages += [answer.message, {"role": "user", "content": f" {scores[-1]:.1f}>"}]
+    return session.samples(sample, reward=sum(scores) / len(scores))
 '''
 
 _RUN = """# `slime train --config run.yaml`. Every flag of `slime train --help` may stand here.
@@ -114,7 +129,8 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"made {folder}: prompts.jsonl, reward.py, test_reward.py, run.yaml")
+    agent = "generate.py, " if options.generate else ""
+    print(f"made {folder}: prompts.jsonl, {agent}reward.py, test_reward.py, run.yaml")
     print(f"now:  slime train --config {shlex.quote(str(folder / 'run.yaml'))}")
     return 0
 
@@ -146,7 +162,8 @@ def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
         checkpoints=_yaml(f"{folder}/checkpoints"),
         trained=_yaml(f"{folder}/trained-{{rollout_id}}"),
         model=_yaml(f"{folder}/model" if model is None else model),
-        template="" if own else "apply-chat-template: true\n",
+        # An agent's session renders messages itself.
+        template="" if own or with_generate else "apply-chat-template: true\n",
         generate=path if with_generate else f"# {path}",
         max_len=16 if own else 512,
         lr="5.0e-3" if own else "1.0e-6",
@@ -167,6 +184,6 @@ def _parser() -> argparse.ArgumentParser:
         "--model", metavar="MODEL", help="a model folder or hub name; default: a tiny one is made"
     )
     parser.add_argument(
-        "--generate", action="store_true", help="with a generate function, for several turns or tools"
+        "--generate", action="store_true", help="with an agent: a generate function of several turns"
     )
     return parser
