@@ -4,15 +4,23 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-SECOND_HOST = "127.0.0.2"
+SECOND_HOST, THIRD_HOST = "127.0.0.2", "127.0.0.3"
 
 
 @contextlib.contextmanager
 def two_ray_nodes(num_gpus: int = 0) -> Iterator[str]:
     """Yields the address of the cluster. GPUs are there as far as Ray's books go."""
+    with ray_cluster(num_gpus) as (cluster, _):
+        yield cluster.address
+
+
+@contextlib.contextmanager
+def ray_cluster(num_gpus: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Yields Ray's own object, which loses and adds nodes, and the second node."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -23,8 +31,8 @@ def two_ray_nodes(num_gpus: int = 0) -> Iterator[str]:
         environment.setenv("RAY_TMPDIR", folder)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": num_gpus})
         try:
-            cluster.add_node(num_cpus=1, num_gpus=num_gpus, node_ip_address=SECOND_HOST)
-            yield cluster.address
+            second = cluster.add_node(num_cpus=1, num_gpus=num_gpus, node_ip_address=SECOND_HOST)
+            yield cluster, second
         finally:
             cluster.shutdown()
             shutil.rmtree(folder, ignore_errors=True)

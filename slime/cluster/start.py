@@ -28,6 +28,7 @@ from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.faults import headline
 from slime.cluster.restart.peer_copies import PeerCopies
+from slime.cluster.restart.places import find_places
 from slime.cluster.restart.recovery import Recovery, Restart
 from slime.cluster.restart.redo import Redo, SafeState
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager, RolloutProcess
@@ -225,11 +226,11 @@ def _start(
 
     def restore(state: SafeState) -> None:
         residency.enter(TRAIN)  # engines make room, as for any step
-        ranks.begin_again(state.args, state.folder)
+        ranks.move(find_places(args, runtime, placement.trainer))
+        trainer.layouts = ranks.begin_again(state.args, state.folder)
         prepare_again()
-        actors = trainer.ranks.handles
-        pairs = zip(actors, state.memories, strict=False)
-        gather([actor.call(TrainActor.remember, memory) for actor, memory in pairs])
+        if state.memories:  # the same on all ranks, of which there may be more or fewer now
+            trainer.ranks.call(TrainActor.remember, state.memories[0])
         for name, value in state.settings.items():
             trainer.ranks.call(TrainActor.change_setting, name, value)
 

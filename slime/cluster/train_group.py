@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Concatenate, Generic
 
@@ -53,13 +53,18 @@ class Presence:
 
     away: bool = False
     lost: str | None = None
+    count: int | None = None  # of the ranks that are there; None: all
 
 
 class Ranks(Generic[T]):
     """The same object on every trainer rank, called on all at once; the first failure ends the call."""
 
     def __init__(self, handles: Sequence[Handle[T]], presence: Presence | None = None):
-        self.handles, self._presence = list(handles), presence or Presence()
+        self._all, self._presence = list(handles), presence or Presence()
+
+    @property
+    def handles(self) -> list[Handle[T]]:
+        return self._all[: self._presence.count]
 
     def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """The answers of all ranks; none in a run that does not train."""
@@ -74,26 +79,24 @@ class Ranks(Generic[T]):
         return [handle.call(method, *args, **kwargs) for handle in handles]
 
     def part(self, owner: Callable[[T], S]) -> Ranks[S]:
-        return Ranks([handle.part(owner) for handle in self.handles], self._presence)
+        return Ranks([handle.part(owner) for handle in self._all], self._presence)
 
 
 class RankProcesses:
     """The trainer's processes before they hold a model; none in a run that does not train."""
 
     def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
-        self._args, self._runtime = args, runtime
-        env = {**thread_environment(_threads(args, slots)), **network_environment(run.host)}
-        env |= {name: str(value) for name, value in (args.train_env_vars or {}).items()}
+        self._args, self._runtime, self._run, self._slots = args, runtime, run, slots
         self._presence = Presence()
-
-        def spawn(rank: int, settings: Args) -> Handle[RankProcess]:
-            spec = WorkerSpec(f"trainer-{rank}", slot=slots[rank], env=env)
-            return runtime.spawn(spec, RankProcess, settings, run, rank, len(slots))
-
-        self._spawn = spawn
-        self._renewable = [Renewable(spawn(rank, args)) for rank in range(len(slots))]
+        self._renewable = [Renewable(self._spawn(rank, args)) for rank in range(len(slots))]
         self._processes = Ranks(self._renewable, self._presence)
         self._loaded: list[Future[bool]] = []  # one for each rank, once `load` is called
+
+    def _spawn(self, rank: int, settings: Args) -> Handle[RankProcess]:
+        env = {**thread_environment(_threads(settings, self._slots)), **network_environment(self._run.host)}
+        env |= {name: str(value) for name, value in (settings.train_env_vars or {}).items()}
+        spec = WorkerSpec(f"trainer-{rank}", slot=self._slots[rank], env=env)
+        return self._runtime.spawn(spec, RankProcess, settings, self._run, rank, len(self._slots))
 
     def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
         """Which files of a checkpoint are not what was written; ranks share the reading, beside engines."""
@@ -143,7 +146,7 @@ class RankProcesses:
 
     def find_lost(self) -> list[WorkerDied]:
         """The errors of those ranks whose process has ended or is given up."""
-        handles = [] if self._presence.away else self._renewable
+        handles = [] if self._presence.away else self._processes.handles
         calls = [handle.call_control(RankProcess.is_loaded) for handle in handles]
         deadline, found = time.monotonic() + _ASK_S, []
         for call in calls:
@@ -170,12 +173,17 @@ class RankProcesses:
         for handle in self._renewable:
             handle.kill()
 
-    def begin_again(self, settings: Args, checkpoint: Path | None) -> None:
+    def move(self, slots: tuple[Slot, ...]) -> None:
+        """Where processes begin again, at most as many as there were at first."""
+        self._slots, self._presence.count = slots, len(slots)
+        self._run = replace(self._run, host=slots[0].host)
+
+    def begin_again(self, settings: Args, checkpoint: Path | None) -> list[Layout]:
         """New processes take the places of those that ended, with what the checkpoint holds."""
-        for rank, handle in enumerate(self._renewable):
+        for rank, handle in enumerate(self._renewable[: len(self._slots)]):
             handle.renew(self._spawn(rank, settings))
         self._presence.away = False
-        gather(self._processes.begin(RankProcess.load, self._meet(), checkpoint), _START_DEADLINE_S)
+        return gather(self._processes.begin(RankProcess.load, self._meet(), checkpoint), _START_DEADLINE_S)
 
     def describe(self) -> str:
         """How far `load` is."""
@@ -194,22 +202,22 @@ class TrainGroup:
     """The ranks with their model. `layouts`: the place of each in the parallel dimensions."""
 
     def __init__(self, args: Args, runtime: Runtime, ranks: Ranks[TrainActor], layouts: Sequence[Layout]):
-        self._args, self._runtime, self.ranks, self._layouts = args, runtime, ranks, layouts
+        self._args, self._runtime, self.ranks, self.layouts = args, runtime, ranks, layouts
 
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
         """Splits the batch over the ranks, which train on it; returns the report, which is the same on all.
 
         `batch` None, or no ranks: rollouts are made and nothing learns from them (--debug-rollout-only).
         """
-        if batch is None or not self._layouts:
+        if batch is None or not self.layouts:
             return StepReport({}, [], [])
-        first = self._layouts[0]
+        first = self.layouts[0]
         shares = split_for_ranks(self._args, batch, first.dp_size, cp_size=first.cp_size)
         refs = [self._runtime.put(share) for share in shares]
         try:
             futures = [
                 handle.call(TrainActor.train, rollout_id, refs[layout.dp_rank])
-                for handle, layout in zip(self.ranks.handles, self._layouts, strict=True)
+                for handle, layout in zip(self.ranks.handles, self.layouts, strict=True)
             ]
             return gather(futures)[0]
         finally:

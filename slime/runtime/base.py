@@ -149,6 +149,9 @@ class Runtime(Protocol):
     def claim(self, placement: Placement) -> Placement:
         """Takes machines and devices for a plan, until `close`; returns it with their real names."""
 
+    def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
+        """Claimed places once more, on other machines where theirs are gone; None: there is none."""
+
     @property
     def failure(self) -> concurrent.futures.Future[None]:
         """Gets the error of a worker that died, or is silent for too long, whether or not somebody waits."""

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Generic
 from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.runtime.notes import Notes
-from slime.runtime.placement import Placement
+from slime.runtime.placement import Placement, Slot
 from slime.runtime.worker import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
 from slime.utils import shm, stacks, tensor_pickle, waits
 from slime.utils.processes import import_environment, last_lines, open_log, stop_process
@@ -239,6 +239,10 @@ class LocalRuntime:
     def claim(self, placement: Placement) -> Placement:
         """What is visible is ours."""
         return placement
+
+    def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
+        """The machine is that of the driver."""
+        return list(slots)
 
     @property
     def failure(self) -> concurrent.futures.Future[None]:

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -21,7 +21,7 @@ from slime.arguments import Args
 from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.runtime.notes import Notebook, Notes, working
-from slime.runtime.placement import Machine, Placement
+from slime.runtime.placement import Machine, Placement, Slot
 from slime.runtime.worker import BEAT_S, CONTROL, WORK, invoke
 from slime.utils import stacks, waits
 from slime.utils.errors import RunStopped
@@ -32,8 +32,10 @@ from slime.utils.vital_signs import Signs, signs_of
 logger = logging.getLogger(__name__)
 
 _CLAIM_DEADLINE_S = 120.0
+_ANSWER_S = 30.0  # of a machine that is asked whether it is there
 _STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
 _PULSE, _FIRST_PULSE_S = "pulse", 10.0
+_Found = tuple[str, str, tuple[int, ...]]  # node, its address, our devices on it
 _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.ActorUnschedulableError,
@@ -240,6 +242,7 @@ class RayRuntime:
         self._driver_node: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[str] = [self._driver_node]  # of each machine of the plan
         self._group: PlacementGroup | None = None
+        self._gpu_ids: list[tuple[int, ...]] = []  # of each machine, as they were claimed
 
     def __getstate__(self) -> dict[str, Any]:
         """An actor that spawns others owns them, and neither Ray nor the devices."""
@@ -285,6 +288,7 @@ class RayRuntime:
         looks = [_look_around(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
         found = ray.get(looks, timeout=_CLAIM_DEADLINE_S)
         self._nodes = [node for node, _ in found]
+        self._gpu_ids = [gpu_ids for _, gpu_ids in found]
         return self._machines([gpu_ids for _, gpu_ids in found])
 
     def _machines(self, gpu_ids: list[tuple[int, ...]]) -> list[Machine]:
@@ -293,6 +297,54 @@ class RayRuntime:
         alone = set(self._nodes) == {self._driver_node}
         hosts = [LOOPBACK if alone else addresses[node] for node in self._nodes]
         return [Machine(*machine) for machine in zip(hosts, gpu_ids, strict=True)]
+
+    def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
+        """Each machine that does not answer is replaced by one that does and is not ours yet."""
+        used = sorted({slot.machine for slot in slots})
+        found = self._look_again(used) if self._group is not None else self._spare_nodes(used)
+        return [self._settle(slot, found[slot.machine]) for slot in slots]
+
+    def _spare_nodes(self, machines: Sequence[int]) -> dict[int, _Found | None]:
+        addresses, found = _addresses(), {}
+        answering = _answering(list(addresses))
+        for machine in machines:
+            node: str | None = self._nodes[machine]
+            if node not in answering:
+                node = next((other for other in answering if other not in self._nodes), None)
+            if node is not None:
+                self._nodes[machine] = node
+            found[machine] = (node, addresses[node], ()) if node is not None else None
+        return found
+
+    def _look_again(self, machines: Sequence[int]) -> dict[int, _Found | None]:
+        """Ray moves bundles of a lost machine by itself, as soon as another has room for them."""
+        assert self._group is not None, "asked by the caller"
+        looks = [
+            _look_around(self._group, machine, len(self._gpu_ids[machine])) if machine in machines else None
+            for machine in range(len(self._nodes))
+        ]
+        ray.wait([look for look in looks if look is not None], num_returns=len(machines), timeout=_ANSWER_S)
+        addresses, found = _addresses(), {}
+        for machine in machines:
+            try:
+                node, gpu_ids = ray.get(looks[machine], timeout=0)
+            except ray.exceptions.RayError:
+                ray.cancel(looks[machine])
+                found[machine] = None
+                continue
+            self._nodes[machine] = node
+            found[machine] = (node, addresses[node], gpu_ids)
+        return found
+
+    def _settle(self, slot: Slot, found: _Found | None) -> Slot | None:
+        """A slot on the machine that was found; device numbers keep their order."""
+        if found is None:
+            return None
+        _, address, gpu_ids = found
+        before = self._gpu_ids[slot.machine] if self._gpu_ids else ()
+        devices = tuple(gpu_ids[before.index(gpu)] for gpu in slot.gpu_ids)
+        alone = set(self._nodes) == {self._driver_node}
+        return replace(slot, host=LOOPBACK if alone else address, gpu_ids=devices)
 
     @property
     def failure(self) -> concurrent.futures.Future[None]:
@@ -346,6 +398,25 @@ def _alive_nodes() -> list[dict[str, Any]]:
 
 def _addresses() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
+
+
+def _answering(nodes: Sequence[str]) -> list[str]:
+    """Those that run a task now: Ray takes a while to notice that a machine is gone."""
+    tasks = {
+        node: ray.remote(_node_and_gpus)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote()
+        for node in nodes
+    }
+    ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_ANSWER_S)
+    found = []
+    for node, task in tasks.items():
+        try:
+            ray.get(task, timeout=0)
+            found.append(node)
+        except ray.exceptions.RayError:  # also where it has not answered
+            ray.cancel(task)
+    return found
 
 
 def _look_around(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:

@@ -150,6 +150,8 @@ _OF_A_START = {
     "dry_run",
     "max_restarts",
     "peer_copies",
+    "restart_wait_s",
+    "elastic",
 }
 
 

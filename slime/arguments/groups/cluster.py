@@ -51,6 +51,17 @@ class ClusterFlags:
         "first loss ends the run",
         ge=0,
     )
+    restart_wait_s: float = flag(
+        600.0,
+        "how long a trainer that lost a machine waits for another to join Ray; then the run ends and says "
+        "what it needs",
+        ge=0,
+    )
+    elastic: bool = flag(
+        False,
+        "a trainer that lost a machine goes on with the ranks that are left, as far as they hold whole "
+        "copies of the model, with the same batches; it grows again with the next restart that finds more",
+    )
     peer_copies: int = flag(
         0,
         "every so many rollouts the trainer's state is copied into the machine's shared memory (two copies "

@@ -1,0 +1,72 @@
+"""A machine of the trainer is lost in mid-run (a Ray node): another replaces it, or fewer ranks go on."""
+
+import os
+
+import pytest
+from loop_helpers import make_world, run_train, series, start_train, wait_for
+from patience import PATIENCE_S
+from ray_nodes import THIRD_HOST, ray_cluster
+
+from slime.utils.run_file import read_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+SIZES = {"num_rollout": 4, "update_weight_transport": "disk"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """With a run that lost nothing, of two ranks on one machine."""
+    world = make_world(tmp_path_factory.mktemp("machines"))
+    with open(world / "reward.py", "a") as file:  # there is time to lose something
+        file.write("\n_reward = reward\n\n\nasync def reward(args, sample, **kwargs):\n")
+        file.write("    import asyncio\n\n    await asyncio.sleep(0.3)\n")
+        file.write("    return await _reward(args, sample, **kwargs)\n")
+    run_train(world, "calm", **SIZES, actor_num_gpus_per_node=2, update_weight_disk_dir=world / "calm-w")
+    return world
+
+
+def lose_a_machine(world, run, monkeypatch, then=lambda cluster: None, **changes):
+    """Runs to the end, with the second machine gone after the first step; what it said."""
+    with ray_cluster() as (cluster, second):
+        monkeypatch.setitem(os.environ, "RAY_ADDRESS", cluster.address)
+        sizes = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1, "runtime": "ray", **SIZES, **changes}
+        process = start_train(world, run, **sizes, update_weight_disk_dir=world / f"{run}-w")
+        try:
+            wait_for(lambda: series(world, run, "train/loss"), process, PATIENCE_S * 4)
+            cluster.remove_node(second, allow_graceful=False)
+            then(cluster)
+            code = process.wait(PATIENCE_S * 8)
+        finally:
+            process.kill()
+            process.wait()
+    return code, (world / f"{run}.out").read_text()
+
+
+def assert_same_losses(world, run):
+    for name in ("train/loss", "train/grad_norm"):
+        calm, lost = series(world, "calm", name), series(world, run, name)
+        assert lost == {step: pytest.approx(value, abs=1e-4, rel=1e-3) for step, value in calm.items()}, name
+    assert len(read_run(world / run).last.restarts) >= 1
+
+
+def test_an_elastic_trainer_goes_on_with_the_rank_that_is_left(world, monkeypatch):
+    code, said = lose_a_machine(world, "elastic", monkeypatch, elastic=True)
+    assert code == 0, said[-6000:]
+    assert "the trainer needs 2 ranks on 2 machine(s)" in said and "goes on with 1 rank(s)" in said
+    assert_same_losses(world, "elastic")
+
+
+def test_a_machine_that_joins_takes_the_place_of_the_lost_one(world, monkeypatch):
+    def join(cluster):
+        cluster.add_node(num_cpus=1, num_gpus=0, node_ip_address=THIRD_HOST)
+
+    code, said = lose_a_machine(world, "joined", monkeypatch, join)
+    assert code == 0, said[-6000:]
+    assert_same_losses(world, "joined")
+
+
+def test_without_one_the_run_says_what_it_needs(world, monkeypatch):
+    code, said = lose_a_machine(world, "ended", monkeypatch, restart_wait_s=1)
+    assert code == 1
+    assert "error: the trainer needs 2 ranks on 2 machine(s) (--actor-num-nodes" in said
+    assert "has 1 machine(s) for 1, also after --restart-wait-s 1" in said and "--elastic" in said
