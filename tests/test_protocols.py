@@ -47,6 +47,10 @@ from slime.rollout.journal import CountingJournal, Journal
 from slime.runtime.base import Future, Guarded, Ready, Ref, Runtime
 from slime.runtime.heartbeat import Beating
 from slime.runtime.local import LocalFuture, LocalRuntime, ProcessHandle, SegmentRef
+from slime.simulation.costs import EngineCost, TrainerCost
+from slime.simulation.engines import EngineCosts, Lengths
+from slime.simulation.trainer import TrainerCosts
+from slime.simulation.workload import LengthModel
 from slime.utils.http_utils import Observer
 from slime.utils.misc import load_function
 from slime.utils.types import ExpertArgs, RewardArgs
@@ -95,6 +99,9 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Policy: [EnginePolicy],
     Environment: [ReasoningGym, TextArena, TextGymnasium],
     requests.Cluster: [Cluster],
+    EngineCosts: [EngineCost],
+    TrainerCosts: [TrainerCost],
+    Lengths: [LengthModel],
 }
 
 OF_OPTIONAL_PACKAGES = {"backends/megatron/dist_checkpoint.TrainerState"}

@@ -7,11 +7,11 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from slime.arguments import Args, explain_batch
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
@@ -71,12 +71,8 @@ _ENGINES_CLOSE_DEADLINE_S = 60.0
 _READ_DEADLINE_S = 600.0  # a batch from the ledger
 
 
-class OpenCluster(Protocol):
-    """`open_cluster`, or what stands for it in a simulation."""
-
-    def __call__(
-        self, args: Args, *, overlapped: bool = False
-    ) -> contextlib.AbstractContextManager[Cluster]: ...
+# `open_cluster`, or what stands for it in a simulation.
+OpenCluster = Callable[..., contextlib.AbstractContextManager[Cluster]]
 
 
 @contextlib.contextmanager

@@ -226,12 +226,12 @@ class TrainGroup:
 
     def score(self, batch: RolloutBatch) -> tuple[list[list[float]], float]:
         """Log-probs of each sample's response, which nothing learns from, and how far engines may differ."""
-        first, whole = self._layouts[0], self._args.replace(global_batch_size=None)
+        first, whole = self.layouts[0], self._args.replace(global_batch_size=None)
         shares = split_for_ranks(whole, batch, first.dp_size, cp_size=first.cp_size)
         answers = gather(
             [
                 handle.call(TrainActor.score, shares[layout.dp_rank])
-                for handle, layout in zip(self.ranks.handles, self._layouts, strict=True)
+                for handle, layout in zip(self.ranks.handles, self.layouts, strict=True)
             ]
         )
         found: dict[int, list[float]] = {}

@@ -305,7 +305,8 @@ class RayRuntime:
         return [self._settle(slot, found[slot.machine]) for slot in slots]
 
     def _spare_nodes(self, machines: Sequence[int]) -> dict[int, _Found | None]:
-        addresses, found = _addresses(), {}
+        addresses = _addresses()
+        found: dict[int, _Found | None] = {}
         answering = _answering(list(addresses))
         for machine in machines:
             node: str | None = self._nodes[machine]
@@ -324,7 +325,8 @@ class RayRuntime:
             for machine in range(len(self._nodes))
         ]
         ray.wait([look for look in looks if look is not None], num_returns=len(machines), timeout=_ANSWER_S)
-        addresses, found = _addresses(), {}
+        addresses = _addresses()
+        found: dict[int, _Found | None] = {}
         for machine in machines:
             try:
                 node, gpu_ids = ray.get(looks[machine], timeout=0)
