@@ -39,7 +39,7 @@ from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import RankProcesses, Ranks
 from slime.cluster.weight_push import WeightPush
 from slime.runtime import create_runtime
-from slime.runtime.base import WorkerSpec
+from slime.runtime.base import Handle, WorkerSpec
 from slime.runtime.placement import plan_placement
 from slime.utils import shm
 from slime.utils.accelerator import device_count
@@ -93,6 +93,16 @@ def read_flags(
     return parse_args([*words, "--colocate", *extra])
 
 
+class _CurrentRanks(Ranks[TrainActor]):
+    """The ranks of the trainer that is being measured; none between two of them."""
+
+    current: list[Handle[TrainActor]] = []  # noqa: RUF012 - replaced, never changed
+
+    @property
+    def handles(self) -> list[Handle[TrainActor]]:
+        return self.current
+
+
 class Stand:
     """One engine that lives through all bucket sizes, and a trainer for each."""
 
@@ -111,7 +121,7 @@ class Stand:
         self._engine = EngineControl(facts.engine_urls[0], deadline_s=600.0)
         self._engines = self._rollout.part(RolloutProcess.weights)
         # One trainer after another, each with another bucket size, or none.
-        self._ranks: Ranks[TrainActor] = Ranks([])
+        self._ranks = _CurrentRanks([])
         self._num_pushes = 0
         self._residency = Residency(args, self._engines, self._ranks)
 
@@ -132,7 +142,7 @@ class Stand:
         processes = RankProcesses(args, self._run, self._runtime, self._placement.trainer)
         try:
             ranks = processes.load(None).ranks
-            self._ranks.handles = ranks.handles
+            self._ranks.current = ranks.handles
             push = WeightPush(
                 ranks,
                 self._engines,
@@ -146,7 +156,7 @@ class Stand:
             return [self._push(push) for _ in range(num_pushes)]
         finally:
             self._num_pushes += num_pushes
-            self._ranks.handles = []
+            self._ranks.current = []
             processes.actors.call(TrainActor.close)
             for handle in processes.actors.handles:
                 handle.kill()  # its device memory goes with it

@@ -92,11 +92,11 @@ class RankProcesses:
         self._processes = Ranks(self._renewable, self._presence)
         self._loaded: list[Future[bool]] = []  # one for each rank, once `load` is called
 
-    def _spawn(self, rank: int, settings: Args) -> Handle[RankProcess]:
-        env = {**thread_environment(_threads(settings, self._slots)), **network_environment(self._run.host)}
-        env |= {name: str(value) for name, value in (settings.train_env_vars or {}).items()}
+    def _spawn(self, rank: int, args: Args) -> Handle[RankProcess]:
+        env = {**thread_environment(_threads(args, self._slots)), **network_environment(self._run.host)}
+        env |= {name: str(value) for name, value in (args.train_env_vars or {}).items()}
         spec = WorkerSpec(f"trainer-{rank}", slot=self._slots[rank], env=env)
-        return self._runtime.spawn(spec, RankProcess, settings, self._run, rank, len(self._slots))
+        return self._runtime.spawn(spec, RankProcess, args, self._run, rank, len(self._slots))
 
     def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
         """Which files of a checkpoint are not what was written; ranks share the reading, beside engines."""

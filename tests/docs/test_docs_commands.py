@@ -37,7 +37,7 @@ ANY_RUN = (
     "--hf-checkpoint MODEL --prompt-data prompts.jsonl --rollout-batch-size 4 --num-rollout 2 "
     "--n-samples-per-prompt 2 --rollout-max-response-len 16 --custom-rm-path reward.py:reward"
 )
-RUNS = ("RUN", "mytask/run", "runs/laptop-tools")
+RUNS = ("RUN", "mytask/run", "myagent/run", "runs/laptop-tools")
 EXECUTED = ("help", "new", "plan", "plot", "samples", "status", "watch")
 MODELS = ("DIR", "MODEL", "MODEL_DIR", "SAVED")
 OUTSIDE = (
@@ -107,7 +107,7 @@ def world(tmp_path_factory):
         "num-rollout": 2,
         "rollout-max-response-len": 16,
     }
-    for name in ("run.yaml", "mytask/run.yaml"):
+    for name in ("run.yaml", "mytask/run.yaml", "myagent/run.yaml"):
         (folder / name).write_text(yaml.safe_dump(run))
     return folder
 
