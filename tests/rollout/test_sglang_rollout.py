@@ -136,6 +136,7 @@ def test_partial_rollout_continues_what_was_aborted(tmp_path):
         assert all(s.metadata["start_rollout_id"] == 0 and s.reward is None for s in partial)
         engine.script, engine.version = None, "run:2"
         sent = len(engine.requests)
+        args.over_sampling_batch_size = args.rollout_batch_size  # no others that could end before them
         output = rollout(args, source, 1)
     samples = flatten_samples(output.samples)
     assert {s.index for s in samples} == {s.index for s in partial}
@@ -159,6 +160,7 @@ def test_earlier_tokens_can_be_masked(tmp_path):
         source = make_source(args)
         rollout(args, source)
         engine.script = None
+        args.over_sampling_batch_size = args.rollout_batch_size
         output = rollout(args, source, 1)
     assert all(s.loss_mask == [0, 0, 1, 1, 1, 1] for s in flatten_samples(output.samples))
 
