@@ -41,7 +41,7 @@ from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.served_model import trains_on_every_gpu
 from slime.cluster.timeline import Timeline
 from slime.cluster.train_actor import TrainActor
-from slime.cluster.train_group import RankProcesses, Ranks
+from slime.cluster.train_group import RankProcesses, Ranks, TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability import phases
 from slime.observability.advisories import Advisor, Advisory, Facts
@@ -188,20 +188,8 @@ def _start(
     rollout = process.call(
         RolloutProcess.start, beginning.rollout_id, beginning.rollout_state, beginning.resume
     )
-
-    def progress() -> str:
-        engines_are = "serve" if rollout.done() else "are not up yet"
-        return f"starting: {ranks.describe()}, {len(placement.engines)} engine(s) {engines_are}"
-
-    with waits.telling(progress):
-        if args.colocate:  # engines size their memory first
-            gather([rollout])
-            residency.make_room()
-        folder = checkpoint.trainer if checkpoint is not None else None
-        loading = in_background(lambda: ranks.load(folder), "trainer-start")
-        both: list[Future[object]] = [rollout, loading]
-        gather(both)  # the first failure ends the wait
-    facts, trainer = rollout.result(), loading.result()
+    folder = checkpoint.trainer if checkpoint is not None else None
+    facts, trainer = _load_both(args, rollout, len(placement.engines), ranks, folder, residency)
 
     def expect_rollouts() -> None:
         if args.num_rollout is None:
@@ -225,18 +213,10 @@ def _start(
         ranks.move(find_places(args, runtime, placement.trainer))
         trainer.layouts = ranks.begin_again(state.args, state.folder)
         prepare_again()
-        if state.memories:  # the same on all ranks, of which there may be more or fewer now
-            trainer.ranks.call(TrainActor.remember, state.memories[0])
-        for name, value in state.settings.items():
-            trainer.ranks.call(TrainActor.change_setting, name, value)
+        _remember(trainer, state)
 
     recovery = Recovery(limit, ranks, runtime, redo, restore, lambda restart: _tell_restart(run, restart))
-
-    def read_batch(rollout_id: int) -> RolloutBatch | None:
-        return manager.call_control(RolloutManager.made_batch, rollout_id).result(_READ_DEADLINE_S)
-
-    ledgered = args.save is not None and args.record_max_mib > 0 and not args.no_save_optim
-    batches = Batches(read_batch if ledgered else None)
+    batches = _open_batches(args, manager)
 
     def commit(rollout_id: int) -> None:
         redo.commit(rollout_id)
@@ -268,6 +248,48 @@ def _start(
         else None,
         release,
     )
+
+
+def _load_both(
+    args: Args,
+    rollout: Future[RolloutFacts],
+    num_engines: int,
+    ranks: RankProcesses,
+    folder: Path | None,
+    residency: Residency,
+) -> tuple[RolloutFacts, TrainGroup]:
+    """Engines and trainer, as soon as both stand; the first failure ends the wait."""
+
+    def progress() -> str:
+        engines_are = "serve" if rollout.done() else "are not up yet"
+        return f"starting: {ranks.describe()}, {num_engines} engine(s) {engines_are}"
+
+    with waits.telling(progress):
+        if args.colocate:  # engines size their memory first
+            gather([rollout])
+            residency.make_room()
+        loading = in_background(lambda: ranks.load(folder), "trainer-start")
+        both: list[Future[object]] = [rollout, loading]
+        gather(both)
+    return rollout.result(), loading.result()
+
+
+def _remember(trainer: TrainGroup, state: SafeState) -> None:
+    """New ranks get what their checkpoint does not hold."""
+    if state.memories:  # the same on all ranks, of which there may be more or fewer now
+        trainer.ranks.call(TrainActor.remember, state.memories[0])
+    for name, value in state.settings.items():
+        trainer.ranks.call(TrainActor.change_setting, name, value)
+
+
+def _open_batches(args: Args, manager: Handle[RolloutManager]) -> Batches:
+    """Batches that may have to be trained on again: from the ledger, where it keeps them."""
+
+    def read_batch(rollout_id: int) -> RolloutBatch | None:
+        return manager.call_control(RolloutManager.made_batch, rollout_id).result(_READ_DEADLINE_S)
+
+    ledgered = args.save is not None and args.record_max_mib > 0 and not args.no_save_optim
+    return Batches(read_batch if ledgered else None)
 
 
 def _tell_restart(run: Run, restart: Restart) -> None:
