@@ -65,6 +65,8 @@ class EngineKind:
     # Says of a model's configuration why it cannot serve it, or None; None: it is asked when it starts.
     why_unserved: str | None = field(default=None, repr=False)
     single_request_flag: str | None = None  # at 1, requests are computed one at a time: reproducibly
+    # Its own mode, in which tokens and log-probs depend on nothing but the request, is for GPUs only.
+    reproduces_on_gpus_only: bool = False
     several_processes: bool = False  # whose threads get in each other's way on a CPU machine
     takes_sglang_flags: bool = False  # --sglang-..., topology groups, and fields that SGLang's router adds
     loses_weights_with_memory: bool = False  # released memory comes back empty: only a whole push fills it
@@ -124,6 +126,7 @@ ENGINES: dict[str, EngineKind] = {
         flags_unread="no SGLang is started; add --rollout-engine sglang",
         find_python="slime.arguments.passthrough.sglang.need_python",
         python_flag="sglang_python",
+        reproduces_on_gpus_only=True,
         several_processes=True,
         takes_sglang_flags=True,
         loses_weights_with_memory=True,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from argument_helpers import parse
 
-from slime.arguments.groups import topology
+from slime.arguments.groups import engine, topology
 from slime.arguments.passthrough import sglang
 
 TABLE = {
@@ -131,3 +131,13 @@ def test_a_router_policy_is_for_the_router_that_is_there(monkeypatch):
     monkeypatch.setattr(topology, "find_python", lambda *_: None)
     topology._router_policy(draft)
     assert "sglang-router is not installed" in draft.idle[0]
+
+
+def test_in_deterministic_mode_a_machine_without_gpus_is_told_what_sglang_cannot_do(python, monkeypatch):
+    def warned(gpus, **more):
+        monkeypatch.setattr(engine, "visible_gpus", lambda: gpus)
+        given = {"rollout_engine": "sglang", "sglang_python": str(python), **more}
+        return " ".join(parse(**given).warnings)
+
+    assert "SGLang has its deterministic mode on GPUs only" in warned(0, deterministic_mode=True)
+    assert "deterministic" not in warned(1, deterministic_mode=True) + warned(0)

@@ -4,6 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
+from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
@@ -220,8 +221,13 @@ def engine_choice(draft: Draft) -> None:
 
 def reproducible_engine(draft: Draft) -> None:
     """The last bits of log-probs depend on which requests are computed together, and that on timing."""
-    flag = ENGINES[draft.rollout_engine].single_request_flag
-    if not draft.deterministic_mode or flag is None:
+    if not draft.deterministic_mode:
+        return
+    kind = ENGINES[draft.rollout_engine]
+    if kind.reproduces_on_gpus_only:
+        _tell_of_no_gpu(draft, kind.label)
+    flag = kind.single_request_flag
+    if flag is None:
         return
     if not draft.was_given(flag):
         draft.derive(flag, 1, "--deterministic-mode")
@@ -230,6 +236,17 @@ def reproducible_engine(draft: Draft) -> None:
             f"--{flag.replace('_', '-')} is {getattr(draft, flag)} with --deterministic-mode: log-probs of "
             "requests that are computed together depend on which they are, and that on timing; leave it "
             "out, or do without --deterministic-mode."
+        )
+
+
+def _tell_of_no_gpu(draft: Draft, label: str) -> None:
+    """Of a cluster nothing is known here; servers of others are asked when they are found."""
+    others = draft.runtime == "ray" or draft.rollout_external_engine_addrs or draft.debug_train_only
+    if not others and not visible_gpus():
+        draft.warn(
+            f"--deterministic-mode: {label} has its deterministic mode on GPUs only, and this machine shows "
+            "none: tokens differ from run to run, and only what is trained on is kept and counted exactly; "
+            "--rollout-engine embedded gives the same bits on a CPU."
         )
 
 

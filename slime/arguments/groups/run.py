@@ -70,7 +70,7 @@ class RunFlags:
     deterministic_mode: bool = flag(
         False,
         "the same bits in every run: reproducible kernels, requests computed one at a time by the embedded "
-        "engine (slow)",
+        "engine (slow), SGLang on GPUs with its --enable-deterministic-inference",
     )
     custom_config_path: str | None = flag(
         None, "YAML of extra values for plug-ins; each key becomes an attribute of args", metavar="FILE"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 from collections.abc import Sequence
 
 from slime.arguments import Args
@@ -16,6 +17,8 @@ from slime.engines.topology import place_engines, plan_router
 from slime.runtime.base import Runtime, WorkerSpec
 from slime.runtime.placement import Placement, Slot
 from slime.utils.run_identity import Run
+
+logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]  # host and port
 
@@ -86,6 +89,13 @@ def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtim
                 "--eval-num-engines with prefill and decode engines: they work in pairs behind one router; "
                 "remove it."
             )
+        for engine in engines:
+            if args.deterministic_mode and not engine.info.has_seeds:
+                logger.warning(
+                    "--deterministic-mode: the engine at %s was started without SGLang's "
+                    "--enable-deterministic-inference, and its tokens differ from run to run",
+                    engine.url,
+                )
         patience_s = args.engine_start_timeout_s
         return {args.engine_topology.policy.name: [ExternalServer(engine, patience_s) for engine in engines]}
     servers: dict[str, list[Server]] = {}

@@ -39,6 +39,9 @@ class SGLangOptions:
     tensor_parallel: int
     seed: int
     memory_saver: bool
+    deterministic: bool = (
+        False  # on GPUs: on a CPU it refuses, as no attention of its own there is known to be
+    )
     weight_version: str = "default"
     host: str = "127.0.0.1"
     extra: Sequence[str] = ()
@@ -59,6 +62,7 @@ def run_command(args: Args, site: EngineSite) -> Command:
             seed=args.seed,
             # A model that gets no push could not be filled again.
             memory_saver=bool(args.offload_rollout) and site.update_weights and not cpu,
+            deterministic=args.deterministic_mode and not cpu,
             host=site.host,
             extra=(
                 *_image_words(site),
@@ -118,6 +122,8 @@ def server_words(options: SGLangOptions) -> list[str]:
         words += [word for name, limit in limits.items() if name not in given for word in (name, str(limit))]
     if options.memory_saver:
         words += ["--enable-memory-saver"]
+    if options.deterministic and "--enable-deterministic-inference" not in given:
+        words += ["--enable-deterministic-inference"]
     return [*words, *options.extra]
 
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -174,3 +175,11 @@ def test_a_gpu_server_gets_no_flag_of_the_cpu():
     words = server_words(SGLangOptions("python", "/model", False, "bfloat16", 4, 7, True))
     assert "--device" not in words and "--enable-memory-saver" in words
     assert words[words.index("--tp-size") + 1] == "4"
+
+
+def test_the_deterministic_mode_is_asked_for_once():
+    asked = "--enable-deterministic-inference"
+    options = SGLangOptions("python", "/model", False, "bfloat16", 1, 7, False, deterministic=True)
+    assert server_words(options).count(asked) == 1
+    assert server_words(replace(options, extra=(asked,))).count(asked) == 1
+    assert asked not in server_words(replace(options, deterministic=False))
