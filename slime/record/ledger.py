@@ -24,7 +24,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from slime.record import plain_bytes
 from slime.record.schema import RecordError, open_for_reading
@@ -56,8 +56,7 @@ class LedgerRow:
 KeptEntry = tuple[int, int, int, int | None, int | None, str, bytes]  # a row of ledger_samples
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """What a writer adds: an event, and what else is done in the same transaction.
 
     `entry`: a finished sample that is put where a run that goes on finds it.

@@ -22,6 +22,7 @@ _WIDTHS = ("<i1", "<i2", "<i4", "<i8")
 _CODES = "bhiq"  # the same widths, as `array` names them
 _LONG = 64  # from so many entries on numpy, which takes a while to begin, is the faster
 _SCALARS = frozenset({type(None), bool, int, float, str})  # what JSON gives back as it was
+_STRINGS = frozenset({str})
 _as_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
@@ -37,16 +38,22 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_small(value: Any) -> bytes:
-    """The same for values of few numbers: as one piece of JSON, where that gives the same value back.
-
-    A number or text of another class (numpy's) comes back as Python's own.
-    """
+    """The same for values of few numbers: as one piece of JSON, where that gives the same value back."""
     try:
-        text = _as_json(value)
-        same = json.loads(text) == value
-    except (ValueError, TypeError, RecursionError):
-        same = False
-    return b"T" + _text(text) if same else dumps(value)
+        text = _as_json(value) if _is_json(value) else None
+    except (ValueError, RecursionError):
+        text = None
+    return dumps(value) if text is None else b"T" + _text(text)
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives it back as it is. To look at types is faster than to read the JSON again."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return True
+    if kind is list:
+        return _SCALARS.issuperset(map(type, value)) or all(map(_is_json, value))
+    return kind is dict and _STRINGS.issuperset(map(type, value)) and all(map(_is_json, value.values()))
 
 
 def loads(data: bytes) -> Any:

@@ -100,7 +100,6 @@ CREATE TABLE actions (
     answer TEXT
 );
 CREATE INDEX spans_of_rollout ON spans (rollout_id);
-CREATE INDEX spans_by_start ON spans (start);
 CREATE INDEX samples_by_reward ON samples (reward);
 CREATE INDEX samples_by_length ON samples (num_tokens);
 CREATE INDEX groups_by_spread ON groups (spread);

@@ -11,6 +11,7 @@ from typing import Any
 from slime.utils.types import Sample
 
 LOOP, ENGINES, REWARD, TRAINER = "loop", "engines", "reward", "trainer-{rank}"
+_encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
 _LANE_OF_TRACE = {
     "generate": ENGINES,
     "reward_model": REWARD,
@@ -61,7 +62,7 @@ def write_spans(connection: sqlite3.Connection, spans: Iterable[Span]) -> None:
                 s.name,
                 s.start,
                 s.end,
-                json.dumps(s.about, default=str) if s.about else None,
+                _encode(s.about) if s.about else None,
             )
             for s in spans
         ],

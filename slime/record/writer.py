@@ -8,6 +8,7 @@ on; how many could not be written is noted in the file once it can be again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import sqlite3
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 4  # rollouts
 _KEEP_SHARE = 0.9  # of the limit, after rows were removed
+_encode = json.JSONEncoder(ensure_ascii=False, default=str).encode  # `json.dumps` makes one for each call
 _PAGES_BACK = 20_000  # returned to the file system at a time
 
 
@@ -319,7 +321,7 @@ def _sample_row(sample: Sample, reward_key: str | None) -> tuple[Any, ...]:
         pack_ids(sample.tokens),
         None if sample.rollout_log_probs is None else pack_floats(sample.rollout_log_probs),
         None if sample.loss_mask is None else pack_mask(sample.loss_mask),
-        _json(sample.version_spans) if sample.version_spans else None,
+        _versions(tuple(map(tuple, sample.version_spans))) if sample.version_spans else None,
     )
 
 
@@ -330,8 +332,14 @@ def _reward(sample: Sample, key: str | None) -> float | None:
 
 def _text(value: str) -> str:
     """Half of a surrogate pair, which a tokenizer may leave at a cut, is no text that a file can hold."""
-    return value.encode("utf-8", "replace").decode("utf-8")
+    return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
 
 
 def _json(value: object) -> str:
-    return _text(json.dumps(value, ensure_ascii=False, default=str))
+    return _text(_encode(value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _versions(spans: tuple[tuple[str, int, int], ...]) -> str:
+    """Most answers of a rollout have the same."""
+    return _json(spans)

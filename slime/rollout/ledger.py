@@ -12,7 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from slime.record.ledger import (
@@ -27,7 +26,7 @@ from slime.record.ledger import (
 )
 from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
-from slime.rollout.groups import Entry, Group, attempt_of, is_finished
+from slime.rollout.groups import FINISHED, Entry, Group, attempt_of, is_finished
 from slime.rollout.journal import CountingJournal, Outcome
 from slime.utils.types import Sample, flatten_samples, version_number
 
@@ -36,7 +35,9 @@ logger = logging.getLogger(__name__)
 Key = tuple[int, int, int]  # sample index, attempt, response tokens at the start
 _NOT_KEPT = ("multimodal_inputs", "trace")
 _FEW_TOKENS = 100
-_EMPTY_FIELDS = frozenset(f.name for f in fields(Sample) if f.default is None)
+_NOTHING = object()
+_AS_NEW = Sample().to_dict()
+_encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
 
 
@@ -137,12 +138,12 @@ class Ledger:
         key = _key(origin)
         if key is None or is_finished(origin):
             return
-        first, samples = flatten_samples([origin])[0], flatten_samples([made])
-        now, about = time.time(), (first.group_index, first.index, key[1])
-        whole = is_finished(made) and not any(
-            s.reward_failure for s in samples
-        )  # with its own reward, if any
-        keep = self._kept_entry(key, first.group_index, made) if whole and self._keeps else None
+        assert isinstance(origin, Sample), "only these have a key"
+        samples = [made] if isinstance(made, Sample) else flatten_samples([made])
+        now, about = time.time(), (origin.group_index, origin.index, key[1])
+        # With its own reward, if any.
+        whole = all(s.status in FINISHED and s.reward_failure is None for s in samples)
+        keep = self._kept_entry(key, origin.group_index, made, samples) if whole and self._keeps else None
         status = samples[-1].status.value
         notes = [Note(now, "generated", self._rollout, *about, status, entry=keep)]
         if any(s.reward is not None or s.reward_failure is not None for s in samples):
@@ -154,8 +155,10 @@ class Ledger:
         for index, attempt in _groups([group]):
             self._note("scored", group=index, attempt=attempt, value=_rewards(flatten_samples(group)))
 
-    def _kept_entry(self, key: Key, group_index: int | None, made: Entry) -> KeptEntry | None:
-        samples, version = flatten_samples([made]), newest_version([made])
+    def _kept_entry(
+        self, key: Key, group_index: int | None, made: Entry, samples: Sequence[Sample]
+    ) -> KeptEntry | None:
+        version = newest_version(list(samples))
         value = {"fan_out": isinstance(made, list), "samples": [_kept_fields(s) for s in samples]}
         return keep_entry(
             key,
@@ -268,16 +271,19 @@ def _key(entry: Entry) -> Key | None:
 
 
 def _kept_fields(sample: Sample) -> dict[str, Any]:
-    """What the sample is made again from: neither its media nor when it was worked on, and no empty field."""
-    kept = {
-        name: value
-        for name, value in sample.to_dict().items()
-        if name not in _NOT_KEPT and (value is not None or name not in _EMPTY_FIELDS)
-    }
+    """What the sample is made again from: not its media or when it was worked on, nor what a new one has."""
+    kept = {name: value for name, value in sample.to_dict().items() if not _is_as_new(name, value)}
+    for name in _NOT_KEPT:
+        kept.pop(name, None)
     kept["version_spans"] = list(map(list, sample.version_spans))  # tuples again when they are read
     return kept
 
 
+def _is_as_new(name: str, value: Any) -> bool:
+    new = _AS_NEW.get(name, _NOTHING)
+    return type(value) is type(new) and bool(value == new)
+
+
 def _rewards(samples: Sequence[Sample]) -> str:
     values = [s.reward_failure.kind if s.reward_failure is not None else s.reward for s in samples]
-    return json.dumps(values[0] if len(values) == 1 else values, default=str)
+    return _encode(values[0] if len(values) == 1 else values)
