@@ -82,6 +82,15 @@ def test_live_lines_fit_any_width(width, num_steps):
         assert line.cell_len <= max(width, 5) and "\n" not in line.plain
 
 
+@pytest.mark.parametrize(("title", "note"), [("train", ""), ("RL", "held-out 99.0%")])
+def test_80_columns_have_room_for_the_count_the_curve_the_speed_and_the_end(title, note):
+    progress = fed(steps(40), total=500)
+    progress.title = title
+    line = live_lines(progress, 76, note=note)[0].plain
+    assert all(word in line for word in ("40/500", "reward 3.900", "tok/s", "eta 1:16:40", note)), line
+    assert sum(letter in "▁▂▃▄▅▆▇█" for letter in line) >= 8, line
+
+
 def test_odd_rows_are_no_error():
     progress = Progress(total=None)
     for row in ({}, {"step": None}, {"step": 1, "rollout/raw_reward": None}, {"step": 2, "x": "y"}):

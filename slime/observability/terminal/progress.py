@@ -13,7 +13,8 @@ from rich.text import Text
 REWARD, LOSS, STEP_TIME = "rollout/raw_reward", "train/loss", "perf/step_time"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 10  # steps that speeds and shares are taken over
-_BAR, _SPARK = 16, 24
+_BARS = (16, 8)  # how long the bar is; where neither leaves room for a curve there is none: `12/500` says it
+_SPARK, _LEAST_SPARK = 24, 8
 _SPLIT = (
     ("generate", "perf/train_wait_time"),
     ("train", "perf/train_time"),
@@ -99,12 +100,13 @@ class Progress:
 
 def live_lines(progress: Progress, width: int, *, note: str = "", doing: str = "") -> list[Text]:
     """Two lines that fit the width: how far and how well; what happens now and where the time goes."""
-    head = [(progress.title, "bold"), (_bar(progress), "cyan"), (_count(progress), "")]
-    value = _value(progress)
-    tail = [(value, "bold"), (note, ""), *((word, "dim") for word in _speeds(progress))]
-    used = sum(len(word) + 2 for word, _ in (*head, *tail) if word)
-    spark = sparkline(list(progress.values.values()), min(_SPARK, max(0, width - used)))
-    words = [*head, (value, "bold"), (spark, "green"), *tail[1:]]
+    value, speeds = _value(progress), [(word, "dim") for word in _speeds(progress)]
+    used = [progress.title, _count(progress), value, note, *(word for word, _ in speeds)]
+    room = width - sum(len(word) + 2 for word in used if word)
+    bar = _bar(progress, next((size for size in _BARS if size + 2 + _LEAST_SPARK <= room), 0))
+    spark = sparkline(list(progress.values.values()), min(_SPARK, max(0, room - len(bar) - 2 * bool(bar))))
+    words = [(progress.title, "bold"), (bar, "cyan"), (_count(progress), "")]
+    words += [(value, "bold"), (spark, "green"), (note, ""), *speeds]
     first = Text("  ").join(Text(*word) for word in _fitting(words, width, 2))
     second = _fitting([(doing, "dim"), (_split_words(progress), "dim"), *_quality(progress)], width - 2, 3)
     return [
@@ -143,11 +145,11 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _bar(progress: Progress) -> str:
+def _bar(progress: Progress, size: int) -> str:
     if not progress.total:
         return ""
-    full = min(_BAR, _BAR * progress.done // progress.total)
-    return "━" * full + "╌" * (_BAR - full)
+    full = min(size, size * progress.done // progress.total)
+    return "━" * full + "╌" * (size - full)
 
 
 def _count(progress: Progress) -> str:
