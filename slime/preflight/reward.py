@@ -51,7 +51,11 @@ _FACTS = frozenset(PluginArgs.__annotations__) | {"num_rollout"}
 
 def check_reward(args: Args) -> Iterator[Finding]:
     """Whether it returns a score at all, and whether the right answer gets a better one than another."""
-    sample = next(first_samples(args, 1), None) if _scores_answers(args) else None
+    try:
+        sample = next(first_samples(args, 1), None) if _scores_answers(args) else None
+    except (ValueError, FileNotFoundError):  # told by the check of the rows
+        yield from _without_rows(args)
+        return
     if sample is None:
         return
     own = _own_generation(args)
@@ -64,6 +68,19 @@ def check_reward(args: Args) -> Iterator[Finding]:
             found = list(_try(_Trial(args, scratch), sample))
         # A reward may read what a function of the user's leaves in a sample; a made-up one has none of it.
         yield from (replace(one, kind="warning") for one in found if one.kind == "error") if own else found
+
+
+def _without_rows(args: Args) -> Iterator[Finding]:
+    """No row can be read: all that can be told of a reward is whether what it returns is a score."""
+    sample = Sample(prompt="2 + 2 = ", label="4")
+    if not args.custom_rm_path or _own_generation(args) or not _can_be_tried(args, sample):
+        return
+    with tempfile.TemporaryDirectory(prefix="slime-preflight-") as scratch:
+        trial = _Trial(args, scratch)
+        if not waits_for_group(trial.args):
+            failure = _failure(trial, [_answered(trial.args, sample, MADE_UP)])
+            if failure is not None and _is_wrong_value(failure):
+                yield _told(trial, [failure])
 
 
 def _scores_answers(args: Args) -> bool:
@@ -164,12 +181,23 @@ def _told(trial: _Trial, failures: list[Exception | None]) -> Finding:
         text = "it did not answer in time, and was not tried further; --skip-preflight reward leaves it alone"
         return Finding("warning", trial.subject, text)
     error = next(one for one in failures if one is not None)
-    wrong_value = next((one for one in failures if one is not None and one.__cause__ is None), None)
+    wrong_value = next((one for one in failures if one is not None and _is_wrong_value(one)), None)
     same = len({type(one and one.__cause__) for one in failures}) == 1
-    certain = wrong_value is not None or (same and isinstance(error.__cause__, _CERTAIN))
+    certain = wrong_value is not None or (same and _is_certain(error.__cause__))
     lines = str(wrong_value or error).removeprefix(trial.subject).strip().splitlines()
     text = "\n".join(line for line in lines if not line.startswith(("  for ", "  Another try")))
     return Finding("error" if certain else "warning", trial.subject, text)
+
+
+def _is_wrong_value(error: Exception) -> bool:
+    return error.__cause__ is None and not isinstance(error, TimeoutError)
+
+
+def _is_certain(error: BaseException | None) -> bool:
+    """No answer gives a sample an attribute that it lacks; one of a match may lack for this answer only."""
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, Sample)
+    return isinstance(error, _CERTAIN)
 
 
 def right_answer(args: PluginArgs, sample: Sample) -> str:

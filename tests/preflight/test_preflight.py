@@ -61,6 +61,7 @@ REWARDS = {
     "returns_nan": "def f(args, sample):\n    return float('nan')\n",
     "raises": "def f(args, sample):\n    return 1 / 0\n",
     "returns_a_list": "def f(args, sample):\n    return [1.0, 2.0]\n",
+    "asks_for_what_no_sample_has": "def f(args, sample):\n    return sample.answer == sample.label\n",
     "misspelt": "async def f(args, sample):\n    return lenght(sample.response)\n",
 }
 
@@ -147,6 +148,15 @@ def test_everything_wrong_is_listed_at_once(look, changed_model, monkeypatch):
     assert len(report.of("error")) >= 3
     with pytest.raises(ValueError, match=r"things keep this run from starting:\npackages:\n  error: "):
         report.raise_errors()
+
+
+@pytest.mark.parametrize(
+    ("code", "count"), [("return None", 2), ("return sample.label['x']", 1), ("return 1", 1)]
+)
+def test_a_reward_that_is_no_score_is_told_beside_rows_that_cannot_be_read(look, tmp_path, code, count):
+    reward = reward_file(tmp_path, f"def f(args, sample):\n    {code}\n")
+    found = errors(look(label_key="answer", **reward))
+    assert len(found) == count and "'answer'" in found[0], found
 
 
 def test_a_check_that_needs_what_is_missing_is_left_out(look):
