@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import operator
 import os
 import threading
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from slime.utils.run_file import METRICS_FILE
 
 _OF_THE_LINE = {"time", "run", "start", "step_key", "step"}
+_NUMBERS = {float, int}
 _CHUNK_BYTES = 4 << 20
+_GLANCE_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
@@ -29,15 +35,32 @@ class Curve:
     values: array[float] = field(default_factory=lambda: array("d"))
     times: array[float] = field(default_factory=lambda: array("d"))
 
-    def insert(self, step: int, value: float, time: float) -> None:
-        """A step that is not behind the last. Where it occurs twice, the later line counts."""
+    def add(self, step: int, value: float, time: float) -> None:
+        """Where a step occurs twice, the later value counts."""
         at = bisect_left(self.steps, step)
-        if self.steps[at] == step:
+        if at < len(self.steps) and self.steps[at] == step:
             self.values[at], self.times[at] = value, time
         else:
             self.steps.insert(at, step)
             self.values.insert(at, value)
             self.times.insert(at, time)
+
+
+class _Row(NamedTuple):
+    """A line of the file, with everything in it."""
+
+    axis: str
+    step: int
+    time: float
+    values: dict[str, Any]
+
+
+def _parsed(line: bytes) -> _Row | None:
+    try:
+        row = json.loads(line)
+        return _Row(str(row["step_key"]), int(row["step"]), float(row.get("time", 0.0)), row)
+    except (ValueError, KeyError, TypeError, AttributeError):  # what a disk that failed left of it
+        return None
 
 
 class Curves:
@@ -48,6 +71,7 @@ class Curves:
         self._identity: tuple[int, int] | None = None  # of the file: another run may have taken its place
         self._by_name: dict[str, Curve] = {}
         self.last_time: float | None = None
+        self.is_read = False  # once, so that only what is new has to be
 
     def read(self) -> None:
         with self._lock:
@@ -57,11 +81,25 @@ class Curves:
                     file.seek(self._offset)
                     while chunk := self._whole_lines(file.read(_CHUNK_BYTES)):
                         self._offset += len(chunk)
-                        for line in chunk.splitlines():
-                            self._take(line)
+                        self._take(chunk.splitlines())
                         file.seek(self._offset)
+                self.is_read = True
             except FileNotFoundError:
                 return
+
+    def glance(self, name: str) -> tuple[int | None, float | None]:
+        """The last step of a metric, and when the last line was written; a long file is not read for it."""
+        if self.is_read:
+            self.read()
+            found = self.summary(name)
+            return found["last_step"] if found else None, self.last_time
+        step, last_time = None, None
+        with contextlib.suppress(OSError), self._file.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _GLANCE_BYTES))
+            for row in filter(None, map(_parsed, file.read().splitlines())):
+                last_time = max(row.time, last_time or 0.0)
+                step = row.step if name in row.values else step
+        return step, last_time
 
     def _restart_if_replaced(self, fd: int) -> None:
         found = os.fstat(fd)
@@ -73,32 +111,45 @@ class Curves:
     def _whole_lines(chunk: bytes) -> bytes:
         return chunk[: chunk.rfind(b"\n") + 1]
 
-    def _take(self, line: bytes) -> None:
-        try:
-            row = json.loads(line)
-            axis, step, time = row["step_key"], int(row["step"]), float(row.get("time", 0.0))
-        except (ValueError, KeyError, TypeError):  # what a disk that failed left of it
+    def _take(self, lines: list[bytes]) -> None:
+        """Lines of the same names, which most are, are taken column by column; the rest value by value."""
+        rows = list(filter(None, map(_parsed, lines)))
+        if not rows:
             return
-        self.last_time = max(time, self.last_time or 0.0)
-        by_name = self._by_name
-        for name, value in row.items():
-            if type(value) is not float:
-                number = None if name in _OF_THE_LINE or name == axis else _number(value)
-                if number is None:
+        self.last_time = max(max(row.time for row in rows), self.last_time or 0.0)
+        shapes: dict[tuple[str, ...], list[_Row]] = {}
+        for row in rows:
+            shapes.setdefault(tuple(row.values), []).append(row)
+        occurs = Counter(name for names in shapes for name in names)
+        slow: set[str] = set()
+        for names, alike in shapes.items():
+            steps, times = array("q", [row.step for row in alike]), array("d", [row.time for row in alike])
+            ascending = all(map(operator.lt, steps, steps[1:]))
+            for name, column in zip(
+                names, zip(*(row.values.values() for row in alike), strict=True), strict=True
+            ):
+                if name in _OF_THE_LINE or name == alike[0].axis:
                     continue
-                value = number
-            elif name in _OF_THE_LINE:
-                continue
-            curve = by_name.get(name)
-            if curve is None:
-                curve = by_name[name] = Curve(str(axis))
-            steps = curve.steps
-            if steps and step <= steps[-1]:
-                curve.insert(step, value, time)
-            else:  # nearly always, and there are many
-                steps.append(step)
-                curve.values.append(value)
-                curve.times.append(time)
+                curve = self._by_name.get(name)
+                follows = curve is None or not curve.steps or steps[0] > curve.steps[-1]
+                if not (ascending and follows and occurs[name] == 1 and set(map(type, column)) <= _NUMBERS):
+                    slow.add(name)
+                    continue
+                if curve is None:
+                    curve = self._by_name[name] = Curve(alike[0].axis)
+                curve.steps.extend(steps)
+                curve.values.extend(array("d", column))
+                curve.times.extend(times)
+        if slow:
+            for row in rows:
+                self._take_one_by_one(row, slow)
+
+    def _take_one_by_one(self, row: _Row, names: set[str]) -> None:
+        """In the order of lines: a run that was resumed logs steps again, and the later line counts."""
+        for name in names & row.values.keys():
+            value = _number(row.values[name])
+            if value is not None:
+                self._by_name.setdefault(name, Curve(row.axis)).add(row.step, value, row.time)
 
     def names(self) -> list[str]:
         with self._lock:
@@ -122,6 +173,12 @@ class Curves:
     def last(self, name: str) -> float | None:
         found = self.summary(name)
         return found["last"] if found else None
+
+    def newest(self, name: str, count: int) -> list[float]:
+        """The last values that are numbers."""
+        with self._lock:
+            curve = self._by_name.get(name)
+            return [value for value in curve.values[-count:] if math.isfinite(value)] if curve else []
 
     def total(self, name: str) -> float:
         """The sum of all values; 0 for a metric that was never logged."""
@@ -198,8 +255,15 @@ def _decaying_sums(values: np.ndarray, weight: float) -> np.ndarray:
 def plain(values: Sequence[float] | np.ndarray) -> list[float | None]:
     """For JSON, which knows no NaN."""
     array = np.asarray(values, dtype=float)
-    rounded = [float(f"{value:.7g}") for value in array.tolist()]
-    return [finite(value) for value in rounded]
+    known = np.isfinite(array) & (array != 0)
+    digits = np.zeros(len(array))
+    digits[known] = 6 - np.floor(np.log10(np.abs(array[known])))
+    # Divided or multiplied by a power of ten that is exact, so that seven digits are what is written.
+    scale = 10.0 ** np.clip(np.abs(digits), 0, 22)
+    with np.errstate(all="ignore"):
+        rounded = np.where(digits >= 0, np.round(array * scale) / scale, np.round(array / scale) * scale)
+    rounded = np.where(np.abs(digits) <= 22, rounded, array)
+    return [value if math.isfinite(value) else None for value in rounded.tolist()]
 
 
 def finite(value: float) -> float | None:

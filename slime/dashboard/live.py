@@ -1,9 +1,14 @@
-"""Tells viewers what has changed: one look at the files of each run every second, while somebody watches."""
+"""Tells viewers what has changed: one look at the files of each run every second, while somebody watches.
+
+What viewers ask for when they are told costs this process time that a run on the same machine may want, so
+they are told the less often the more it costs: the page takes `_SHARE` of one core, however many look.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 
 from aiohttp import web
@@ -12,6 +17,8 @@ from slime.dashboard.run_folder import RunFolder
 from slime.observability.wait_table import read_table
 
 LOOK_S = 1.0
+_SHARE = 0.004  # of one core
+_LONGEST_S = 15.0  # between two news, whatever they cost
 _FILES = ("metrics.jsonl", "record.db", "record.db-wal", "run.json", "logs/driver.log")
 
 
@@ -54,10 +61,13 @@ class Watch:
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
+        changed, told, used = set[str](), time.monotonic() - _LONGEST_S, time.process_time()
         while True:
-            changed = await loop.run_in_executor(None, self._changed)
-            if changed:
-                data = json.dumps({"runs": changed})
+            changed.update(await loop.run_in_executor(None, self._changed))
+            pause_s = min((time.process_time() - used) / _SHARE, _LONGEST_S)
+            if changed and time.monotonic() - told >= pause_s:
+                data = json.dumps({"runs": sorted(changed)})
+                changed, told, used = set(), time.monotonic(), time.process_time()
                 for queue in self._viewers:
                     if not queue.full():
                         queue.put_nowait(data)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +52,42 @@ def read_log(file: Path, end: int | None = None, contains: str = "") -> dict[str
     return {"lines": lines[-_MAX_LINES:], "start": 0 if contains else start, "size": size}
 
 
-def advice_and_errors(folder: Path) -> list[dict[str, str]]:
-    """What the driver's log tells of a run in trouble, newest last: advice, and the last errors."""
-    file = folder / "logs" / "driver.log"
-    if not file.is_file() or file.is_symlink():
+class LogTrouble:
+    """What the driver's log tells of a run in trouble: advice, and the last errors; each look reads on."""
+
+    def __init__(self, folder: Path):
+        self._file, self._offset, self._lock = folder / "logs" / "driver.log", 0, threading.Lock()
+        self._advice: deque[dict[str, str]] = deque(maxlen=20)
+        self._errors: deque[dict[str, str]] = deque(maxlen=5)
+
+    def read(self) -> list[dict[str, str]]:
+        """Newest last; of a very long log its begin, its end and what is added from then on."""
+        with self._lock, contextlib.suppress(OSError):
+            if not self._file.is_symlink():
+                self._read_on(self._file.stat().st_size)
+            return [*self._advice, *self._errors]
         return []
-    with file.open("rb") as log:
-        head = log.read(_TROUBLE_BYTES)
-        size = file.stat().st_size
-        if size > 2 * _TROUBLE_BYTES:
-            log.seek(size - _TROUBLE_BYTES)
-        tail = log.read()
-    found: list[dict[str, str]] = []
-    for line in (head + b"\n" + tail).decode("utf-8", "replace").splitlines():
+
+    def _read_on(self, size: int) -> None:
+        if size < self._offset:
+            self._offset = 0
+            self._advice.clear()
+            self._errors.clear()
+        with self._file.open("rb") as log:
+            while self._offset < size:
+                if self._offset >= _TROUBLE_BYTES:
+                    self._offset = max(self._offset, size - _TROUBLE_BYTES)
+                log.seek(self._offset)
+                data = log.read(_TROUBLE_BYTES)
+                whole = data.rfind(b"\n") + 1
+                self._offset += whole or (len(data) if len(data) == _TROUBLE_BYTES else 0)
+                for line in data[:whole].decode("utf-8", "replace").splitlines():
+                    self._take(line)
+                if not whole:
+                    return
+
+    def _take(self, line: str) -> None:
         if match := _ADVICE.match(line):
-            found.append({"kind": "advice", "time": match[1], "text": match[2]})
+            self._advice.append({"kind": "advice", "time": match[1], "text": match[2]})
         elif match := _ERROR.match(line):
-            found.append({"kind": "error", "time": match[1], "text": match[2][:500]})
-    errors = [entry for entry in found if entry["kind"] == "error"][-5:]
-    return [*[entry for entry in found if entry["kind"] == "advice"][-20:], *errors]
+            self._errors.append({"kind": "error", "time": match[1], "text": match[2][:500]})

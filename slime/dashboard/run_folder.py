@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.catalog.metrics import find_metric
 from slime.dashboard.curves import Curves
+from slime.dashboard.logs import LogTrouble
 from slime.dashboard.samples import Positions
 from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import read_actions
@@ -47,6 +48,7 @@ class RunFolder:
             raise NotARun(f"{path} is no folder of a run: it has neither {RUN_FILE} nor {RECORD_FILE}.")
         self.curves = Curves(self.path)
         self.positions = Positions()
+        self.log_trouble = LogTrouble(self.path)
         self._held = threading.local()
         self._state: tuple[float, str] = (0.0, "")
         self._run: tuple[float, RunRecord | None] = (0.0, None)
@@ -75,11 +77,10 @@ class RunFolder:
         return state
 
     def summary(self) -> dict[str, Any]:
-        """A line in the list of runs."""
-        self.curves.read()
+        """A line in the list of runs; a long run's metrics are not read for it."""
         run = self.run
         total = _setting(run, "num_rollout")
-        done = self.curves.summary("perf/step_time")
+        done, last_time = self.curves.glance("perf/step_time")
         return {
             "key": self.key,
             "name": run.name if run is not None else self.path.name,
@@ -89,14 +90,15 @@ class RunFolder:
             "start": run.last.start if run is not None else None,
             "end": run.last.end if run is not None else None,
             "starts": run.num_starts if run is not None else 1,
-            "step": done["last_step"] + 1 if done else 0,
+            "step": done + 1 if done is not None else 0,
             "total": total if isinstance(total, int) else None,
-            "last_time": self.curves.last_time,
+            "last_time": last_time,
             "model": _setting(run, "hf_checkpoint"),
             "method": _method(run),
         }
 
     def details(self) -> dict[str, Any]:
+        self.curves.read()
         found = self.summary()
         run = self.run
         headlines = []
@@ -140,6 +142,7 @@ class RunFolder:
             self._held.found = (None, None)
             connection = open_for_reading(file)
             self._held.found = (connection, now)
+            self.positions = Positions()  # of another file, it may be
         try:
             yield connection
         except sqlite3.Error as error:

@@ -126,14 +126,18 @@ class Positions:
 
     def __init__(self) -> None:
         self._made: dict[str | None, tuple[tuple[Any, ...], list[int], list[int]]] = {}
+        self._looked: dict[tuple[int, str | None], int] = {}  # by connection: as of which change of the file
 
     def find(self, connection: sqlite3.Connection, kind: str | None) -> tuple[list[int], list[int]]:
         """Rows of rollouts, oldest first, and how many answers there are up to the end of each."""
+        [(changes,)] = connection.execute("PRAGMA data_version")
+        known = self._made.get(kind)
+        if known is not None and self._looked.get((id(connection), kind)) == changes:
+            return known[1], known[2]
         where, values = ("WHERE kind = ?", (kind,)) if kind else ("", ())
         state = connection.execute(
             f"SELECT count(*), max(id), sum(pruned), sum(num_samples) FROM rollouts {where}", values
         ).fetchone()
-        known = self._made.get(kind)
         if known is None or known[0] != state:
             rows = connection.execute(
                 f"SELECT id, CASE WHEN pruned THEN 0 ELSE num_samples END FROM rollouts {where} "
@@ -142,6 +146,7 @@ class Positions:
             ).fetchall()
             ends = list(itertools.accumulate(count for _, count in rows))
             known = self._made[kind] = (state, [row for row, _ in rows], ends)
+        self._looked[id(connection), kind] = changes
         return known[1], known[2]
 
 

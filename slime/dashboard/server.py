@@ -21,10 +21,12 @@ from slime.dashboard.static_files import load_static, respond
 from slime.dashboard.trouble import trouble_of
 from slime.record import RecordError
 from slime.record.actions import ask, read_actions
+from slime.utils.http_utils import is_loopback
 
 _THREADS = 4
 _MAX_CURVES = 64
 _MAX_BODY = 4096
+_WORTH_PACKING = 2000  # bytes
 Answer = Callable[["Page", RunFolder, web.Request], Any]
 
 
@@ -66,12 +68,12 @@ class Page:
                 "actions": {name: {**asdict(row), "high": None} for name, row in ACTIONS.items()},
             }
 
-        return await self._in_thread(read)
+        return await self._in_thread(request, read)
 
     def _answering(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             run = self._run(request)
-            return await self._in_thread(lambda: answer(self, run, request))
+            return await self._in_thread(request, lambda: answer(self, run, request))
 
         return handle
 
@@ -81,7 +83,7 @@ class Page:
             raise web.HTTPNotFound(text="there is no such run here")
         return run
 
-    async def _in_thread(self, work: Callable[[], Any]) -> web.Response:
+    async def _in_thread(self, request: web.Request, work: Callable[[], Any]) -> web.Response:
         """What cannot be read is told in one sentence; 404 for None."""
 
         def as_bytes() -> tuple[int, bytes]:
@@ -97,7 +99,7 @@ class Page:
         status, body = await asyncio.get_running_loop().run_in_executor(self._threads, as_bytes)
         response = web.Response(status=status, body=body, content_type="application/json")
         response.headers["Cache-Control"] = "no-store"
-        if len(body) > 2000:
+        if len(body) > _WORTH_PACKING and not is_loopback(request.remote or ""):
             response.enable_compression()
         return response
 
@@ -117,7 +119,7 @@ class Page:
                 raise ValueError(f"the run does not run: {run.state}")
             return {"id": ask(run.path, str(name), value, "page")}
 
-        return await self._in_thread(write)
+        return await self._in_thread(request, write)
 
 
 def _metrics(page: Page, run: RunFolder, request: web.Request) -> Any:
@@ -203,6 +205,7 @@ def _actions(page: Page, run: RunFolder, request: web.Request) -> Any:
 
 _ANSWERS: dict[str, Answer] = {
     "": lambda page, run, request: {**run.details(), "trouble": trouble_of(run)},
+    "/record": lambda page, run, request: run.record_facts(),
     "/metrics": _metrics,
     "/curves": _curves,
     "/samples": _samples,

@@ -37,7 +37,9 @@ def load_static() -> dict[str, StaticFile]:
 
 
 def respond(request: web.Request, file: StaticFile) -> web.Response:
-    headers = {"ETag": file.tag, "Cache-Control": "no-cache"}
+    # A browser asks for the icon at every change of the address; the rest may change with the next version.
+    keeps = "max-age=86400" if file.kind.startswith("image/") else "no-cache"
+    headers = {"ETag": file.tag, "Cache-Control": keeps}
     if request.headers.get("If-None-Match") == file.tag:
         return web.Response(status=304, headers=headers)
     content = file.content

@@ -6,7 +6,6 @@ import statistics
 import time
 from typing import Any
 
-from slime.dashboard.logs import advice_and_errors
 from slime.dashboard.run_folder import LOST, RUNNING, RunFolder
 from slime.observability.wait_table import read_table
 
@@ -43,7 +42,7 @@ def trouble_of(run: RunFolder) -> list[dict[str, Any]]:
         found.append(
             _entry("warning", f"{missed} rollouts are not in the record", "it could not be written", "logs")
         )
-    for entry in advice_and_errors(run.path):
+    for entry in run.log_trouble.read():
         severity = "error" if entry["kind"] == "error" else "advice"
         found.append(_entry(severity, entry["text"], entry["time"], "logs"))
     ranks = {"error": 0, "warning": 1, "advice": 2, "note": 3}
@@ -80,8 +79,7 @@ def _silence(run: RunFolder) -> list[dict[str, Any]]:
     last = run.curves.last_time
     if last is None:
         return []
-    series = run.curves.series("perf/step_time", width=1_000_000)
-    times = [value for value in (series or {}).get("y", []) if value is not None][-20:]
+    times = run.curves.newest("perf/step_time", 20)
     usual = statistics.median(times) if times else 60.0
     silent = time.time() - last
     if silent < max(_SILENT_S, _OVERDUE * usual):

@@ -1,7 +1,7 @@
 // A list of any length of which only what is seen exists: rows are fetched by position, or on and on by a cursor.
 import { h, fill } from "./dom.js";
 
-const ROW = 28, PAGE = 100, TALLEST = 30_000_000; // browsers draw nothing below some 33 million pixels
+const ROW = 28, PAGE = 100, AT_ONCE = 2, KEPT = 300, TALLEST = 30_000_000; // browsers draw nothing below some 33 million pixels
 
 export class VirtualList {
   // fetchPage(offset, after) -> {rows, total, after}; render(row) -> children; onOpen(row)
@@ -9,7 +9,7 @@ export class VirtualList {
     Object.assign(this, { fetchPage, render, onOpen });
     this.inner = h("div", {});
     this.inner.style.position = "relative";
-    this.element = h("div", { class: "vlist", tabIndex: 0, role: "listbox", "aria-label": label, onscroll: () => this.later(), onkeydown: (e) => this.key(e) }, this.inner);
+    this.element = h("div", { class: "vlist", tabIndex: 0, role: "listbox", "aria-label": label, onscroll: () => this.draw(), onkeydown: (e) => this.key(e) }, this.inner);
     this.reset();
     new ResizeObserver(() => this.later()).observe(this.element);
   }
@@ -35,6 +35,7 @@ export class VirtualList {
       const found = await this.fetchPage(page * PAGE, byCursor ? this.after : "", PAGE);
       if (version !== this.version) return;
       this.pages.set(page, found.rows);
+      if (found.total !== null && this.pages.size > KEPT) this.pages.delete(this.pages.keys().next().value);
       this.total = found.total;
       if (found.total === null) {
         this.known = page * PAGE + found.rows.length;
@@ -43,7 +44,7 @@ export class VirtualList {
       }
       this.onLoad?.(found);
     } finally { if (version === this.version) this.waiting.delete(page); }
-    this.later();
+    this.draw(); // at once: the frame after this one would be a frame later
   }
 
   later() { if (!this.pending) { this.pending = true; requestAnimationFrame(() => { this.pending = false; this.draw(); }); } }
@@ -64,7 +65,7 @@ export class VirtualList {
       rows.push(line);
     }
     fill(this.inner, rows);
-    for (let page = Math.floor(first / PAGE); page <= Math.floor(Math.max(last, 0) / PAGE); page += 1) this.need(page);
+    for (let page = Math.floor(first / PAGE); page <= Math.floor(Math.max(last, 0) / PAGE); page += 1) if (this.waiting.size < AT_ONCE) this.need(page); // whoever scrolls past needs none of what lay between
     if (this.total === null && !this.ended && last >= this.count - 20) this.need(Math.floor(this.count / PAGE));
   }
 

@@ -34,6 +34,8 @@ function frame(view, params, keys) {
       if (!next.length) event.target.checked = true;
     } }), swatch, run.name, h("span", { class: `badge ${stateName(run.state)}` }, stateName(run.state)));
   })));
+  const here = $("nav").querySelector("[aria-current]"), nav = $("nav");
+  if (here) nav.scrollLeft = here.offsetLeft - (nav.clientWidth - here.offsetWidth) / 2;
   document.title = `${keys.join(", ")} · ${VIEWS[view].title}`;
 }
 

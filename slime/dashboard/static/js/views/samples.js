@@ -19,9 +19,9 @@ function bar(reward) {
 
 export async function render(main, context) {
   const key = context.keys[0], state = { kind: "train", order: "newest", ...context.params };
-  const details = await api.get(api.run(key));
-  if (details.record.missing || !details.record.rollouts) {
-    fill(main, empty(details.record.missing || "The record holds no rollout yet.", " Samples are recorded as soon as a rollout is complete, unless the run was started with --record-max-mib 0."));
+  const record = await api.get(api.run(key, "/record"));
+  if (record.missing || !record.rollouts) {
+    fill(main, empty(record.missing || "The record holds no rollout yet.", " Samples are recorded as soon as a rollout is complete, unless the run was started with --record-max-mib 0."));
     return {};
   }
   const pane = h("section", { class: "panel", "aria-label": "Answer", "aria-live": "polite" }, empty("Choose an answer on the left, or move with the arrow keys."));
