@@ -69,9 +69,11 @@ def make_run(folder: Path, steps=6, *, exit="finished", text=None, lr=1e-6, advi
             Span(step, "loop", "pushing weights", at + 9, at + 9.5),
             Span(step, "trainer-0", "actor_train", at + 6, at + 9),
             *[
-                Span(step, "engines", f"sample {s.index}", at + i * 0.2, at + 3 + i * 0.2)
+                Span(step, f"engine-{i % 2}", f"sample {s.index}", at + i * 0.2, at + 3 + i * 0.2)
                 for i, s in enumerate(groups[0])
             ],
+            Span(step, "push", "engines take it", at + 9.1, at + 9.4),
+            Span(step, "waits: rollout", "a group", at, at + 3, {"for": "engine-0"}),
         ]
         writer.submit("spans", lambda c, s=spans: write_spans(c, s))
         advantages = [Advantage(s.index, i - 1.5) for i, s in enumerate(groups[0])]

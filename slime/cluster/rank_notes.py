@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from slime.backends.base import Layout
 from slime.record.additions import Advantage
-from slime.record.spans import TRAINER, Span
+from slime.record.spans import TRAINER, Span, spans_of_waits
 from slime.step.training_step import TrainingStep
 
 _MAX_TOKENS = 200_000  # of a step whose advantages are kept token by token
@@ -24,6 +24,7 @@ def notes_of(step: TrainingStep, rank: int, layout: Layout) -> RankNotes:
     """One rank of those that share samples tells of these."""
     lane = TRAINER.format(rank=rank)
     spans = [Span(step.rollout_id, lane, name, start, end) for name, start, end in step.parts]
+    spans += spans_of_waits(step.rollout_id)
     tells = layout.tp_rank == layout.cp_rank == layout.pp_rank == 0
     return RankNotes(spans, _advantages(step) if tells else [])
 

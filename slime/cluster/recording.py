@@ -13,9 +13,10 @@ from slime.record import RECORD_FILE, RecordError, RecordWriter, group_entries
 from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_answer
 from slime.record.additions import Advantage, PieceBook, write_advantages
 from slime.record.schema import open_for_reading
-from slime.record.spans import Span, forget_spans, spans_of_samples, write_spans
+from slime.record.spans import Span, forget_spans, spans_of_samples, spans_of_waits, write_spans
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.journal import Settled
+from slime.utils import waits
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.run_identity import Run
 from slime.utils.types import Sample
@@ -34,6 +35,7 @@ class Recording:
             self._pieces = PieceBook(lambda ids: token_texts(load_tokenizer(tokenizer), ids))
         self.writer: RecordWriter | None = None
         if args.record_max_mib:
+            waits.keep_ended()
             self.writer = RecordWriter(
                 self._file,
                 run.run_id,
@@ -72,10 +74,10 @@ class Recording:
     def _add_to_samples(self, rollout_id: int, samples: Sequence[Sample]) -> None:
         """The text of tokens that are new, and when engines and rewards worked on each sample."""
         assert self.writer is not None, "it is called behind the samples"
-        pieces = self._pieces
+        pieces, waited = self._pieces, spans_of_waits(rollout_id)
 
         def write(connection: sqlite3.Connection) -> None:
-            write_spans(connection, spans_of_samples(rollout_id, samples))
+            write_spans(connection, spans_of_samples(rollout_id, samples) + waited)
             if pieces is not None:
                 with contextlib.suppress(Exception):  # no tokenizer of ours: the page shows ids
                     pieces.write(connection, samples)
@@ -87,6 +89,7 @@ class Recording:
     def begin(self, start_rollout_id: int) -> None:
         """What an earlier start left open: steps that are made anew, and actions that nobody answered."""
         if self.writer is not None:
+            waits.take_ended()  # of the start, which is no part of a step
             self.writer.submit("the start", lambda c: forget_spans(c, start_rollout_id))
             self._refuse_open("the run had ended before it could answer")
 

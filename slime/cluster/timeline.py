@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from slime.cluster.rank_notes import RankNotes
 from slime.cluster.recording import Recording
 from slime.observability import phases
-from slime.record.spans import LOOP, Span
+from slime.record.spans import LOOP, PUSH, Span, spans_of_waits
 from slime.runtime.base import Handle
 from slime.utils import waits
 
@@ -22,6 +22,9 @@ class Timeline:
         self._recording = recording
         self._spans: list[Span] = []
         self._notes: list[RankNotes] = []
+        if recording is not None:
+            waits.keep_ended()
+            waits.take_ended()  # of the start, which is no part of a step
 
     @contextlib.contextmanager
     def doing(self, name: str, rollout_id: int, **about: Any) -> Iterator[waits.Wait]:
@@ -39,6 +42,10 @@ class Timeline:
         finally:
             self._spans.append(Span(rollout_id, LOOP, name, began, began + time.monotonic() - started, about))
 
+    def pushed(self, rollout_id: int, parts: Iterable[tuple[str, float, float]]) -> None:
+        """The parts of a weight push: name, start and end."""
+        self._spans += [Span(rollout_id, PUSH, *part) for part in parts]
+
     def add(self, notes: list[RankNotes]) -> None:
         """What the trainer's ranks tell of a step."""
         self._notes += notes
@@ -48,4 +55,5 @@ class Timeline:
         advantages = [advantage for notes in self._notes for advantage in notes.advantages]
         self._spans, self._notes = [], []
         if self._recording is not None:
+            spans += spans_of_waits(rollout_id)
             self._recording.call_control(Recording.step, rollout_id, spans, advantages)

@@ -29,7 +29,7 @@ from slime.step.agreement import Agreement, threshold_of
 from slime.step.metrics import StepReport
 from slime.step.profiling import StepProfiler
 from slime.step.training_step import TrainingStep
-from slime.utils import accelerator
+from slime.utils import accelerator, waits
 from slime.utils.checksums import FileRecord, find_damage, record_files
 from slime.utils.process_groups import limit_every_group, open_store
 from slime.utils.run_identity import Run
@@ -132,6 +132,8 @@ class TrainActor:
         self._version: int | None = None  # of the current weights; None: engines never got any
         self._agreement = Agreement()
         self._notes = RankNotes()
+        if args.record_max_mib:
+            waits.keep_ended()
 
     @property
     def layout(self) -> Layout:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster.rank_sender import RankSender
@@ -34,11 +36,23 @@ class WeightPush:
         self._senders = ranks.part(TrainActor.sender)
         self._run_id, self._dtype, self._live = run_id, dtype, TRANSPORTS[transport].live
         self.num_pushes = done
+        self._parts: list[tuple[str, float, float]] = []  # name, start and end in seconds since 1970
         self.open_senders()
 
     def open_senders(self) -> None:
         """The ranks learn how weights travel, and to whom."""
         self._ranks.call(TrainActor.open_sender, self._transport, self._engine_urls)
+
+    def take_parts(self) -> list[tuple[str, float, float]]:
+        """What took how long since the last call."""
+        parts, self._parts = self._parts, []
+        return parts
+
+    @contextlib.contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        began, started = time.time(), time.monotonic()
+        yield
+        self._parts.append((name, began, began + time.monotonic() - started))
 
     def push_again(self, number: int) -> None:
         """Ranks that took the place of others learn that engines have their weights as this version."""
@@ -53,11 +67,13 @@ class WeightPush:
             if self._live:
                 report, metrics = self._send_live(version)
             # After a live push this is the copy for engines that come late; the others go on meanwhile.
-            parcel = self._ranks.call(TrainActor.export, version, self._dtype)[0]
+            with self._part("ranks write a copy"):
+                parcel = self._ranks.call(TrainActor.export, version, self._dtype)[0]
             assert parcel is not None, "the first rank makes the parcel"
             if report is not None:
                 _check_count(report, parcel)
-            received = self._engines.call_control(EngineWeights.receive, parcel).result()
+            with self._part("engines take it"):
+                received = self._engines.call_control(EngineWeights.receive, parcel).result()
         self.num_pushes += 1
         return {
             **received,
@@ -71,9 +87,11 @@ class WeightPush:
     def _send_live(self, version: str) -> tuple[LiveReport, dict[str, float]]:
         """From pause to continue: nothing else happens in between."""
         started = time.monotonic()
-        targets = self._engines.call_control(EngineWeights.begin_live).result()
+        with self._part("engines pause"):
+            targets = self._engines.call_control(EngineWeights.begin_live).result()
         try:
-            sent = self._senders.call(RankSender.send_live, version, self._dtype, targets)
+            with self._part("ranks send"):
+                sent = self._senders.call(RankSender.send_live, version, self._dtype, targets)
         except WorkerDied:
             self._engines.call_control(EngineWeights.abandon_live, targets).result()
             raise
@@ -81,7 +99,8 @@ class WeightPush:
         # Each rank that sends tells of the whole model, sent to engines of its own or in turns to all.
         failures = {url: why for report in reports for url, why in report.failures.items()}
         report = LiveReport(reports[0].num_tensors, reports[0].nbytes, failures)
-        metrics = self._engines.call_control(EngineWeights.finish_live, version, targets, report).result()
+        with self._part("engines go on"):
+            metrics = self._engines.call_control(EngineWeights.finish_live, version, targets, report).result()
         return report, {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}
 
 
@@ -101,6 +120,9 @@ class PushToNobody:
 
     def open_senders(self) -> None:
         """There is nobody to send to."""
+
+    def take_parts(self) -> list[tuple[str, float, float]]:
+        return []
 
     def push_again(self, number: int) -> None:
         self._ranks.call(TrainActor.note_push, number)

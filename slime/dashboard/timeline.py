@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 import sqlite3
 from typing import Any
 
@@ -41,7 +42,10 @@ def spans_of(connection: sqlite3.Connection, first: int, last: int) -> dict[str,
     for span in spans:
         lanes.setdefault(span["lane"], []).append(span)
     return {
-        "lanes": [{"name": name, **packed(lanes[name])} for name in sorted(lanes, key=_place)],
+        "lanes": [
+            {"name": name, **packed(lanes[name]), "busy": covered(lanes[name])}
+            for name in sorted(lanes, key=_place)
+        ],
         "left_out": max(0, total - len(rows)),
         "start": min((span["start"] for span in spans), default=None),
         "end": max((span["end"] for span in spans), default=None),
@@ -65,16 +69,27 @@ def packed(spans: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rows": num_rows, "spans": spans}
 
 
+def covered(spans: list[dict[str, Any]]) -> float:
+    """Seconds in which at least one of them goes on; they come in the order of their starts."""
+    seconds, until = 0.0, float("-inf")
+    for span in spans:
+        seconds += max(0.0, span["end"] - max(span["start"], until))
+        until = max(until, span["end"])
+    return seconds
+
+
 def as_span(row: tuple[Any, ...]) -> dict[str, Any]:
     span = dict(zip(_NAMES, row, strict=True))
     span["about"] = json.loads(span["about"]) if span["about"] else {}
     return span
 
 
-def _place(lane: str) -> tuple[int, str]:
-    order = ("start", "loop", "engines", "reward", "trainer", "push", "waits")
-    at = next((number for number, name in enumerate(order) if lane.startswith(name)), len(order))
-    return at, lane.zfill(12) if lane.isdigit() else lane
+def _place(lane: str) -> tuple[int, list[tuple[int, str]]]:
+    """Kinds of lanes from where a sample begins to where it ends; engine-10 behind engine-9."""
+    order = ("start", "loop", "episodes", "engine", "reward", "trainer", "push", "waits")
+    kinds = (number for number, name in enumerate(order) if lane.startswith(name))
+    parts = [(int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", lane)]
+    return next(kinds, order.index("reward")), parts
 
 
 def all_spans(

@@ -28,7 +28,7 @@ from aiohttp import web
 from slime.engines.fleet import Server
 from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, chain
 from slime.utils.async_utils import run
-from slime.utils.http_utils import get_session, with_token
+from slime.utils.http_utils import ANSWERED_BY, get_session, with_token
 from slime.utils.open_files import raise_limit, refusing_too_many, tell_of_scarcity
 
 logger = logging.getLogger(__name__)
@@ -67,10 +67,10 @@ _NOT_REACHED = aiohttp.ClientConnectorError  # it saw nothing of the request
 class _Answer:
     """A whole answer of an engine."""
 
-    __slots__ = ("body", "kind", "status")
+    __slots__ = ("body", "kind", "status", "url")
 
-    def __init__(self, status: int, body: bytes, kind: str = "application/json"):
-        self.status, self.body, self.kind = status, body, kind
+    def __init__(self, status: int, body: bytes, kind: str = "application/json", url: str = ""):
+        self.status, self.body, self.kind, self.url = status, body, kind, url
 
     @classmethod
     def error(cls, status: int, message: str) -> _Answer:
@@ -171,7 +171,8 @@ class Balancer:
             answer = await self._send_somewhere(self._errand(path, body, headers, request))
             if isinstance(answer, web.StreamResponse):
                 return answer
-            return web.Response(body=answer.body, status=answer.status, headers={"Content-Type": answer.kind})
+            headers = {"Content-Type": answer.kind, **_signed(answer.url)}
+            return web.Response(body=answer.body, status=answer.status, headers=headers)
         routed = await chain(self._middlewares, self._forward)(RouterRequest(f"/{path}", payload, headers))
         return web.json_response(routed.payload, status=routed.status)
 
@@ -250,7 +251,7 @@ class Balancer:
     async def _try(self, url: str, errand: _Errand) -> _Answer | web.StreamResponse | _Broke | None:
         """None: this engine was not reached, or left before it answered."""
         running = self._running[url]
-        task = asyncio.ensure_future(self._send(f"{url}/{errand.path}", errand))
+        task = asyncio.ensure_future(self._send(url, errand))
         running.add(task)
         try:
             return await asyncio.shield(task)
@@ -272,13 +273,14 @@ class Balancer:
         finally:
             running.discard(task)
 
-    async def _send(self, target: str, errand: _Errand) -> _Answer | web.StreamResponse:
+    async def _send(self, url: str, errand: _Errand) -> _Answer | web.StreamResponse:
+        target = f"{url}/{errand.path}"
         headers = with_token(target, errand.headers)
         async with get_session().post(target, data=errand.body, headers=headers) as answer:
             kind = answer.headers.get("Content-Type", "application/json")
             if "event-stream" not in kind or errand.request is None:
-                return _Answer(answer.status, await answer.read(), kind)
-            stream = web.StreamResponse(status=answer.status, headers={"Content-Type": kind})
+                return _Answer(answer.status, await answer.read(), kind, url)
+            stream = web.StreamResponse(status=answer.status, headers={"Content-Type": kind, **_signed(url)})
             await stream.prepare(errand.request)
             try:
                 async for chunk in answer.content.iter_any():
@@ -296,6 +298,11 @@ class Balancer:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+
+def _signed(url: str) -> dict[str, str]:
+    """Tells the client which engine it was; empty: none."""
+    return {ANSWERED_BY: url} if url else {}
 
 
 def _given_up(url: str) -> _Answer:

@@ -22,7 +22,6 @@ _MAX_ROWS = 200
 _FIRST = ("start of the run", "run", "driver", "rollout")  # with whom a chain of causes begins
 _CHAIN_LINES = 16
 SIGN_OF_LIFE = "a sign of life"
-_OF_ONE_REQUEST = " (request "
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def collapse(rows: Iterable[WaitRow]) -> list[WaitRow]:
     """Requests of the same kind are one row, with the age of the oldest; oldest first."""
     kinds: dict[tuple[str, str, str], WaitRow] = {}
     for row in sorted(rows, key=lambda row: row.since):
-        kind = (row.owner, row.what.partition(_OF_ONE_REQUEST)[0], row.target)
+        kind = (row.owner, row.what.partition(waits.OF_ONE_REQUEST)[0], row.target)
         known = kinds.get(kind)
         kinds[kind] = replace(known, count=known.count + 1) if known is not None else row
     return list(kinds.values())

@@ -159,6 +159,12 @@ class GenerateState(metaclass=_StatePerArgs):
             with self.scope.sending(request.rid):
                 return await self.client.generate(request)
 
+    def engine_of(self, answer: Generation) -> dict[str, str]:
+        """Its name, for whoever asks when which engine was busy; empty: a router does not tell."""
+        url = str(answer.meta.get("answered_by") or self.client.base_url)
+        name = waits.known_as(url)
+        return {"engine": name} if name not in (url, "router") else {}
+
     @property
     def tokens_in_flight(self) -> TokenLimit:
         """The running loop's cap on the tokens that requests hold at the engines (--max-tokens-in-flight)."""
@@ -208,7 +214,7 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
         request = build_request(args, sample, sampling_params, budget)
         with trace_span(sample, "generate") as span:
             answer = await state.send(request)
-            span.update({"tokens": len(answer.ids)})
+            span.update({"tokens": len(answer.ids), **state.engine_of(answer)})
         check_answer(args, request, answer)
         sample.append_response_tokens(
             args,
@@ -297,6 +303,7 @@ async def _call_function(
     function = load_function(path)
     options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     with (
+        trace_span(sample, "generate_function"),
         PolicyRequests(args).entered() as requests,
         plugin_call(CUSTOM_GENERATE, path, lambda: describe_fully(sample), keep=(PromptError,)),
     ):

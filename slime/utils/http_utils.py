@@ -30,6 +30,7 @@ CLIENT = "slime"  # how servers know requests whose sampling parameters were see
 _MAX_CONNECTIONS = 4096
 _BACKOFF_CAP_S = 5.0
 _ANSWERED_RETRIES = 8  # of a request that a living server failed on, about 15 s
+ANSWERED_BY = "X-Slime-Engine"  # on an answer that came through our balancer: the address of the engine
 _TELL_EVERY_S = 30.0  # that requests are answered by errors
 _END_S = 1.0  # at exit: for tasks to take note that they are cancelled
 # Shorter than servers keep an idle connection (uvicorn: 5 s), or a call
@@ -255,13 +256,21 @@ async def _once(
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     headers = with_token(url, headers)
     async with get_session().request(method, url, json=payload, headers=headers, timeout=timeout) as response:
-        body = await response.read()
+        body, engine = await response.read(), response.headers.get(ANSWERED_BY)
         if response.status >= 400:
             raise HttpError(response.status, body.decode(errors="replace"), url)
     try:
-        return json.loads(body) if body else None
+        return _with_engine(json.loads(body), engine) if body else None
     except ValueError:
         return body.decode(errors="replace")
+
+
+def _with_engine(answer: Any, engine: str | None) -> Any:
+    """What an engine tells of an answer says which it was, where a balancer of ours knows."""
+    meta = answer.get("meta_info") if engine is not None and isinstance(answer, dict) else None
+    if isinstance(meta, dict):
+        meta["answered_by"] = engine
+    return answer
 
 
 async def stream(
@@ -289,7 +298,7 @@ async def stream(
                 if line == b"data: [DONE]":
                     return
                 if line.startswith(b"data:"):
-                    event = json.loads(line[5:])
+                    event = _with_engine(json.loads(line[5:]), response.headers.get(ANSWERED_BY))
                     if observer is not None:
                         observer.answered(url, event)
                     yield event

@@ -7,6 +7,7 @@ the driver with every sign of life, and the driver writes them all down (`slime.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import itertools
 import logging
@@ -21,6 +22,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 TELL_S = 10.0
+OF_ONE_REQUEST = " (request "  # behind it stands the id of a request
+_SHORT_S, _MAX_ENDED = 0.01, 5000
 
 
 class WaitTimeout(TimeoutError):
@@ -57,6 +60,22 @@ _thread = threading.local()
 _process_name = "driver"
 _num_ended = 0
 _known_as: dict[str, str] = {}
+_ended: collections.deque[tuple[Wait, float]] | None = None  # None: nobody asks for them
+
+
+def keep_ended() -> None:
+    """From now on the waits of this process that took a while are kept for `take_ended`."""
+    global _ended
+    _ended = _ended if _ended is not None else collections.deque(maxlen=_MAX_ENDED)
+
+
+def take_ended() -> list[tuple[Wait, float]]:
+    """Those since the last call, each with the seconds since 1970 when it was over."""
+    with _lock:
+        found = list(_ended or ())
+        if _ended is not None:
+            _ended.clear()
+    return found
 
 
 def name_process(name: str) -> None:
@@ -107,6 +126,8 @@ def waiting(
         with _lock:
             del _active[key]
             _num_ended += moves
+            if _ended is not None and moves and wait.age_s >= _SHORT_S:
+                _ended.append((wait, time.time()))
 
 
 @contextlib.contextmanager

@@ -122,8 +122,9 @@ def test_an_answer_has_the_text_probability_version_mask_and_advantage_of_its_to
 def test_the_timeline_packs_spans_of_a_lane_into_rows(world):
     found = answer(f"{world[0]}/api/runs/good/timeline?step=1")
     lanes = {lane["name"]: lane for lane in found["lanes"]}
-    assert list(lanes) == ["loop", "engines", "trainer-0"]
-    assert lanes["loop"]["rows"] == 1 and lanes["engines"]["rows"] == 4
+    assert list(lanes) == ["loop", "engine-0", "engine-1", "trainer-0", "push", "waits: rollout"]
+    assert lanes["loop"]["rows"] == 1 and lanes["engine-0"]["rows"] == 2
+    assert lanes["engine-0"]["busy"] == pytest.approx(3.4)
 
 
 def test_no_path_leads_out_of_the_folder(world):

@@ -44,9 +44,11 @@ def refused_url() -> str:
     return f"http://127.0.0.1:{http_utils.find_available_port()}"
 
 
-def test_an_answer_passes_through_unchanged():
+def test_an_answer_passes_through_with_the_name_of_its_engine():
     with FakeEngine() as engine, balanced([engine.url]) as (url, _):
-        assert run(post(url)) == run(post(engine.url))
+        answer = run(post(url))
+        assert answer["meta_info"].pop("answered_by") == engine.url
+        assert answer == run(post(engine.url))
         assert engine.requests[0] == PAYLOAD
 
 

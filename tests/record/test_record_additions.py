@@ -7,7 +7,8 @@ import pytest
 from slime.record import RecordError, RecordWriter, group_entries, open_record, schema
 from slime.record.actions import ask, read_actions, write_answer
 from slime.record.additions import Advantage, PieceBook, write_advantages
-from slime.record.spans import Span, spans_of_samples, write_spans
+from slime.record.spans import Span, spans_of_samples, spans_of_waits, write_spans
+from slime.utils import waits
 from slime.utils.types import Sample
 
 MIB = 1 << 20
@@ -113,3 +114,38 @@ def test_a_record_of_the_first_schema_is_read_and_completed_by_a_run_that_goes_o
     write(tmp_path, [make_sample(0)])
     assert ask(tmp_path, "pause", None, "page") == 1
     assert rows(tmp_path, "SELECT value FROM meta WHERE key = 'schema'") == [("2",)]
+
+
+def test_bars_of_answers_lie_in_the_lane_of_their_engine():
+    samples = []
+    for index, engine in enumerate(["engine-1", None]):
+        span = {"name": "generate", "span_id": "a"}
+        attrs = {"tokens": 3, **({"engine": engine} if engine else {})}
+        start = {**span, "type": "span_start", "ts": 10.0}
+        end = {**span, "type": "span_end", "ts": 12.0, "attrs": attrs}
+        sample = make_sample(index)
+        sample.__dict__["trace"] = {"events": [start, end]}
+        samples.append(sample)
+    found = spans_of_samples(4, samples)
+    assert [(span.lane, span.name) for span in found] == [("engine-1", "sample 0"), ("engines", "sample 1")]
+    assert found[0].about == {"sample": 0, "group": 0, "tokens": 3}
+
+
+def test_waits_that_took_a_while_have_a_lane_of_whoever_waited(monkeypatch):
+    monkeypatch.setattr(waits, "_ended", None)
+    monkeypatch.setattr(waits, "_SHORT_S", 0.0)
+    with waits.waiting("before anybody asked", owner="rollout"):
+        pass
+    waits.keep_ended()
+    waits.know_as("http://127.0.0.1:1", "engine-0")
+    with waits.waiting("a group", owner="rollout"), waits.waiting("training", owner="run"):
+        pass
+    with waits.waiting("POST http://127.0.0.1:1/pause", owner="driver", target="http://127.0.0.1:1"):
+        pass
+    with waits.waiting("POST http://127.0.0.1:1/generate (request 7)", owner="driver"):
+        pass  # it is a bar of the engine
+    with waits.waiting("health", owner="driver", moves=False):
+        pass
+    found = {(span.lane, span.name, span.about.get("for")) for span in spans_of_waits(3)}
+    assert found == {("waits: rollout", "a group", None), ("waits: driver", "POST /pause", "engine-0")}
+    assert spans_of_waits(3) == []
