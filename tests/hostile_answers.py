@@ -146,12 +146,16 @@ EXPRESSIONS = {
 
 
 def answers_for(rm_type: str) -> dict[str, str]:
-    """Every text as it is, and every expression where this type of reward looks for its answer."""
+    """Every text as it is, and every expression where this type of reward looks for its answer.
+
+    `deepscaler` gives what it finds to the check of `math`: a few show it. `ifbench` looks for none.
+    """
+    step = {"deepscaler": 6, "ifbench": len(EXPRESSIONS)}.get(rm_type, 1)
     frames = {
         "dapo": "so\nAnswer: {}",
         "deepscaler": "<think>hm</think> \\boxed{{{}}}",
         "gpqa": "The answer is {}",
     }
     frame = frames.get(rm_type, "so \\boxed{{{}}}")
-    framed = {f"{name} as answer": frame.format(text) for name, text in EXPRESSIONS.items()}
+    framed = {f"{name} as answer": frame.format(text) for name, text in list(EXPRESSIONS.items())[::step]}
     return {**TEXTS, **framed}

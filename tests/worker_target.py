@@ -34,6 +34,7 @@ class Target:
 
     def wait(self):
         self.event.wait(300)
+        self.event.clear()
         return "woken"
 
     def wake(self):

@@ -17,7 +17,6 @@ import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from slime.arguments import Args
 from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.runtime.notes import Notebook, Notes, working
@@ -232,7 +231,7 @@ class RayRuntime:
     and name its devices themselves, so that engines and ranks may share them.
     """
 
-    def __init__(self, args: Args, run_dir: Path, silence_limit_s: float = DEFAULT_LIMIT_S):
+    def __init__(self, run_dir: Path, silence_limit_s: float = DEFAULT_LIMIT_S):
         self._owns_ray = not ray.is_initialized()
         self._run_dir, self._silence_limit_s = run_dir, silence_limit_s
         self._heartbeats = HeartbeatWatch(silence_limit_s)

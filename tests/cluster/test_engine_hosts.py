@@ -49,7 +49,7 @@ def runtime(request, tmp_path):
         request.getfixturevalue("ray_cluster")
         from slime.runtime.on_ray import RayRuntime
 
-        made = RayRuntime(None, tmp_path)
+        made = RayRuntime(tmp_path)
     yield made
     made.close()
 
@@ -131,7 +131,7 @@ def test_an_evicted_engine_is_dead_at_once(engines):
 def test_an_engine_ends_with_its_owner_and_gets_another_on_the_same_port(tmp_path, ray_cluster):
     from slime.runtime.on_ray import RayRuntime
 
-    runtime = RayRuntime(None, tmp_path)
+    runtime = RayRuntime(tmp_path)
     engines = Fleet(tmp_path, runtime)
     try:
         urls = engines.start()
@@ -159,7 +159,7 @@ def test_engines_of_a_plan_serve_on_the_gpus_of_two_machines(tmp_path, ray_clust
     args = parse(
         "--debug-rollout-only", runtime="ray", rollout_num_gpus=4, rollout_num_gpus_per_engine=2, **model
     )
-    runtime = RayRuntime(args, tmp_path)
+    runtime = RayRuntime(tmp_path)
     placement = runtime.claim(plan_placement(args, 2, runtime.num_machines))
     assert {slot.host for slot in placement.engines} >= {SECOND_HOST}
     assert [slot.gpu_ids for slot in placement.engines] == [(0, 1), (0, 1)]
@@ -199,7 +199,7 @@ def test_a_real_sglang_server_serves_on_another_machine(tmp_path, ray_cluster):
         "sglang_python": python,
     }
     args = parse("--debug-rollout-only", "--sglang-max-total-tokens", "8192", runtime="ray", **flags)
-    runtime = RayRuntime(args, tmp_path)
+    runtime = RayRuntime(tmp_path)
     [slot] = runtime.claim(Placement((), (Slot(0, machine=1),))).engines
     [server] = make_servers(args, Run("run", tmp_path, shm.make_prefix()), (slot,), runtime)["default"]
     try:
@@ -218,7 +218,7 @@ def test_a_real_sglang_server_serves_on_another_machine(tmp_path, ray_cluster):
 def test_more_gpus_than_the_cluster_has_are_refused_with_the_numbers(tmp_path, ray_cluster):
     from slime.runtime.on_ray import RayRuntime
 
-    runtime = RayRuntime(None, tmp_path)
+    runtime = RayRuntime(tmp_path)
     plan = Placement((), (Slot(0, (0,)), Slot(1, (0, 1, 2), machine=1)))
     with pytest.raises(
         ValueError, match="needs machines with 1, 3 GPUs, and those of the Ray cluster have 2, 2"

@@ -122,7 +122,7 @@ def test_a_stopped_trainer_rank_ends_the_run_by_name(world):
     settings = {
         "custom_rm_path": f"{world}/slow.py:reward",
         "num_rollout": 1000,
-        "worker_silence_timeout_s": 8,
+        "worker_silence_timeout_s": 4,
         "max_restarts": 0,
     }
     process = start_train(world, "frozen", **settings)
@@ -133,7 +133,7 @@ def test_a_stopped_trainer_rank_ends_the_run_by_name(world):
     assert process.wait(PATIENCE_S) == 1
     said = (world / "frozen.out").read_text()
     assert f"error: trainer-0 (pid {rank.pid}) has not answered for" in said and "stopped (SIGSTOP" in said
-    assert "--worker-silence-timeout-s 8" in said and "Traceback" not in said
+    assert "--worker-silence-timeout-s 4" in said and "Traceback" not in said
     assert "who waited for whom:" in said and "for trainer-0: a sign of life" in said
     assert "stacks of the driver" in (world / "frozen" / "logs" / "driver.log").read_text()
     assert "Current thread" in (world / "frozen" / "logs" / "engine-0.log").read_text()
@@ -249,7 +249,7 @@ def resume_after_kills(world, name, points, num_rollout, seed):
             wait_for(lambda n=before + steps: len(series(world, name, "train/loss")) >= n, process)
             time.sleep(rng.uniform(0.0, 0.5))  # between two steps, or within a checkpoint
         else:
-            time.sleep(rng.uniform(0.0, 8.0))  # while it starts
+            time.sleep(rng.uniform(0.0, 3.0))  # while it starts
         process.kill()
         process.wait()
     run_train(world, name, **settings)

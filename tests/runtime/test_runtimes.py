@@ -21,42 +21,80 @@ from slime.utils import shm, waits
 LIMIT_S = 2.0
 
 
-def make_runtime(kind, folder, prefix, *limit_s):
-    if kind == "local":
-        return LocalRuntime(folder, prefix, *limit_s)
-    return pytest.importorskip("slime.runtime.on_ray").RayRuntime(None, folder, *limit_s)
+class Made:
+    """Runtimes of both kinds and workers for several tests; each is started when first asked for."""
+
+    def __init__(self, new_folder):
+        self._new_folder = new_folder
+        self._runtimes, self._workers = {}, {}
+        self.prefix = shm.make_prefix()
+
+    def new_runtime(self, kind, *limit_s):
+        if kind == "local":
+            return LocalRuntime(self._new_folder("run"), self.prefix, *limit_s)
+        return pytest.importorskip("slime.runtime.on_ray").RayRuntime(self._new_folder("run"), *limit_s)
+
+    def runtime(self, kind, *limit_s):
+        if (kind, limit_s) not in self._runtimes:
+            self._runtimes[kind, limit_s] = self.new_runtime(kind, *limit_s)
+        return self._runtimes[kind, limit_s]
+
+    def worker(self, runtime, name, **where):
+        if (runtime, name) not in self._workers:
+            self._workers[runtime, name] = runtime.spawn(WorkerSpec(name, **where), Target, 10)
+        return self._workers[runtime, name]
+
+    def close(self):
+        for made in reversed(self._runtimes.values()):  # the first one on Ray has started it
+            made.close()
+            made.close()
 
 
 @pytest.fixture(scope="module")
-def watched(request, runtime, tmp_path_factory):
-    """Of the same kind as `runtime`, with less patience."""
-    kind = "local" if isinstance(runtime, LocalRuntime) else "ray"
-    made = make_runtime(kind, tmp_path_factory.mktemp("run"), shm.make_prefix(), LIMIT_S)
-    yield made
-    made.close()
+def made(tmp_path_factory):
+    everything = Made(tmp_path_factory.mktemp)
+    yield everything
+    everything.close()
+    assert shm.list_segments(everything.prefix) == []
+
+
+@pytest.fixture(params=["local", "ray"])
+def kind(request):
+    return request.param
 
 
 @pytest.fixture
-def watched_alone(runtime, tmp_path):
-    """The same for a test that makes a worker fail, which a runtime tells once."""
-    made = make_runtime("local" if isinstance(runtime, LocalRuntime) else "ray", tmp_path, shm.make_prefix())
-    yield made
-    made.close()
+def runtime(made, kind):
+    return made.runtime(kind)
 
 
-@pytest.fixture(scope="module", params=["local", "ray"])
-def runtime(request, tmp_path_factory):
-    prefix = shm.make_prefix()
-    made = make_runtime(request.param, tmp_path_factory.mktemp("run"), prefix)
-    yield made
-    made.close()
-    made.close()
-    assert shm.list_segments(prefix) == []
+@pytest.fixture
+def watched(made, kind):
+    """A runtime with less patience."""
+    return made.runtime(kind, LIMIT_S)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["apart", "near"])
-def handle(request, runtime):
-    return runtime.spawn(WorkerSpec(f"target-{request.param}", near_driver=request.param), Target, 10)
+@pytest.fixture
+def watched_alone(made, kind):
+    """For a test that makes a worker fail, which a runtime tells once."""
+    alone = made.new_runtime(kind)
+    yield alone
+    alone.close()
+
+
+@pytest.fixture
+def worker(made, runtime):
+    """One that no test ends."""
+    return made.worker(runtime, "target")
+
+
+@pytest.fixture(params=["apart-local", "near-local", "apart-ray"])
+def handle(request, made):
+    """A worker in its own process, in the driver, and in an actor: Ray knows no place beside the driver."""
+    where, kind = request.param.split("-")
+    if where == "near":
+        return made.worker(made.runtime(kind), "beside", near_driver=True)
+    return made.worker(made.runtime(kind), "target")
 
 
 def test_a_file_in_the_working_folder_does_not_shadow_what_a_worker_imports(tmp_path, monkeypatch):
@@ -96,17 +134,26 @@ def test_the_control_lane_does_not_queue_behind_work(handle):
     assert waiting.result(PATIENCE_S) == "woken"
 
 
-def test_an_overdue_call_is_a_named_error(runtime):
-    slow = runtime.spawn(WorkerSpec("slow"), Target, 0)
-    assert slow.call(Target.add, 1).result(PATIENCE_S) == 1
-    with pytest.raises(waits.WaitTimeout, match=r"slow\.wait: not done after 0\.2"):
-        slow.call(Target.wait).result(0.2)
-    slow.kill()
+def test_an_overdue_call_is_a_named_error(worker):
+    assert worker.call(Target.add, 1).result(PATIENCE_S) == 11
+    overdue = worker.call(Target.wait)
+    with pytest.raises(waits.WaitTimeout, match=r"target\.wait: not done after 0\.2"):
+        overdue.result(0.2)
+    worker.call_control(Target.wake).result(PATIENCE_S)
+    assert overdue.result(PATIENCE_S) == "woken"
 
 
-def test_references_reach_workers(runtime, handle):
+def test_references_reach_workers(runtime, worker):
     ref = runtime.put(list(range(100)))
-    assert handle.call(Target.total, ref).result(PATIENCE_S) == 4950
+    assert worker.call(Target.total, ref).result(PATIENCE_S) == 4950
+    ref.drop()
+
+
+def test_references_reach_workers_in_the_driver(made):
+    runtime = made.runtime("local")
+    ref = runtime.put(list(range(100)))
+    beside = made.worker(runtime, "beside", near_driver=True)
+    assert beside.call(Target.total, ref).result(PATIENCE_S) == 4950
     ref.drop()
 
 
@@ -139,40 +186,35 @@ def test_a_worker_that_was_ended_on_purpose_is_no_failure(watched):
         watched.failure.result(2.5)  # more than two looks
 
 
-def test_a_worker_tells_what_it_waits_for_and_where_it_stands(runtime):
-    stuck = runtime.spawn(WorkerSpec("stuck"), Target, 0)
-    answer = stuck.call(Target.wait)
+def test_a_worker_tells_what_it_waits_for_and_where_it_stands(runtime, worker):
+    answer = worker.call(Target.wait)
 
     def stands():
-        return [wait for wait in runtime.notes()["stuck"].waits if wait.what.startswith("wait: stands in")]
+        return [wait for wait in runtime.notes()["target"].waits if wait.what.startswith("wait: stands in")]
 
     told = eventually(stands)[0]
     assert "stands in wait (" in told.what and "worker_target.py:" in told.what
     assert told.age_s >= 0 and told.deadline_s is None
-    assert "stuck" in runtime.dump_stacks()
-    log = runtime.log_folder / "stuck.log"
+    assert "target" in runtime.dump_stacks()
+    log = runtime.log_folder / "target.log"
     eventually(lambda: "worker_target.py" in log.read_text())  # the line of the thread that waits
-    stuck.call_control(Target.wake).result(PATIENCE_S)
+    worker.call_control(Target.wake).result(PATIENCE_S)
     assert answer.result(PATIENCE_S) == "woken"
     eventually(lambda: not stands())
-    stuck.kill()
 
 
-def test_a_gather_says_in_the_table_for_whom_it_waits(runtime):
-    stuck = runtime.spawn(WorkerSpec("left-behind"), Target, 0)
-    stuck.call(Target.pid).result(PATIENCE_S)
-    answer = stuck.call(Target.wait)
-    waiting = threading.Thread(target=lambda: gather([answer, stuck.call(Target.add, 1)]))
+def test_a_gather_says_in_the_table_for_whom_it_waits(worker):
+    answer = worker.call(Target.wait)
+    waiting = threading.Thread(target=lambda: gather([answer, worker.call(Target.add, 1)]))
     waiting.start()
-    found = eventually(lambda: [wait for wait in waits.active() if "left-behind.wait and 1" in wait.name])
-    assert (found[0].owner, found[0].target) == ("driver", "left-behind")
-    stuck.call_control(Target.wake).result(PATIENCE_S)
+    found = eventually(lambda: [wait for wait in waits.active() if "target.wait and 1" in wait.name])
+    assert (found[0].owner, found[0].target) == ("driver", "target")
+    worker.call_control(Target.wake).result(PATIENCE_S)
     waiting.join()
-    stuck.kill()
 
 
-def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(watched, caplog):
-    sleeper = watched.spawn(WorkerSpec("sleeper"), Target, 10)
+def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(made, watched, caplog):
+    sleeper = made.worker(watched, "sleeper")
     pid = sleeper.call(Target.pid).result(PATIENCE_S)
     caplog.clear()
     os.kill(pid, signal.SIGSTOP)
@@ -203,27 +245,26 @@ def test_a_wait_for_something_else_ends_with_a_silent_worker():
     assert Guarded(LocalFuture(work, "rollout", "generate"), concurrent.futures.Future()).result() == 5
 
 
-def test_a_long_call_is_no_silence(watched):
-    busy = watched.spawn(WorkerSpec("busy"), Target, 10)
+def test_a_long_call_is_no_silence(made, watched):
+    busy = made.worker(watched, "sleeper")
     assert busy.call(Target.spin, 2 * LIMIT_S).result(PATIENCE_S) == "spun"
 
 
-def test_arguments_that_a_worker_cannot_read_fail_their_call_alone(runtime):
-    worker = runtime.spawn(WorkerSpec("reader"), Target, 10)
+def test_arguments_that_a_worker_cannot_read_fail_their_call_alone(worker):
     assert worker.call(Target.add, 1).result(PATIENCE_S) == 11
     with pytest.raises(Exception, match="unreadable here"):
         worker.call(Target.add, Unreadable()).result(PATIENCE_S)
     assert worker.call(Target.add, 1).result(PATIENCE_S) == 11
 
 
-def test_the_first_failure_ends_a_gather_although_others_wait(runtime):
-    blocked = runtime.spawn(WorkerSpec("blocked"), Target, 0)
+def test_the_first_failure_ends_a_gather_although_others_wait(runtime, worker):
     failing = runtime.spawn(WorkerSpec("failing"), Target, 0)
-    waiting = blocked.call(Target.wait)
+    waiting = worker.call(Target.wait)
     with pytest.raises(ValueError, match="too small"):
         gather([waiting, failing.call(Target.fail)], 200)
     assert not waiting.done()
-    blocked.kill()
+    worker.call_control(Target.wake).result(PATIENCE_S)
+    assert waiting.result(PATIENCE_S) == "woken"
     failing.kill()
 
 
