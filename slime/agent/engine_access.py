@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from slime.agent.pictures import PromptImages
+from slime.arguments import PluginArgs
 from slime.rollout.generation.requests import wrong_images
 from slime.rollout.generation.turnstile import current_turnstile
 from slime.utils import http_utils, top_p
@@ -286,7 +287,7 @@ def _policy_at(url: str, loop: asyncio.AbstractEventLoop, extra: tuple[tuple[str
     return EnginePolicy(url, extra=dict(extra))
 
 
-def policy_of(args: Any) -> EnginePolicy:
+def policy_of(args: PluginArgs) -> EnginePolicy:
     """The policy of the run that a generate function was called in; one for each event loop."""
     if args.sglang_router_ip is None:
         raise RuntimeError("no engine serves this run (router address is not set): there is no policy to ask")

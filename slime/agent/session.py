@@ -32,6 +32,7 @@ from slime.agent.parsing.output import plain_parser
 from slime.agent.pictures import Placed, PromptImages, images_of
 from slime.agent.rendering import Message, Renderer
 from slime.agent.trajectory import TurnNode, TurnRecord, TurnTree, samples_of
+from slime.arguments import PluginArgs
 from slime.data.mix import mix64
 from slime.observability.metrics import AGENT_KEY
 from slime.rollout.generation.turnstile import RolloutEnded, turnstile_for_session
@@ -78,13 +79,16 @@ class BadConversation(ValueError):
     """Messages that no answer can follow."""
 
 
+_ANSWER_TOKENS = 4096  # of one answer, where neither a request nor --rollout-max-response-len says more
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of one episode; None: none."""
 
     max_turns: int | None = None
     max_context_tokens: int | None = None  # of a prompt and its answer together
-    max_new_tokens: int = 4096  # of one answer
+    max_new_tokens: int = _ANSWER_TOKENS  # of one answer
     max_sampled_tokens: int | None = None  # of all answers together
 
 
@@ -150,7 +154,7 @@ class Session:
         self.sampling = {"skip_special_tokens": False, "no_stop_trim": True, **(sampling or {})}
         self.budget = budget or Budget()
         self.seed = seed  # None: the engine draws one for each turn
-        self.args: Any = None  # of the run, which expert choices need
+        self.args: PluginArgs | None = None  # of the run, which expert choices need
         self.turnstile = turnstile_for_session()  # of the rollout that this is made in
         self.tree = TurnTree()
         self.outcome: Outcome = "open"
@@ -165,7 +169,7 @@ class Session:
     @classmethod
     def of_run(
         cls,
-        args: Any,
+        args: PluginArgs,
         sample: Sample,
         sampling_params: Mapping[str, Any],
         *,
@@ -179,7 +183,7 @@ class Session:
         processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
         if budget is None:
             limits = [n for n in (args.rollout_max_context_len, args.max_context_len) if n is not None]
-            most = sampling_params.get("max_new_tokens") or args.rollout_max_response_len
+            most = sampling_params.get("max_new_tokens") or args.rollout_max_response_len or _ANSWER_TOKENS
             budget = Budget(max_context_tokens=min(limits, default=None), max_new_tokens=most)
         session = cls(
             policy_of(args),
@@ -401,7 +405,7 @@ class Session:
         reward: float | dict[str, Any] | None = None,
         extra_metadata: Mapping[str, Any] | None = None,
         max_sample_tokens: int | None = None,
-        args: Any = None,
+        args: PluginArgs | None = None,
     ) -> list[Sample]:
         """The episode as training data, see `samples_of`; empty when the policy said nothing.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.agent.pictures import Placed, add_to_sample
+from slime.arguments import PluginArgs
 from slime.utils.types import Sample, SampleStatus
 
 # In Sample.metadata: one entry for each turn of the sample, see `TurnNode.describe`.
@@ -206,7 +207,7 @@ def samples_of(
     reward: float | dict[str, Any] | None = None,
     extra_metadata: Mapping[str, Any] | None = None,
     max_sample_tokens: int | None = None,
-    args: Any = None,
+    args: PluginArgs | None = None,
     processor: Any = None,
 ) -> list[Sample]:
     """One sample for each leaf, in the order of their last turns; those without a trained token are left out.
@@ -258,7 +259,7 @@ def _blank(
 
 
 def _append_chain(
-    sample: Sample, chain: Sequence[TurnNode], trained: set[int], args: Any
+    sample: Sample, chain: Sequence[TurnNode], trained: set[int], args: PluginArgs | None
 ) -> Iterator[dict[str, Any]]:
     """Write the turns onto the sample; yields what is known of each, with its span in the response."""
     for place, node in enumerate(chain):

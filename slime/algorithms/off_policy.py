@@ -10,7 +10,6 @@ Flat layout [R] as in `reduce`. Nothing here carries a gradient.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from slime.algorithms.policy_loss import sequence_kl
 from slime.algorithms.ratios import bound_log_ratio, exp_ratio
 from slime.algorithms.reduce import segment_mean, segment_sum
+from slime.arguments import PluginArgs
 
 LEVELS = ("token", "sequence", "geometric")
 
@@ -160,7 +160,7 @@ def mismatch_metrics(
 
 
 def icepop_function(
-    args: Any,  # the arguments as a plug-in gets them
+    args: PluginArgs,  # the arguments as a plug-in gets them
     *,
     pg_loss: Tensor,
     train_log_probs: Sequence[Tensor],

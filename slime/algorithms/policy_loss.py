@@ -7,13 +7,13 @@ over the response tokens of a micro-batch, [R].
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.ratios import exp_ratio
 from slime.algorithms.reduce import segment_mean
+from slime.arguments import PluginArgs
 from slime.catalog.policy_losses import POLICY_LOSSES
 from slime.utils.misc import load_function
 
@@ -209,7 +209,7 @@ def compute_gspo_kl(
 
 
 def compute_opsm_mask(
-    args: Any,  # plug-ins call it with theirs
+    args: PluginArgs,  # plug-ins call it with theirs
     full_log_probs: Sequence[Tensor],
     full_old_log_probs: Sequence[Tensor],
     advantages: Sequence[Tensor],

@@ -29,6 +29,7 @@ from slime.agent.engine_access import EnginePolicy, Made, Policy
 from slime.agent.parsing import ParsedModelOutput, parser_for
 from slime.agent.rendering import History, Message, Renderer
 from slime.agent.session import Asked, Budget, Session
+from slime.arguments import PluginArgs
 from slime.utils import http_utils
 from slime.utils.types import Sample
 
@@ -216,7 +217,7 @@ class BaseAdapter:
         extra_metadata: Mapping[str, Any] | None = None,
         wait_timeout: float = 5,
         max_sample_tokens: int | None = None,
-        args: Any = None,
+        args: PluginArgs | None = None,
     ) -> list[Sample]:
         """Wait a while for what is in flight, close the session, give its samples. Any event loop may."""
         held = self._sessions.get(sid)

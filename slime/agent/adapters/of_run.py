@@ -11,6 +11,7 @@ from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.openai_chat import ChatCompletions
 from slime.agent.adapters.openai_responses import Responses
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
+from slime.arguments import PluginArgs
 from slime.utils.processing_utils import load_processor, load_tokenizer
 
 
@@ -40,7 +41,7 @@ _lock = threading.Lock()
 _adapters: dict[str, AgentAdapter] = {}
 
 
-async def adapter_of(args: Any, **options: Any) -> AgentAdapter:
+async def adapter_of(args: PluginArgs, **options: Any) -> AgentAdapter:
     """The adapter of this process for the policy of a run, started on first use; it ends with the process.
 
     `options` are those of `BaseAdapter`, of the first call.
@@ -48,7 +49,7 @@ async def adapter_of(args: Any, **options: Any) -> AgentAdapter:
     return await asyncio.to_thread(_adapter_of, args, options)
 
 
-def _adapter_of(args: Any, options: dict[str, Any]) -> AgentAdapter:
+def _adapter_of(args: PluginArgs, options: dict[str, Any]) -> AgentAdapter:
     if args.sglang_router_ip is None:
         raise RuntimeError("no engine serves this run (router address is not set): there is no policy to ask")
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from typing import Any
 
 from slime.agent.rewards.programs import RUNNER, Checks, program_in, read_checks, same_output
 from slime.agent.sandbox import Sandbox, SandboxError, SandboxUnavailable, open_sandbox
+from slime.arguments import PluginArgs
 from slime.utils.reward_failure import RewardFailure, infra_error, invalid
 from slime.utils.types import Sample
 
@@ -18,7 +18,7 @@ MAX_TESTS = 100  # of one label; more are left out, told once
 MAX_TESTS_S = 120.0  # for all tests of an answer together
 
 
-async def code_reward(args: Any, sample: Sample, *, response: str) -> float | RewardFailure:
+async def code_reward(args: PluginArgs, sample: Sample, *, response: str) -> float | RewardFailure:
     """0.0 to 1.0. Each test has --reward-timeout-s. Answers wait for one of --sandbox-num-boxes boxes.
 
     An answer without a program, one that crashes and one that hangs score 0; a label without tests and a

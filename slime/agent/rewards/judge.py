@@ -18,6 +18,7 @@ from typing import Any
 
 from slime.agent.engine_access import EnginePolicy, PolicyDown
 from slime.agent.rendering import Renderer
+from slime.arguments import PluginArgs
 from slime.utils import http_utils
 from slime.utils.errors import EngineAnswerError
 from slime.utils.processing_utils import load_tokenizer
@@ -49,7 +50,9 @@ class JudgeSaidNothing(Exception):
     """An answer of the judge without a score in it."""
 
 
-async def judge_reward(args: Any, sample: Sample, *, response: str) -> dict[str, Any] | float | RewardFailure:
+async def judge_reward(
+    args: PluginArgs, sample: Sample, *, response: str
+) -> dict[str, Any] | float | RewardFailure:
     """0.0 to 1.0, the judge's score divided by --judge-max-score."""
     question = ask_text(args, sample, response)
     gate = _gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(args.judge_num_requests))
@@ -71,7 +74,7 @@ async def judge_reward(args: Any, sample: Sample, *, response: str) -> dict[str,
     )
 
 
-def ask_text(args: Any, sample: Sample, response: str) -> str:
+def ask_text(args: PluginArgs, sample: Sample, response: str) -> str:
     """The rubric with this task and answer in it."""
     rubric = _rubric(args.judge_rubric) if args.judge_rubric else RUBRIC
     prompt = sample.prompt if isinstance(sample.prompt, str) else _conversation(sample.prompt)
@@ -110,15 +113,15 @@ def read_score(text: str, most: float) -> float | None:
     return score if math.isfinite(score) and 0 <= score <= most else None
 
 
-async def _asked(args: Any, question: str, *, seed: int) -> str:
+async def _asked(args: PluginArgs, question: str, *, seed: int) -> str:
     messages = [{"role": "user", "content": question}]
     if args.judge_url:
-        return await _over_http(args, messages, seed)
+        return await _over_http(args, args.judge_url, messages, seed)
     return await _in_run(args, messages, seed)
 
 
-async def _over_http(args: Any, messages: list[dict[str, Any]], seed: int) -> str:
-    url = f"{args.judge_url.rstrip('/')}/chat/completions"
+async def _over_http(args: PluginArgs, address: str, messages: list[dict[str, Any]], seed: int) -> str:
+    url = f"{address.rstrip('/')}/chat/completions"
     body = {"model": args.judge_model or "default", "messages": messages, "max_tokens": args.judge_max_tokens}
     # The first try is greedy; another one would say the same again.
     body |= {"temperature": 0.0 if seed == 1 else 0.7, "seed": seed}
@@ -131,7 +134,7 @@ async def _over_http(args: Any, messages: list[dict[str, Any]], seed: int) -> st
         raise JudgeSaidNothing(f"{url} answered {str(answer)[:200]!r}, which is no chat completion") from None
 
 
-async def _in_run(args: Any, messages: list[dict[str, Any]], seed: int) -> str:
+async def _in_run(args: PluginArgs, messages: list[dict[str, Any]], seed: int) -> str:
     name, path = _model_of_run(args)
     host, port = args.sglang_model_routers[name]
     tokenizer = load_tokenizer(path)
@@ -142,7 +145,7 @@ async def _in_run(args: Any, messages: list[dict[str, Any]], seed: int) -> str:
     return str(tokenizer.decode(made.ids, skip_special_tokens=True))
 
 
-def _model_of_run(args: Any) -> tuple[str, str]:
+def _model_of_run(args: PluginArgs) -> tuple[str, str]:
     """Name and folder of the judge among the models that this run serves."""
     served = {model.name: model.model_path for model in args.engine_topology.models}
     name = args.judge_model or args.engine_topology.policy.name
