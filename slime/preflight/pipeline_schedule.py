@@ -1,8 +1,11 @@
 """Megatron's pipeline schedules on paper: when a stage works and waits, how many micro-batches it keeps.
 
 A forward or backward pass of a layer takes one unit of time, sending takes none. Interleaved stages take
-micro-batches in groups, as many as there are stages, so the last group is filled with idle work.
+micro-batches in groups, as many as there are stages, so the last group is filled with idle work. Whoever
+compares many layouts asks for the same few schedules again and again.
 """
+
+import functools
 
 Unit = tuple[str, int, int]  # forward or backward ("f", "b"), chunk of the stage, micro-batch
 
@@ -31,6 +34,7 @@ def run_count(stages: int, chunks: int, micro_batches: int) -> int:
     return micro_batches if chunks == 1 else -(-micro_batches // stages) * stages
 
 
+@functools.cache
 def most_kept(stage: int, stages: int, chunks: int, micro_batches: int) -> float:
     """Micro-batches whose activations a stage keeps at once, counted in whole stages."""
     kept = most = 0
@@ -40,7 +44,8 @@ def most_kept(stage: int, stages: int, chunks: int, micro_batches: int) -> float
     return most / chunks
 
 
-def bubble_share(layers: list[int], chunks: int, micro_batches: int) -> float:
+@functools.cache
+def bubble_share(layers: tuple[int, ...], chunks: int, micro_batches: int) -> float:
     """Share of a step in which stages of these many layers do not work on micro-batches, on average.
 
     Example: two stages of one layer each and 4 micro-batches take 10 units, each stage works 8 -> 0.2.

@@ -98,7 +98,7 @@ def plan_trainer(model: dict[str, Any], sizes: Sizes, options: argparse.Namespac
     around = sum(p.total for p in outside_parameters(model).values())
     experts = number_of_experts(model)
     imbalance = expert_imbalance(experts, sizes.ep, options.moe_load_max_over_mean) if experts else None
-    bubble = bubble_share(counts, sizes.vpp, options.num_micro_batches)
+    bubble = bubble_share(tuple(counts), sizes.vpp, options.num_micro_batches)
     return TrainerPlan(sizes, all_layers + around, stages, options.num_micro_batches, bubble, imbalance)
 
 

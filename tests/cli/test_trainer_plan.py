@@ -115,21 +115,21 @@ def test_bubble_of_equal_stages_is_the_known_one(stages, chunks, micro_batches):
     """Filling and draining take (stages - 1) / chunks micro-batches."""
     waiting = (stages - 1) / chunks
     expected = waiting / (micro_batches + waiting)
-    assert bubble_share([chunks] * stages, chunks, micro_batches) == pytest.approx(expected)
+    assert bubble_share((chunks,) * stages, chunks, micro_batches) == pytest.approx(expected)
 
 
 def test_idle_micro_batches_of_interleaved_stages_are_waiting_too():
     """6 of 8 micro-batches are real, and the pipeline fills and drains in 1.5."""
-    assert bubble_share([2] * 4, 2, 6) == pytest.approx(1 - 6 / 9.5)
+    assert bubble_share((2,) * 4, 2, 6) == pytest.approx(1 - 6 / 9.5)
 
 
 def test_uneven_stages_wait_for_the_largest():
     # By hand, stages of 2 and 1 layers: forwards of the first end at 2 and 4, the second works 2-3 (f0), 3-4
     # (b0), the first 4-6 (b0); f1 4-5 and b1 5-6 on the second, b1 6-8 on the first: 8 units, of which the
     # stages work 8 and 4.
-    assert bubble_share([2, 1], 1, 2) == pytest.approx(1 - 6 / 8)
+    assert bubble_share((2, 1), 1, 2) == pytest.approx(1 - 6 / 8)
     # The largest stage always works once it has begun.
-    assert bubble_share([1, 8], 1, 4) == pytest.approx(1 - 4 * 9 / (64 + 2))
+    assert bubble_share((1, 8), 1, 4) == pytest.approx(1 - 4 * 9 / (64 + 2))
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
@@ -147,7 +147,7 @@ def test_uneven_stages_are_planned(folder, capsys):
     words = "--pipeline-model-parallel-size 4 --num-layers-in-last-pipeline-stage 3 --json"
     assert main(plan(folder(QWEN3_4B), 8, *words.split())) == 0
     shown = json.loads(capsys.readouterr().out)["trainer"]
-    assert shown["bubble"] == pytest.approx(bubble_share([11, 11, 11, 3], 1, 8))
+    assert shown["bubble"] == pytest.approx(bubble_share((11, 11, 11, 3), 1, 8))
     layer = layer_parameters(QWEN3_4B, 0).total
     assert shown["stages"][1]["parameters"] == 11 * layer
     # The last stage also holds the last norm and a copy of the tied embedding.
