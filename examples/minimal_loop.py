@@ -43,25 +43,15 @@ def settings(folder: Path) -> Args:
     rows = [{"input": f"{n}>", "label": ""} for n in range(1000)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = f"--hf-checkpoint {folder}/model --prompt-data {folder}/prompts.jsonl --rollout-batch-size 16"
-    flags += (
-        f" --n-samples-per-prompt 8 --rollout-max-response-len {MAX_NEW_TOKENS} --num-rollout {NUM_STEPS}"
-    )
-    flags += " --lr 5e-3 --lr-decay-style constant --dtype float32 --use-dynamic-batch-size"
-    flags += " --max-tokens-per-gpu 8192"
+    flags += f" --n-samples-per-prompt 8 --rollout-max-response-len {MAX_NEW_TOKENS}"
+    flags += f" --num-rollout {NUM_STEPS} --lr 5e-3 --lr-decay-style constant --dtype float32"
+    flags += " --use-dynamic-batch-size --max-tokens-per-gpu 8192"
     return parse_args(flags.split())
 
 
 def start_engine(folder: Path) -> EngineServer:
     command = embedded_command(
-        model_path=str(folder / "model"),
-        device="auto",
-        dtype="float32",
-        threads=1,
-        max_running_requests=256,
-        max_total_tokens=None,
-        seed=0,
-        shm_prefix="slime-minimal",
-        await_weights=True,
+        model_path=str(folder / "model"), shm_prefix="slime-minimal", await_weights=True
     )
     server = EngineServer(LaunchPlan("engine", command, thread_environment(1), folder / "engine.log", 300.0))
     server.launch()
