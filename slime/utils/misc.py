@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,9 @@ def load_function(path: str) -> Any:
     return getattr(module, name)
 
 
+_loading = threading.RLock()  # a plug-in may load another while it is loaded
+
+
 def plugin_module_name(file: Path) -> str:
     """Under which a file of plug-ins is imported: a name of its own, the same in every process of the run."""
     resolved = file.resolve()
@@ -51,7 +55,11 @@ def _load_file(file: str) -> Any:
     resolved = Path(file).expanduser().resolve()
     if not resolved.is_file():
         raise FileNotFoundError(f"no such plug-in file: {file}")
-    name = plugin_module_name(resolved)
+    with _loading:  # environments load from threads of their own: none sees a module that is half there
+        return _load_once(plugin_module_name(resolved), resolved)
+
+
+def _load_once(name: str, resolved: Path) -> Any:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)
