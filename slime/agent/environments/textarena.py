@@ -2,12 +2,15 @@
 
 Options of ours in --env-args: `opponent` is who plays the other sides in training, "self" (the default) or
 "random" (a legal move by chance, in games that name them) or a function of yours, `file.py:move`, that is
-called with what that player reads and returns an action; `eval_opponent` is the same for held-out items
-(default "random"); `num_players` is for games that take several numbers. All others are the game's.
+called with what that player reads and returns an action; one that takes a second argument also gets the
+`random.Random` of the game, which its item seeds, so that the same moves are met by the same replies.
+`eval_opponent` is the same for held-out items (default "random"); `num_players` is for games that take
+several numbers. All others are the game's.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 import threading
@@ -144,7 +147,19 @@ def _opponent_of(name: str) -> Callable[[str, random.Random], str]:
     if name == RANDOM:
         return random_move
     function = load_function(name)
+    if _takes_two(function):
+        return lambda text, generator: str(function(text, generator))
     return lambda text, generator: str(function(text))
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether two values must be given, so that the second can only be the random numbers."""
+    try:
+        taken = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it cannot say
+        return False
+    given = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in given and one.default is one.empty for one in taken) == 2
 
 
 def random_move(text: str, generator: random.Random) -> str:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from slime.agent.environments import textarena
 from slime.agent.environments.protocol import Item
 from slime.agent.environments.rows import check_task, read_environment, seed_of
 from slime.catalog.environments import read_choices
@@ -119,3 +120,16 @@ def test_a_family_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setattr("slime.agent.environments.rows.is_installed", lambda name: False)
     with pytest.raises(ValueError, match=r"pip install 'slime\[textarena\]'"):
         check_task(read_choices("textarena:TicTacToe-v0")[0], "--env")
+
+
+def test_an_opponent_that_asks_for_random_numbers_gets_those_of_its_game(tmp_path):
+    file = tmp_path / "bots.py"
+    file.write_text(
+        "def chance(text, rng):\n    return f'[{rng.randrange(10**6)}]'\n\n\n"
+        "def plain(text, loud=False):\n    return text.upper() if loud else text\n\n\n"
+        "def only_text(text):\n    return text\n"
+    )
+    names = ("chance", "plain", "only_text")
+    chance, plain, only_text = (textarena._opponent_of(f"{file}:{name}") for name in names)
+    assert chance("x", random.Random(3)) == chance("x", random.Random(3)) != chance("x", random.Random(4))
+    assert only_text("x", random.Random(3)) == plain("x", random.Random(3)) == "x"
