@@ -4,7 +4,8 @@
    adapter's process per turn against those of the client's own process (the openai package from
    .venv-agents, which `make agents-env` makes; without it a bare aiohttp client, and the output says so).
 2. Python memory per open session beyond its tokens.
-3. CPU time to build the prompt of a turn in a session of 200 turns against one of 10: of all, of the last.
+3. CPU time to build the prompt of a turn in a session of 200 turns against one of 10: of all, of the last;
+   from the whole conversation, as chat clients send it, and from new messages alone (`turn(after=...)`).
 4. With --engine: share of prompt tokens that the embedded engine finds in its prefix cache, tiny model.
 
     python benchmarks/agents.py [--sessions 1000] [--engine] [--json out.json]
@@ -179,17 +180,18 @@ class InstantPolicy:
         raise NotImplementedError
 
 
-async def play(session: Session, num_turns: int) -> list[float]:
-    """CPU seconds to build each prompt. The conversation is read anew each turn, as from a client."""
+async def play(session: Session, num_turns: int, *, whole: bool = True) -> list[float]:
+    """CPU seconds to build each prompt, from the whole conversation or from what is new behind an answer."""
     messages = [{"role": "user", "content": "begin"}]
-    times = []
+    answer, times = None, []
     for turn in range(num_turns):
         started = time.process_time()
-        asked = session.ask(messages)
+        asked = session.ask(messages, after=None if whole else answer)
         times.append(time.process_time() - started)
         made = await session.policy.complete(asked.prompt_ids, asked.sampling)
-        messages.append(session.record(asked, made).message)
-        messages.append({"role": "user", "content": f"a question of some words, the {turn}th of them"})
+        answer = session.record(asked, made)
+        following = {"role": "user", "content": f"a question of some words, the {turn}th of them"}
+        messages = [*messages, answer.message, following] if whole else [following]
     return times
 
 
@@ -197,18 +199,21 @@ def prompt_cost(rounds: int = 30) -> dict[str, float]:
     """Mean over all turns, and over the last five, of sessions of 10 and of 200 turns, in turn."""
     tokenizer = byte_tokenizer()
     policy, renderer = InstantPolicy(answer_ids(tokenizer)), Renderer(tokenizer)
-    means, lasts = {10: 0.0, 200: 0.0}, {10: 0.0, 200: 0.0}
+    kinds = [(length, whole) for whole in (True, False) for length in (10, 200)]
+    means, lasts = dict.fromkeys(kinds, 0.0), dict.fromkeys(kinds, 0.0)
     asyncio.run(play(Session(policy, renderer), 20))
     for _ in range(rounds):
-        for length in means:
-            times = asyncio.run(play(Session(policy, renderer), length))
-            means[length] += 1e6 * sum(times) / length / rounds
-            lasts[length] += 1e6 * sum(times[-5:]) / 5 / rounds
+        for length, whole in kinds:
+            times = asyncio.run(play(Session(policy, renderer), length, whole=whole))
+            means[length, whole] += 1e6 * sum(times) / length / rounds
+            lasts[length, whole] += 1e6 * sum(times[-5:]) / 5 / rounds
     return {
-        "session_10_us": means[10],
-        "session_200_us": means[200],
-        "ratio": means[200] / means[10],
-        "ratio_of_last_turns": lasts[200] / lasts[10],
+        "session_10_us": means[10, True],
+        "session_200_us": means[200, True],
+        "ratio": means[200, True] / means[10, True],
+        "ratio_of_last_turns": lasts[200, True] / lasts[10, True],
+        "ratio_after": means[200, False] / means[10, False],
+        "ratio_after_of_last_turns": lasts[200, False] / lasts[10, False],
     }
 
 
@@ -315,7 +320,8 @@ def main() -> None:
     print(
         f"prompt of a turn: {prompt['session_10_us']:.0f} us in a session of 10, "
         f"{prompt['session_200_us']:.0f} us in one of 200: ratio {prompt['ratio']:.2f} (at most 1.3); "
-        f"of their last turns {prompt['ratio_of_last_turns']:.2f}"
+        f"of their last turns {prompt['ratio_of_last_turns']:.2f}; with `after` alone "
+        f"{prompt['ratio_after']:.2f} and {prompt['ratio_after_of_last_turns']:.2f}"
     )
     if options.engine:
         print(f"prefix cache: {told['prefix_cache']['hit_rate']:.3f} of prompt tokens (at least 0.9)")

@@ -47,6 +47,7 @@ class History:
 
     def __init__(self) -> None:
         self._roots: list[Said] = []
+        self._by_turn: dict[TurnNode, Said] = {}
         # The turn that was answered last, with its conversation: nearly always the one that goes on.
         self._tip: tuple[Said, list[Message]] | None = None
 
@@ -71,6 +72,15 @@ class History:
                 open_ends.extend((child, end + 1) for child in said.children)
         return best
 
+    def said(self, node: TurnNode, tools: Sequence[Any]) -> Said:
+        """What a turn of this session is known by; ValueError for another's, or with other tools."""
+        found = self._by_turn.get(node)
+        if found is None:
+            raise ValueError("`after` is no answer of this session")
+        if found.tools != list(tools):
+            raise ValueError("`after` was given with other tools: send the whole conversation")
+        return found
+
     def add(
         self,
         parent: Said | None,
@@ -84,6 +94,7 @@ class History:
         said = Said([dict(message) for message in messages], dict(answer), node, kept, parent)
         said.has_thoughts = bool(answer.get(THOUGHTS)) or (parent is not None and parent.has_thoughts)
         (self._roots if parent is None else parent.children).append(said)
+        self._by_turn[node] = said
         if self._tip is not None and self._tip[0] is parent:
             conversation = self._tip[1]
             conversation += [*said.messages, said.answer]

@@ -209,9 +209,15 @@ class Session:
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
+        *,
+        after: Answer | None = None,
     ) -> Answer:
-        """Ask for the answer that follows `messages`, and record it; SessionError where it is not taken."""
-        asked = self.ask(messages, tools, sampling)
+        """Ask for the answer that follows `messages`, and record it; SessionError where it is not taken.
+
+        With `after`, an answer of this session, `messages` are only those behind it: then a turn costs the
+        same however many came before.
+        """
+        asked = self.ask(messages, tools, sampling, after=after)
         return self.record(asked, await self.complete(asked))
 
     async def complete(self, asked: Asked) -> Made:
@@ -248,12 +254,14 @@ class Session:
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
+        *,
+        after: Answer | None = None,
     ) -> Asked:
         """The prompt of a turn: the ids that exist, and only the new messages rendered."""
         messages, tools = list(messages), list(tools or ())
         try:
             self._check_open()
-            ids, parent, new, fork, images = self._prompt(messages, tools)
+            ids, parent, new, fork, images = self._prompt(messages, tools, after)
             params = self._sampling_for(len(ids), sampling)
         except SessionError as error:
             self._refused = self._refused or error
@@ -269,7 +277,7 @@ class Session:
         return len(self._prompt(list(messages), list(tools or ()))[0])
 
     def _prompt(
-        self, messages: list[Message], tools: list[Any]
+        self, messages: list[Message], tools: list[Any], after: Answer | None = None
     ) -> tuple[Sequence[int], Said | None, list[Message], str | None, list[Placed]]:
         """(ids, the turn they continue, the messages beyond it, why history is rendered anew, images)."""
         if not messages:
@@ -278,7 +286,11 @@ class Session:
             raise BadConversation(
                 "the conversation ends with an answer: a user or tool message must follow it"
             )
-        parent, known = self._history.find(messages, tools)
+        parent, known = (
+            self._history.find(messages, tools)
+            if after is None
+            else (self._history.said(after.node, tools), 0)
+        )
         new = messages[known:]
         if parent is None:
             fork = "history" if self.tree.nodes else None

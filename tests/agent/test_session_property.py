@@ -22,7 +22,17 @@ TOOLS = [
     }
 ]
 WORDS = ["note", "stone", "a rat in oats", "Ünïcode", "x\ny", '"quoted"', "  spaced ", "1+1=2", "</b>"]
-EDITS = ("none", "none", "none", "shorten", "change_answer", "same_again", "drop_thoughts", "side_question")
+EDITS = (
+    "none",
+    "none",
+    "none",
+    "shorten",
+    "change_answer",
+    "same_again",
+    "drop_thoughts",
+    "side_question",
+    "new_alone",
+)
 
 
 def make_answer(family, rng, calls):
@@ -58,6 +68,16 @@ def tokenised_oddly(tokenizer, text, rng):
     return ids
 
 
+def replies(answer, rng):
+    """What a client says to an answer: results of its calls, else another question."""
+    if not answer.tool_calls:
+        return [{"role": "user", "content": rng.choice(WORDS)}]
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "content": rng.choice(WORDS)}
+        for call in answer.tool_calls
+    ]
+
+
 async def play(family, seed, history):
     rng = random.Random(seed)
     _, kwargs, ends = FAMILIES[family]
@@ -82,14 +102,14 @@ async def play(family, seed, history):
     for _ in range(rng.randint(1, 7)):
         got = await session.turn([dict(m) for m in messages], tools)
         seen.append(got)
-        messages.append(dict(got.message))
-        if got.tool_calls:
-            for call in got.tool_calls:
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": rng.choice(WORDS)})
-        else:
-            messages.append({"role": "user", "content": rng.choice(WORDS)})
+        following = replies(got, rng)
+        messages += [dict(got.message), *following]
         edit = rng.choice(EDITS)
-        if edit == "shorten":
+        if edit == "new_alone":
+            got = await session.turn(following, tools, after=got)
+            seen.append(got)
+            messages += [dict(got.message), *replies(got, rng)]
+        elif edit == "shorten":
             messages = [{"role": "user", "content": "Summary: " + rng.choice(WORDS)}]
         elif edit == "change_answer":
             place = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
@@ -147,3 +167,22 @@ def check(tokenizer, policy, session, seen):
 @given(seed=st.integers(0, 10**9))
 def test_what_is_trained_is_what_the_engine_returned_at_that_position(family, history, seed):
     check(*asyncio.run(play(family, seed, history)))
+
+
+def test_new_messages_behind_an_answer_make_the_prompt_that_the_whole_conversation_makes():
+    async def inner():
+        tokenizer = byte_tokenizer("qwen3")
+        stop = tokenizer.eos_token_id
+        policy = ScriptedPolicy(lambda prompt: ([*tokenizer.encode("yes"), stop], "stop", stop))
+        session = Session(policy, Renderer(tokenizer), parser=parser_for(tokenizer))
+        first = await session.turn([{"role": "user", "content": "one"}])
+        new = [{"role": "user", "content": "two"}]
+        whole = session.ask([{"role": "user", "content": "one"}, first.message, *new])
+        alone = session.ask(new, after=first)
+        assert list(whole.prompt_ids) == list(alone.prompt_ids) and whole.parent is alone.parent
+        with pytest.raises(ValueError, match="with other tools"):
+            session.ask(new, TOOLS, after=first)
+        with pytest.raises(ValueError, match="no answer of this session"):
+            Session(policy, Renderer(tokenizer)).ask(new, after=first)
+
+    asyncio.run(inner())

@@ -15,13 +15,15 @@ async def answer_with_tools(session: Session, messages: list[dict[str, Any]], to
 
     Example: `answer = await answer_with_tools(session, [{"role": "user", "content": "6 * 7?"}], tools)`.
     """
+    new, said = list(messages), None
     try:
         while True:
-            said = await session.turn(messages, tools=tools.schemas)
+            said = await session.turn(new, tools=tools.schemas, after=said)
             messages.append(said.message)
             if not said.tool_calls:
                 return said.text
-            messages += await tools.answer(said.tool_calls)
+            new = await tools.answer(said.tool_calls)
+            messages += new
     except SessionError as error:
         session.end(error.outcome, str(error))
         return ""
