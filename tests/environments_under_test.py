@@ -105,3 +105,34 @@ class Nothing(Countdown):
 class NoStep:
     def reset(self, item):
         return "x"
+
+
+class Gallery:
+    """A picture to begin with, text alone, then two pictures at the places that the text names."""
+
+    def reset(self, item):
+        from tiny_vision import make_picture
+
+        self.shown = [make_picture(seed, 64, 48 + 16 * seed) for seed in range(3)]
+        self.steps = 0
+        return Observation("what is it?", images=(self.shown[0],))
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 2:
+            return StepResult(Observation("<image> or <image>?", images=tuple(self.shown[1:])))
+        return StepResult("think again", reward=0.5, done=self.steps == 3)
+
+
+class WrongGallery(Gallery):
+    """Shows what is no picture, or names more places than it has pictures."""
+
+    def __init__(self, wrong):
+        self.wrong = wrong
+
+    def reset(self, item):
+        from tiny_vision import make_picture
+
+        if self.wrong == "bytes":
+            return Observation("see", images=(b"hello",))
+        return Observation("<image> and <image>", images=(make_picture(0),))

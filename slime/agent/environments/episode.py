@@ -33,6 +33,7 @@ from slime.batch.convert import ROLE_KEY
 from slime.catalog.environments import ENVIRONMENTS, Choice, read_choices
 from slime.data.mix import mix64
 from slime.observability.metrics import AGENT_KEY
+from slime.rollout.generation.images import pictures_of
 from slime.rollout.generation.requests import token_budget
 from slime.rollout.groups import copy_sample, describe, without_response
 from slime.rollout.sglang_rollout import GenerateState
@@ -230,6 +231,8 @@ class Episode:
             logger.warning("%s begins again: its environment came to another point", describe(self.sample))
         fresh = without_response(self.sample)
         fresh.tokens, fresh.session_id = [], self.sample.session_id
+        fresh.multimodal_inputs = fresh.image_spans = None  # the first observation shows its own
+        fresh.multimodal_train_inputs = fresh.multimodal_train_input_id = None
         fresh.metadata.pop(PROGRESS_KEY, None)
         self.sample = fresh
         observation = await self._reset()
@@ -252,6 +255,8 @@ class Episode:
             await self.calls.close()
             self.calls, observation = waiting
             return observation
+        if len(pictures_of(self.sample)) != len(self.sample.image_spans or ()):
+            return None  # the pictures that it was shown are not kept by a restart
         observation = await self._reset()
         for step, action in enumerate(before.actions):
             if fingerprint(observation) != before.seen[step]:

@@ -43,7 +43,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy reads next. `player` is whose turn it is, where several play."""
+    """What the policy reads next. `player` is whose turn it is, where several play.
+
+    `images` (PIL, bytes, paths, data URLs) stand where the text says `<image>`, else before it.
+    """
 
     text: str
     images: tuple[Any, ...] = ()

@@ -6,17 +6,25 @@ template (or, without --apply-chat-template, as plain text), and put behind the 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
 from slime.agent.environments.protocol import EnvironmentFailure, Observation
 from slime.agent.rendering import Renderer
 from slime.arguments import PluginArgs
+from slime.catalog.vision import why_no_images
+from slime.rollout.generation.images import append_with_images, encode_prompt_with_images
 from slime.rollout.generation.requests import PromptError, token_budget
 from slime.utils.errors import RunStopped
+from slime.utils.media.image_tokens import encoder_of
+from slime.utils.media.pictures import NotAnImage, open_picture, picture_key
+from slime.utils.model_config import read_config
+from slime.utils.processing_utils import load_processor
 from slime.utils.types import Sample
 
 _END_OF_THOUGHT = "</think>"
+_PICTURE = "<image>"  # in the text of an observation: where the next picture stands
 
 
 class Voice:
@@ -32,6 +40,7 @@ class Voice:
 
     def first(self, observation: Observation) -> list[int]:
         if self._renderer is None:
+            _check_text_only(observation)
             parts = [part for part in (observation.system, observation.text) if part]
             return self._encode("\n".join(parts))
         messages = [_message(observation)]
@@ -42,6 +51,7 @@ class Voice:
     def next(self, observation: Observation, last_id: int) -> list[int]:
         """The ids behind an answer that ends in `last_id`."""
         if self._renderer is None:
+            _check_text_only(observation)
             return self._encode(observation.text)
         stop_id = last_id if last_id in self._special else None
         ids = self._renderer.extension([_message(observation)], stop_id=stop_id)
@@ -62,8 +72,49 @@ class Voice:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
+def _check_text_only(observation: Observation) -> None:
+    if observation.images:
+        raise RunStopped(
+            "--env shows images: their place is written by the chat template, --apply-chat-template"
+        )
+
+
 def _message(observation: Observation) -> dict[str, Any]:
-    return {"role": observation.role, "content": observation.text}
+    if not observation.images:
+        return {"role": observation.role, "content": observation.text}
+    texts = observation.text.split(_PICTURE)
+    if len(texts) == 1:  # no place is named: the pictures come first
+        texts = [*[""] * len(observation.images), observation.text]
+    if len(texts) != len(observation.images) + 1:
+        raise EnvironmentFailure(
+            f"an observation has {len(observation.images)} images and {len(texts) - 1} times {_PICTURE}"
+        )
+    parts: list[dict[str, Any]] = []
+    for place, text in enumerate(texts):
+        if place:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return {"role": observation.role, "content": parts}
+
+
+def _pictures(observation: Observation) -> list[Any]:
+    try:
+        return [open_picture(image) for image in observation.images]
+    except NotAnImage as error:
+        raise EnvironmentFailure(f"an observation shows what is no image: {error}") from error
+
+
+@functools.lru_cache(maxsize=4)
+def _processor(checkpoint: str) -> Any:
+    """What turns pictures into tokens for this model; RunStopped where it reads none."""
+    why = why_no_images(read_config(checkpoint).get("model_type"))
+    found = None if why else load_processor(checkpoint)
+    if found is None:
+        raise RunStopped(
+            f"--env shows images, but --hf-checkpoint {checkpoint} takes none: {why or 'no processor'}."
+        )
+    return found
 
 
 class Seat:
@@ -75,21 +126,26 @@ class Seat:
 
     def read(self, observation: Observation, longest: int | None, context: int | None) -> bool:
         """Put an observation behind what there is; False: there is no room for it and an answer."""
-        if observation.images:
-            raise EnvironmentFailure("an observation has images, which --env does not hand to engines")
-        sample = self.sample
+        sample, pictures = self.sample, _pictures(observation)
+        processor = _processor(str(self.args.hf_checkpoint)) if pictures else None
         if not sample.tokens:
-            sample.tokens = self.voice.first(observation)
-            sample.prompt = self.voice.tokenizer.decode(sample.tokens)
-            if not sample.tokens:
+            ids = self.voice.first(observation)
+            if not ids:
                 raise PromptError("the environment's first observation has no tokens")
+            sample.prompt, sample.tokens = self.voice.tokenizer.decode(ids), ids
+            if pictures:
+                sample.multimodal_inputs = {"images": pictures}
+                encode_prompt_with_images(sample, ids, processor)
             return True
         ids = self.voice.next(observation, sample.tokens[-1])
         room = token_budget(self.args, sample, longest, context)
-        if room is not None and len(ids) >= room:
+        of_pictures = sum(len(encoder_of(processor).encode(one).ids) - 1 for one in pictures)
+        if room is not None and len(ids) + of_pictures >= room:
             return False
-        if ids:
-            text = self.voice.tokenizer.decode(ids)
+        text = self.voice.tokenizer.decode(ids)
+        if pictures:
+            append_with_images(sample, ids, pictures, processor, text=text)
+        elif ids:
             sample.append_response_tokens(self.args, tokens=ids, trainable=False, text=text)
         return True
 
@@ -117,4 +173,5 @@ class Seat:
 
 def fingerprint(observation: Observation) -> str:
     """By which a continued episode knows that its environment came to the same point again."""
-    return hashlib.blake2b(f"{observation.player} {observation.text}".encode(), digest_size=8).hexdigest()
+    seen = [str(observation.player), observation.text, *map(picture_key, _pictures(observation))]
+    return hashlib.blake2b(" ".join(seen).encode(), digest_size=8).hexdigest()

@@ -92,6 +92,11 @@ def environment(draft: Draft) -> None:
             "--env needs --rollout-max-response-len: the longest episode in tokens, what the environment "
             "says included."
         )
+    if draft.multimodal_keys:
+        raise ValueError(
+            "--multimodal-keys with --env: the environment shows images itself (Observation.images); remove "
+            "the flag, and name files in the metadata of rows."
+        )
     if draft.prompt_data is None:
         for name in ("input_key", "label_key", "prompt_template"):
             if draft.was_given(name):
