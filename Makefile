@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := $(PYTEST) --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install quickstart test test-fast ci test-slow test-trackers test-browser test-gpu test-megatron
-.PHONY: test-agents test-sandbox test-environments agents-env test-sglang sglang-env
+.PHONY: test-agents test-sandbox test-environments test-examples agents-env bubblewrap test-sglang sglang-env
 .PHONY: test-crash lint format docs docs-site clean
 
 install: $(STAMP)
@@ -109,7 +109,7 @@ test-megatron: $(STAMP)
 	$(PYTEST) -m "megatron and not gpu" --timeout 1800
 
 # Real agent programs, each apart from our own packages: their versions of openai exclude each other.
-agents-env:
+agents-env: bubblewrap
 	test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/python -m pip install -q openai anthropic openai-agents
 	test -x .venv-agents-mini/bin/python || $(PYTHON) -m venv .venv-agents-mini
@@ -117,18 +117,30 @@ agents-env:
 	mkdir -p .venv-agents/node
 	cd .venv-agents/node && npm install --silent --no-audit --no-fund @openai/codex @anthropic-ai/claude-code
 
+# Without it, and without the right to install it, boxes are made of user namespaces.
+bubblewrap:
+	command -v bwrap >/dev/null || (apt-get update -qq && apt-get install -y -qq bubblewrap) || \
+	  echo "bubblewrap is not installed, and cannot be: boxes are made of user namespaces"
+
+# SGLang's part only where `make sglang-env` has made its environment.
 test-agents: $(STAMP) agents-env
 	$(PYTEST) -m agents --timeout 900
+	test ! -x $(SGLANG_VENV)/bin/python || $(PYTEST) -m sglang --timeout 1200 tests/agent
 
-# Boxes and tools with everything that they can use; as root also: apt-get install bubblewrap.
-test-sandbox: $(STAMP)
+# Boxes and tools with everything that they can use.
+test-sandbox: $(STAMP) bubblewrap
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[mcp,search,e2b,daytona]"
 	$(PYTEST) tests/agent/sandbox tests/agent/tools tests/agent/rewards
 
-# The families of --env with their real packages, and the examples that need them.
+# The families of --env with their real packages.
 test-environments: $(STAMP)
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[reasoning-gym,textarena,gymnasium,verifiers]"
 	$(PYTEST) -m "slow or not slow" --timeout 1800 tests/agent/environments
+
+# The examples with tools, environments, pictures and a judge, as their READMEs run them: minutes each.
+test-examples: $(STAMP) bubblewrap
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[search,reasoning-gym,textarena,mcp]"
+	$(PYTEST) -m slow --timeout 3600 tests/agent/test_examples_learn.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -65,10 +65,12 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def tell(run_dir: str, names: tuple[str, ...]) -> None:
-    """The first and the last evaluation of a run, and the curve between."""
+    """The first and the last evaluation of a run, and the curve between, which also goes to curve.json."""
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    for name in names:
-        values = list({row["step"]: row[name] for row in rows if name in row}.values())
+    curves = {name: {row["step"]: round(row[name], 4) for row in rows if name in row} for name in names}
+    for name, curve in curves.items():
+        values = list(curve.values())
         if values:
-            curve = " ".join(f"{value:.2f}" for value in values)
-            print(f"{name}: {values[0]:.3f} before, {values[-1]:.3f} after   {curve}")
+            shown = " ".join(f"{value:.2f}" for value in values)
+            print(f"{name}: {values[0]:.3f} before, {values[-1]:.3f} after   {shown}")
+    Path(run_dir, "curve.json").write_text(json.dumps(curves) + "\n")

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # A small model learns to repair functions with a wrong operator, with tests as the reward: minutes on two cores.
+# Flags behind the command go to the reinforcement learning: examples/coding_agent/run.sh --rollout-engine sglang
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=.
@@ -19,6 +20,6 @@ run=${RUN_DIR:-runs/examples/coding_agent}
     --rollout-max-response-len 300 --rollout-shuffle --lr 1e-3 --min-lr 2e-4 --lr-decay-style cosine --weight-decay 0 \
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --eval-prompt-data held_out "$run/held_out.jsonl" --eval-interval 7 --n-samples-per-eval-prompt 1 \
-    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 14 --save-hf "$run/rl/hf-{rollout_id}"
+    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 14 --save-hf "$run/rl/hf-{rollout_id}" "$@"
 
 "$python" examples/coding_agent/data.py tell "$run/rl"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # A small model learns to ask an MCP server: minutes on two CPU cores. Needs: pip install 'slime[mcp]'
+# Flags behind the command go to the reinforcement learning: examples/mcp_tools/run.sh --rollout-engine sglang
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=.
@@ -19,6 +20,6 @@ run=${RUN_DIR:-runs/examples/mcp_tools}
     --rollout-max-response-len 120 --rollout-shuffle --lr 8e-4 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0 \
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --eval-prompt-data held_out "$run/held_out.jsonl" --eval-interval 4 --n-samples-per-eval-prompt 1 \
-    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 12 --save-hf "$run/rl/hf-{rollout_id}"
+    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 12 --save-hf "$run/rl/hf-{rollout_id}" "$@"
 
 "$python" examples/mcp_tools/data.py tell "$run/rl"

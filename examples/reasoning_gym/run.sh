@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # A small model learns three tasks at once: minutes on two CPU cores. Needs: pip install 'slime[reasoning-gym]'
+# Flags behind the command go to the reinforcement learning: examples/reasoning_gym/run.sh --rollout-engine sglang
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=.
@@ -18,6 +19,6 @@ run=${RUN_DIR:-runs/examples/reasoning_gym}
     --rollout-max-response-len 10 --rollout-shuffle --lr 8e-4 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0 \
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --eval-interval 6 --eval-env-num-items 96 --n-samples-per-eval-prompt 1 \
-    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 24 --save-hf "$run/rl/hf-{rollout_id}"
+    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 24 --save-hf "$run/rl/hf-{rollout_id}" "$@"
 
 "$python" examples/reasoning_gym/data.py tell "$run/rl"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # A small model learns to run Python for arithmetic that it cannot do in its head: minutes on two CPU cores.
+# Flags behind the command go to the reinforcement learning: examples/retool/run.sh --rollout-engine sglang
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=.
@@ -19,6 +20,6 @@ run=${RUN_DIR:-runs/examples/retool}
     --rollout-max-response-len 120 --rollout-shuffle --lr 8e-4 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0 \
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --eval-prompt-data held_out "$run/held_out.jsonl" --eval-interval 6 --n-samples-per-eval-prompt 1 \
-    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 24 --save-hf "$run/rl/hf-{rollout_id}"
+    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 24 --save-hf "$run/rl/hf-{rollout_id}" "$@"
 
 "$python" examples/retool/data.py tell "$run/rl"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # A small model learns when and what to search: minutes on two CPU cores. Needs: pip install 'slime[search]'
+# Flags behind the command go to the reinforcement learning: examples/search_r1/run.sh --rollout-engine sglang
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=.
@@ -19,6 +20,6 @@ run=${RUN_DIR:-runs/examples/search_r1}
     --rollout-max-response-len 160 --rollout-shuffle --lr 8e-4 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0 \
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --eval-prompt-data town "$run/town.jsonl" land "$run/land.jsonl" --eval-interval 4 --n-samples-per-eval-prompt 1 \
-    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 16 --save-hf "$run/rl/hf-{rollout_id}"
+    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 16 --save-hf "$run/rl/hf-{rollout_id}" "$@"
 
 "$python" examples/search_r1/data.py tell "$run/rl"

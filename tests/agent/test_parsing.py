@@ -1,10 +1,15 @@
 """Tool calls and thoughts of each family, and what cannot be read."""
 
+import json
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from slime.agent.parsing import parse_model_output, parser_for
 from slime.catalog.tool_formats import TOOL_FORMATS, recognised
-from slime.utils.misc import load_function
+from slime.utils.misc import is_installed, load_function
 
 PARAMETERS = {
     "type": "object",
@@ -110,3 +115,76 @@ def test_formats_are_known_by_sglangs_names_and_by_the_template():
     assert found["qwen3"] == found["chatml"] == "hermes" and found["glm"] == "glm"
     assert found["llama3"] == "llama3" and found["deepseek"] == "deepseek" and found["smollm2"] == "plain"
     assert parser_for(byte_tokenizer("glm"))(WRITTEN["glm"], TOOLS, False).tool_uses == [ADD]
+
+
+# -- SGLang's own parsers, in the Python that has SGLang
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+# Formats that only SGLang reads.
+THEIRS = {
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "s": "2"}}]',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 1, "s": "2"}<|tool_call_end|><|tool_calls_section_end|>',
+}
+SCRIPT = """
+import json, sys
+from slime.agent.parsing import parse_model_output, parser_for
+
+tools, written = json.load(sys.stdin)
+told = {}
+for name, text in written.items():
+    options = dict(tools_schema=tools, tool_parser_name=f"sglang:{name}")
+    options["reasoning_parser_name"] = "sglang:qwen3"
+    found = parse_model_output("<think>so</think>" + text, **options)
+    parse_model_output(text[: int(len(text) * 0.6)], **options)  # cut: some of its parsers read half a call
+    plain = parse_model_output("no call at all", **options)
+    starts = parser_for(None, f"sglang:{name}").starts
+    told[name] = [found.reasoning, found.tool_uses, found.ill_formed]
+    told[name] += [plain.text, plain.ill_formed, any(start in text for start in starts)]
+unknown = json.dumps({"name": "nope", "arguments": {}})
+told["unknown tool"] = parse_model_output(
+    f"<tool_call>\\n{unknown}\\n</tool_call>", tools_schema=tools, tool_parser_name="sglang:qwen25"
+).tool_uses
+told["broken"] = parse_model_output(
+    "<tool_call>\\n{not json}\\n</tool_call>", tools_schema=tools, tool_parser_name="sglang:qwen25"
+).ill_formed
+try:
+    parser_for(None, "sglang:martian")
+except ValueError as error:
+    told["martian"] = str(error)
+print("TOLD" + json.dumps(told))
+"""
+
+
+@pytest.mark.skipif(is_installed("sglang"), reason="SGLang is installed here")
+def test_without_sglang_its_parsers_are_refused_with_what_to_do():
+    for options in ({"tool_parser_name": "sglang:qwen25"}, {"reasoning_parser_name": "sglang:qwen3"}):
+        with pytest.raises(ValueError, match="needs SGLang in the Python that runs slime"):
+            parse_model_output("x", tools_schema=TOOLS, **options)
+
+
+@pytest.mark.sglang
+@pytest.mark.skipif(not PYTHON.exists(), reason="make sglang-env")
+def test_sglangs_parsers_read_what_ours_read_and_the_formats_that_only_they_know():
+    written = {row.sglang_name: WRITTEN[name] for name, row in TOOL_FORMATS.items() if row.sglang_name}
+    written |= THEIRS
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [PYTHON, "-c", SCRIPT],
+        input=json.dumps([TOOLS, written]),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.rpartition("TOLD")[2])
+    for name in written:
+        thoughts, uses, ill_formed, text, text_ill_formed, starts = told[name]
+        assert (thoughts, uses, ill_formed) == ("so", [ADD], False), name
+        assert (text, text_ill_formed) == ("no call at all", False), name
+        assert starts, name
+    assert told["unknown tool"] == [{"name": "nope", "input": {}}]
+    assert told["broken"] is True
+    assert "SGLang has no tool_parser 'martian'; it has" in told["martian"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime.agent.parsing import from_sglang
 from slime.agent.parsing.output import ParsedModelOutput, Parser, split_thoughts
 from slime.catalog.tool_formats import TOOL_FORMATS, recognised
 from slime.utils.misc import load_function
@@ -42,32 +43,45 @@ def parse_model_output(
     """Split an answer. Without a parser's name calls are read as Qwen3-Coder writes them, if there are tools.
 
     `reasoning_parser_name` "none" leaves thoughts in the text; every other name reads <think> and </think>.
+    "sglang:NAME" is SGLang's own parser, of calls or of thoughts, where SGLang is installed.
     """
+    from_sglang.check_names(tool_parser_name, reasoning_parser_name)
     if reasoning_parser_name in _NO_THOUGHTS:
         thoughts, text = "", raw
+    elif reasoning_parser_name and from_sglang.is_sglangs(reasoning_parser_name):
+        thoughts, text = from_sglang.split_thoughts(raw, reasoning_parser_name, opens_thought)
     else:
         thoughts, text = split_thoughts(raw, opens_thought)
-    name = format_of(tool_parser_name or "qwen3_coder")
-    if not tools_schema or name == "plain":
+    schemas = {
+        str(schema["name"]): schema for schema in map(_function, tools_schema or ()) if "name" in schema
+    }
+    if not tools_schema or tool_parser_name == "plain":
         return ParsedModelOutput(thoughts, text)
-    schemas = {str(schema["name"]): schema for schema in map(_function, tools_schema) if "name" in schema}
-    rest, uses, ill_formed = load_function(TOOL_FORMATS[name].function)(text, schemas)
-    return ParsedModelOutput(thoughts, rest, uses, ill_formed)
+    if tool_parser_name and from_sglang.is_sglangs(tool_parser_name):
+        read = from_sglang.read_calls(text, tool_parser_name, list(schemas.values()))
+    else:
+        name = format_of(tool_parser_name or "qwen3_coder")
+        read = load_function(TOOL_FORMATS[name].function)(text, schemas)
+    return ParsedModelOutput(thoughts, *read)
 
 
 def parser_for(tokenizer: Any, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Parser:
     """The parser of a model: of the named format, else of the one that its chat template teaches it."""
+    from_sglang.check_names(tool_parser, reasoning_parser)
+    if tool_parser and from_sglang.is_sglangs(tool_parser):
+        return FormatParser(tool_parser, reasoning_parser)
     template = tokenizer.chat_template or ""
     name = format_of(tool_parser) if tool_parser else recognised(str(template))
     return FormatParser(name, reasoning_parser)
 
 
 class FormatParser:
-    """Reads answers in one format of the table."""
+    """Reads answers in one format of the table, or of SGLang."""
 
     def __init__(self, tool_format: str, reasoning_parser: str | None = None) -> None:
         self.tool_format, self.reasoning_parser = tool_format, reasoning_parser
-        self.starts = TOOL_FORMATS[tool_format].starts
+        sglangs = from_sglang.is_sglangs(tool_format)
+        self.starts = from_sglang.starts_of(tool_format) if sglangs else TOOL_FORMATS[tool_format].starts
 
     def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
         return parse_model_output(

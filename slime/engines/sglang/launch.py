@@ -39,16 +39,21 @@ _VISION_OPERATORS = (
 )
 
 
+def declare_torchvision_operators() -> None:
+    """The torchvision of PyPI is linked against CUDA; declared so, its Python part imports all the same."""
+    import torch
+
+    schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    for name in ("torchvision::nms", "torchvision::qnms"):
+        torch.library.define(name, schema)
+
+
 def fill_cpu_gaps() -> None:
     """Stand in for what a CPU machine lacks: native code paths, operators, kernels, page-locked memory."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     import torch  # only after the choice above is made
 
-    # The torchvision of PyPI is linked against CUDA; with its operators
-    # declared its Python part imports all the same.
-    schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-    for name in ("torchvision::nms", "torchvision::qnms"):
-        torch.library.define(name, schema)
+    declare_torchvision_operators()
     # Its modules of vision-language models name these when they are imported; nothing here calls them.
     for name in _VISION_OPERATORS:
         torch.library.define(f"sgl_kernel::{name}", "(Tensor a) -> Tensor")
@@ -95,7 +100,8 @@ def _values(words: list[str], option: str) -> list[str]:
     return [after for before, after in itertools.pairwise(words) if before == option]
 
 
-if "cpu" in _values(sys.argv, "--device"):
+# As a script and in the processes that it spawns; whoever imports this module has a torch of its own.
+if __name__ in ("__main__", "__mp_main__") and "cpu" in _values(sys.argv, "--device"):
     fill_cpu_gaps()
     num_ranks = int((_values(sys.argv, "--tp-size") or ["1"])[-1])
     if num_ranks > 1:

@@ -1,0 +1,111 @@
+"""SGLang's own parsers, for families that the table has no row of: `tool_parser="sglang:kimi_k2"`.
+
+They are imported into this process, so SGLang must be installed in the Python that runs slime. Without the
+prefix a name means our own parser, which needs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.catalog.tool_formats import TOOL_FORMATS
+from slime.engines.sglang.launch import declare_torchvision_operators
+from slime.utils.misc import is_installed
+
+PREFIX = "sglang:"
+# By what SGLang's readers of calls name the words that begin one.
+_START_NAMES = ("bot_token", "bos_token", "start_token", "begin_token", "tool_call_start", "prefix")
+
+
+def is_sglangs(name: str | None) -> bool:
+    return bool(name) and str(name).startswith(PREFIX)
+
+
+def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
+    """ValueError where SGLang is not installed, or has no parser of that name."""
+    named = [
+        (kind, str(name).removeprefix(PREFIX), known)
+        for kind, name, known in (
+            ("tool_parser", tool_parser, lambda: _call_parser().ToolCallParserEnum),
+            ("reasoning_parser", reasoning_parser, lambda: _thought_parser().DetectorMap),
+        )
+        if is_sglangs(name)
+    ]
+    for kind, name, known in named:
+        if not is_installed("sglang"):
+            raise ValueError(
+                f"{kind} {PREFIX + name!r} needs SGLang in the Python that runs slime, which has none; "
+                "install it there, or name a format of our own (docs/catalog.md)"
+            )
+        if name not in known():
+            raise ValueError(f"SGLang has no {kind} {name!r}; it has {', '.join(sorted(known()))}")
+
+
+def split_thoughts(raw: str, name: str, opens_thought: bool) -> tuple[str, str]:
+    """(thoughts, the rest), as SGLang's server would tell them."""
+    parser = _thought_parser()(
+        name.removeprefix(PREFIX), stream_reasoning=False, force_reasoning=True if opens_thought else None
+    )
+    thoughts, rest = parser.parse_non_stream(raw)
+    return thoughts or "", rest or ""
+
+
+def read_calls(
+    text: str, name: str, schemas: Sequence[Mapping[str, Any]]
+) -> tuple[str, list[dict[str, Any]], bool]:
+    """As the functions of the table. What SGLang drops because it cannot read it stays text."""
+    parser = _reader(name, schemas)
+    if not parser.has_tool_call(text):
+        return text, [], False
+    try:
+        rest, calls = parser.parse_non_stream(text)
+        uses = [{"name": call.name, "input": json.loads(call.parameters or "{}")} for call in calls]
+    except Exception:  # each of its readers fails in a way of its own on what a model may write
+        return text, [], True
+    if not uses or not all(isinstance(use["input"], dict) and use["name"] for use in uses):
+        return text, [], True
+    return rest, uses, False
+
+
+@functools.cache
+def starts_of(name: str) -> tuple[str, ...]:
+    """How a call begins, as SGLang's reader says and as our row of that name does; else "<", "[" and "{"."""
+    detector = _reader(name, ()).detector
+    told = {str(getattr(detector, key, "") or "").strip() for key in _START_NAMES}
+    for row in TOOL_FORMATS.values():
+        if row.sglang_name == name.removeprefix(PREFIX):
+            told.update(row.starts)
+    return tuple(sorted(told - {""})) or ("<", "[", "{")
+
+
+def _reader(name: str, schemas: Sequence[Mapping[str, Any]]) -> Any:
+    tool = importlib.import_module("sglang.srt.entrypoints.openai.protocol").Tool
+    tools = [tool(type="function", function=dict(schema)) for schema in schemas]
+    return _call_parser()(tools, name.removeprefix(PREFIX))
+
+
+@functools.cache
+def _call_parser() -> Any:
+    # A call of a tool that does not exist is the agent's to answer, not to be lost.
+    os.environ.setdefault("SGLANG_FORWARD_UNKNOWN_TOOLS", "1")
+    return _loaded("sglang.srt.function_call.function_call_parser").FunctionCallParser
+
+
+@functools.cache
+def _thought_parser() -> Any:
+    return _loaded("sglang.srt.parser.reasoning_parser").ReasoningParser
+
+
+def _loaded(module: str) -> Any:
+    """Import it, with the operators of a torchvision that was built for another machine declared."""
+    if is_installed("torchvision"):
+        try:
+            importlib.import_module("torchvision")
+        except (RuntimeError, OSError):
+            declare_torchvision_operators()
+    return importlib.import_module(module)
