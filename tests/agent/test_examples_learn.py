@@ -1,7 +1,6 @@
 """The examples that learn from what tools and environments answer, run as their READMEs say. Minutes each.
 
-pip install -e ".[search,reasoning-gym]"
-python -m pytest -m slow tests/agent/test_examples_learn.py
+`make test-examples` installs what they need and runs this file.
 """
 
 import importlib.util
