@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.agent.parsing import parse_model_output, parser_for
+from slime.agent.adapters.live_text import LiveText
+from slime.agent.parsing import ParsedModelOutput, parse_model_output, parser_for
 from slime.catalog.tool_formats import TOOL_FORMATS, recognised
 from slime.utils.misc import is_installed, load_function
 
@@ -117,6 +118,16 @@ def test_formats_are_known_by_sglangs_names_and_by_the_template():
     assert parser_for(byte_tokenizer("glm"))(WRITTEN["glm"], TOOLS, False).tool_uses == [ADD]
 
 
+def test_an_answer_that_is_held_is_shown_when_it_is_read():
+    from chat_templates import byte_tokenizer
+
+    tokenizer = byte_tokenizer("chatml")
+    live = LiveText(tokenizer, marks=(), held=True)
+    assert list(live.feed(tokenizer.encode("so it is, ok"))) == []
+    parsed = ParsedModelOutput("so it is", "ok")
+    assert list(live.rest(parsed)) == [("thought", "so it is"), ("text", "ok")]
+
+
 # -- SGLang's own parsers, in the Python that has SGLang
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +140,8 @@ THEIRS = {
 }
 SCRIPT = """
 import json, sys
-from slime.agent.parsing import parse_model_output, parser_for
+from slime.agent.adapters.live_text import LiveText
+from slime.agent.parsing import ParsedModelOutput, parse_model_output, parser_for
 
 tools, written = json.load(sys.stdin)
 told = {}

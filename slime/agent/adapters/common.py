@@ -26,7 +26,7 @@ from slime.agent.adapters.calls import Call, folded
 from slime.agent.adapters.errors import ApiError, api_error, invalid
 from slime.agent.adapters.live_text import LiveText, Piece
 from slime.agent.engine_access import EnginePolicy, Made, Policy
-from slime.agent.parsing import ParsedModelOutput, parser_for
+from slime.agent.parsing import FormatParser, ParsedModelOutput, parser_for
 from slime.agent.rendering import History, Message, Renderer
 from slime.agent.session import Asked, Budget, Session
 from slime.arguments import PluginArgs
@@ -413,7 +413,10 @@ class BaseAdapter:
     def _live(self, call: Call, asked: Asked) -> LiveText:
         marks = self.parser.starts if asked.tools and call.uses_tools else ()
         stops = call.sampling.get("stop") or ()
-        return LiveText(self.tokenizer, marks=marks, stops=stops, opens_thought=asked.opens_thought)
+        held = isinstance(self.parser, FormatParser) and self.parser.needs_all
+        return LiveText(
+            self.tokenizer, marks=marks, stops=stops, opens_thought=asked.opens_thought, held=held
+        )
 
     def _last_pieces(self, live: LiveText, stream: Stream, reply: Reply, seen: int = 0) -> Iterator[bytes]:
         pieces = list(live.rest(reply.parsed))

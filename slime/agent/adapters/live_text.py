@@ -19,13 +19,19 @@ class LiveText:
     """Fed with all ids so far, gives the pieces that are new."""
 
     def __init__(
-        self, tokenizer: Any, *, marks: Sequence[str], stops: Sequence[str] = (), opens_thought: bool = False
+        self,
+        tokenizer: Any,
+        *,
+        marks: Sequence[str],
+        stops: Sequence[str] = (),
+        opens_thought: bool = False,
+        held: bool = False,  # nothing is shown before the end: who reads the thoughts needs all of it
     ) -> None:
         self._tokenizer = tokenizer
         # A single character begins a call only where it begins the answer.
         self._first = tuple(mark for mark in marks if len(mark) == 1)
         self._marks = (*(mark for mark in marks if len(mark) > 1), *stops)
-        self._state = "thought" if opens_thought else "start"
+        self._state = "held" if held else "thought" if opens_thought else "start"
         self._buffer = ""  # decoded and not shown
         self._start = self._read = 0  # of the ids: where decoding begins, and what is decoded
         self.shown = {"thought": "", "text": ""}

@@ -10,7 +10,7 @@ from slime.agent.parsing.output import ParsedModelOutput, Parser, split_thoughts
 from slime.catalog.tool_formats import TOOL_FORMATS, recognised
 from slime.utils.misc import load_function
 
-__all__ = ["ParsedModelOutput", "Parser", "format_of", "parse_model_output", "parser_for"]
+__all__ = ["FormatParser", "ParsedModelOutput", "Parser", "format_of", "parse_model_output", "parser_for"]
 
 # Names that SGLang and slime users know a format by.
 _ALIASES = {row.sglang_name: name for name, row in TOOL_FORMATS.items() if row.sglang_name is not None} | {
@@ -82,6 +82,7 @@ class FormatParser:
         self.tool_format, self.reasoning_parser = tool_format, reasoning_parser
         sglangs = from_sglang.is_sglangs(tool_format)
         self.starts = from_sglang.starts_of(tool_format) if sglangs else TOOL_FORMATS[tool_format].starts
+        self.needs_all = from_sglang.is_sglangs(reasoning_parser)  # to tell thoughts from the rest
 
     def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
         return parse_model_output(
