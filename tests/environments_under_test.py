@@ -135,4 +135,6 @@ class WrongGallery(Gallery):
 
         if self.wrong == "bytes":
             return Observation("see", images=(b"hello",))
+        if self.wrong == "alone":
+            return Observation("see", images=make_picture(0))
         return Observation("<image> and <image>", images=(make_picture(0),))

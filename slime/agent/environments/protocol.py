@@ -94,6 +94,9 @@ def as_observation(name: str, call: str, value: Any) -> Observation:
     if not isinstance(value, Observation) or not isinstance(value.text, str):
         shown = type(value.text if isinstance(value, Observation) else value).__name__
         raise EnvironmentFailure(f"environment {name}: {call} gave {shown}; return text or an Observation")
+    if not isinstance(value.images, (tuple, list)):
+        shown = type(value.images).__name__
+        raise EnvironmentFailure(f"environment {name}: {call} gave images as {shown}; give a tuple of them")
     if not (value.text or value.images):
         raise EnvironmentFailure(f"environment {name}: {call} gave an empty observation")
     return value
