@@ -86,8 +86,8 @@ def _http(body: bytes, kind: bytes = b"application/json") -> bytes:
     return head + body
 
 
-def serve(port_pipe: Any) -> None:
-    """The server process."""
+def make_generation() -> None:
+    """What every engine of this process answers."""
     ids = [10 + i % 50 for i in range(NUM_TOKENS)]
     meta = {
         "id": "x" * 32,
@@ -100,6 +100,11 @@ def serve(port_pipe: Any) -> None:
     }
     generation = json.dumps({"text": "answer " * 20, "output_ids": ids, "meta_info": meta}).encode()
     FakeInstantEngine.generation, FakeInstantEngine.answer = generation, _http(generation)
+
+
+def serve(port_pipe: Any) -> None:
+    """The server process."""
+    make_generation()
 
     async def main() -> None:
         server = await asyncio.get_running_loop().create_server(

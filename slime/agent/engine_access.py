@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -210,19 +210,23 @@ class EnginePolicy:
 
     async def _ask(self, request: GenerateRequest) -> Generation:
         try:
-            with _in_flight(request):
-                return _checked(await self.client.generate(request), request)
+            with _in_flight(request) as made:
+                answer = await self.client.generate(request)
+                made(len(answer.ids))
+                return _checked(answer, request)
         except asyncio.CancelledError:
             await asyncio.shield(self.abort(request.rid))
             raise
 
     async def _events(self, request: GenerateRequest) -> AsyncGenerator[tuple[Generation, bool], None]:
-        ended = False
+        ended, count = False, 0
         try:
-            with _in_flight(request):
+            with _in_flight(request) as made:
                 async with aclosing(self.client.stream(request)) as events:
                     async for event in events:
                         answer, ended = _read_event(event, request)
+                        made(len(answer.ids) - count)
+                        count = len(answer.ids)
                         yield answer, ended
         except http_utils.HttpError as error:
             if 400 <= error.status < 500:
@@ -252,9 +256,9 @@ class EnginePolicy:
             return [self.url]
 
 
-def _in_flight(request: GenerateRequest) -> contextlib.AbstractContextManager[None]:
+def _in_flight(request: GenerateRequest) -> contextlib.AbstractContextManager[Callable[[int], object]]:
     turnstile = current_turnstile()
-    return turnstile.sending(request.rid) if turnstile is not None else contextlib.nullcontext()
+    return turnstile.sending(request.rid) if turnstile is not None else contextlib.nullcontext(int)
 
 
 def _copy_into(made: Made, new: Made) -> None:

@@ -40,6 +40,7 @@ from slime.arguments.groups.rollout import (
     over_sampling,
     sampling,
     spare_samples,
+    staleness_bound,
 )
 from slime.arguments.groups.run import (
     auto_resume,
@@ -126,4 +127,5 @@ def for_asynchronous_loop(args: Args) -> Args:
     """The settings as if they had been parsed for that loop: scripts may parse before they choose it."""
     draft = args.reopen(training_loop=ASYNCHRONOUS)
     correct_stale_tokens(draft)
+    staleness_bound(draft)
     return Args.of(draft)

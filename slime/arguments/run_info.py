@@ -28,6 +28,7 @@ class RunInfo:
     max_context_len: int | None = None
     num_layers: int | None = None  # of the policy; None: no engines, or its config does not say
     moe_router_topk: int | None = None  # experts per token; None: it has no experts
+    overlapped: bool = False  # the loop makes a rollout while the one before it is trained
     # Address of the router of each model; that of the policy also stands above.
     model_routers: dict[str, tuple[str, int]] = field(default_factory=dict)
 
@@ -47,6 +48,7 @@ class PluginArgs(argparse.Namespace, Flags):
     max_context_len: int | None
     num_layers: int | None
     moe_router_topk: int | None
+    overlapped_loop: bool
 
     def change(self, name: str, value: float) -> None:
         """For what somebody changes while the run goes on: all who hold this object see it."""
@@ -71,6 +73,7 @@ def plugin_args(args: Args, run_info: RunInfo) -> PluginArgs:
             "max_context_len": run_info.max_context_len,
             "num_layers": run_info.num_layers,
             "moe_router_topk": run_info.moe_router_topk,
+            "overlapped_loop": run_info.overlapped,
         }
     )
 

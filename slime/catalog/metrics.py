@@ -50,6 +50,12 @@ rollout/groups/filtered: groups that a filter dropped
 rollout/groups/returned: groups that went back to the buffer unfinished
 rollout/groups/failed: groups that failed for good; the log names the cause = 0
 rollout/groups/stale: groups older than --max-weight-staleness, which are made anew (fully asynchronous)
+rollout/waste/<cause>/samples: samples that taught nothing: aborted (ended before they were done), stale
+    (older than --max-weight-staleness), filtered (dropped by a filter), zero_variance (all rewards of the
+    group are equal, in the batch or dropped), failed (no answer or no reward) = small
+rollout/waste/<cause>/tokens: tokens that engines made for them
+rollout/waste/<cause>/seconds: seconds of their requests, side by side ones added up
+rollout/waste/share: tokens of all these, as a share of those made = small; zero_variance is the usual one
 rollout/groups/samples_failed: samples without a result = 0
 rollout/groups/reward_<kind>: rewards that could not be computed, by the kind of failure = 0
 rollout/groups/of_one: groups with one answer left, whose advantage is 0
@@ -79,9 +85,12 @@ rollout/canary/mean_abs_diff: mean difference of the log-probs that trainer and 
     = near 1e-5 in float32, below 0.1 in bfloat16; a jump is a push that did not arrive
 rollout/canary/max_abs_diff: the largest of them
 rollout/weight_version/<end>: oldest (min) and newest (max) weights that made tokens of the batch
-rollout/staleness/mean: how many pushes old the tokens are, on average
+rollout/staleness/mean: how many pushes older than the weights that they train the tokens are, on average
     = 0 in the synchronous loop, about 1 in the asynchronous
 rollout/staleness/max: the same of the oldest token = at most --max-weight-staleness
+rollout/staleness/<lag>: share of the tokens of that age: lag_0, lag_1, ..., lag_4_or_more
+rollout/versions_per_sample: how many versions of the weights wrote a sample, on average
+    = 1, unless weights change in mid-generation
 rollout/mixed_version_frac: share of samples that more than one version of the weights wrote
 rollout/num_samples: samples of the rollout
 rollout/log_probs: mean log-prob of the trained tokens under the policy before the update

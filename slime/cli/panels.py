@@ -68,6 +68,7 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
             first, *_, last = (*values.values(), list(values.values())[-1])
             best = max(values.values()) if name != "loss" else min(values.values())
             rows.append((name, f"{first:.4g} at the start, {last:.4g} at the end, best {best:.4g}"))
+    rows += [("wasted", progress.waste_words())] if progress.waste_words() else []
     checkpoints = step_folders(args.save) if args.save is not None else {}
     rows.append(("model", _where_is_the_model(args, progress, checkpoints, since=time.time() - seconds)))
     record = read_run(Path(args.run_dir))

@@ -36,6 +36,7 @@ _SHOWN = (
     ("generation", "perf/rollout_time", "{:.1f} s"),
     ("training", "perf/train_time", "{:.1f} s"),
     ("staleness", "rollout/staleness/mean", "{:.2g}"),
+    ("wasted tokens", "rollout/waste/share", "{:.0%}"),
 )
 
 
@@ -177,6 +178,7 @@ def _lines(
             "  " + ", ".join(f"{name} {share:.0%}" for name, share in split.items()) + _speed(progress)
         )
     lines += [f"  {key} {values[key]:.4g}" for key in progress.evals]
+    lines += [f"  wasted: {progress.waste_words()}"] if progress.waste_words() else []
     if record.last.restarts:
         lines.append(f"  {record.last.told_restarts}")
     if record.last.checkpoints:

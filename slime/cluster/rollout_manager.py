@@ -21,6 +21,7 @@ from slime.observability.metrics import eval_metrics, rollout_metrics
 from slime.record import RECORD_FILE, LedgerReader
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.collection.versions import push_plan
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.generation import turnstile
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
@@ -36,7 +37,7 @@ from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.run_identity import Run
-from slime.utils.types import RolloutBatch, Sample, flatten_samples
+from slime.utils.types import RolloutBatch, Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,9 @@ class RolloutProcess:
         durable = open_ledger(self._args, self._run, self._recording, resume)
         ledger.use(durable)
         self._manager = RolloutManager(
-            self._args, self._run, self._engines, self._recording, start_rollout_id, rollout_state, durable
+            *(self._args, self._run, self._engines, self._recording, start_rollout_id, rollout_state),
+            durable,
+            overlapped=resume.overlapped,
         )
         facts = self._manager.facts
         if facts.engine_urls and why_no_canary(self._args) is None:
@@ -122,11 +125,18 @@ class RolloutManager:
         start_rollout_id: int,
         rollout_state: dict[str, Any] | None,
         durable: Ledger | None = None,
+        *,
+        overlapped: bool = False,
     ):
         self._args, self._run, self._engines, self._recording = args, run, engines, recording
         self._ledger = durable
         self._told_of_others = False
-        info = RunInfo(run_id=run.run_id, run_dir=str(run.run_dir), start_rollout_id=start_rollout_id)
+        info = RunInfo(
+            run_id=run.run_id,
+            run_dir=str(run.run_dir),
+            start_rollout_id=start_rollout_id,
+            overlapped=overlapped,
+        )
         with phases.starting("data") as told:
             self._data_source = self._make_data_source(info)
             self._load_state(start_rollout_id, rollout_state)
@@ -270,7 +280,9 @@ class RolloutManager:
             with plugin_call("--custom-rollout-log-function-path", path, lambda: f"rollout {rollout_id}"):
                 if load_function(path)(rollout_id, self._plugin_args, samples, extra, rollout_time):
                     return {}
-        version = self._engines.weights.version
+        version = version_number(self._engines.weights.version)
+        if version is not None:  # the trainer may have one that is pushed when this rollout is made
+            version += push_plan(self._plugin_args).until(rollout_id, rollout_id)
         metrics = rollout_metrics(self._plugin_args, samples, rollout_time, current_version=version)
         own = self._args.custom_rm_path
         if samples and own and not own.startswith("slime.") and not takes_columns(load_function(own)):

@@ -39,6 +39,7 @@ class Resume:
     committed: int = -1
     last_made: int = -1
     made: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rollout, from the ledger
+    overlapped: bool = False  # a rollout is made while the one before it is trained
 
 
 def settings_digest(args: Args, *, overlapped: bool) -> str:
@@ -57,7 +58,7 @@ def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Re
     if made:
         first, last = min(made), max(made)
         logger.info("rollouts %d to %d were complete and are taken from the ledger", first, last)
-    return Resume(settings, committed, max(made, default=committed), made)
+    return Resume(settings, committed, max(made, default=committed), made, overlapped)
 
 
 def read_made(run_dir: Path, after: int, settings: str) -> dict[int, dict[str, Any]]:

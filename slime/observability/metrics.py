@@ -18,6 +18,7 @@ from slime.utils.types import Sample, flatten_samples, version_number
 NOT_COMPARED_KEY = "answer_not_compared"
 # In Sample.metadata: what an episode cost, as numbers by the names of `rollout/agent/<name>`.
 AGENT_KEY = "agent"
+LAGS = 5  # ages of tokens that are told apart, in weight pushes; the last stands for itself and all above
 _REPETITION_TAIL_CHARS = 10_000
 _REPETITION_RATIO = 10.0
 
@@ -195,9 +196,20 @@ def version_metrics(samples: Sequence[Sample], current_version: str | int | None
         total = sum(weight for _, weight in spans)
         metrics["staleness/mean"] = sum((current - number) * weight for number, weight in spans) / total
         metrics["staleness/max"] = current - min(numbers)
+        for number, weight in spans:
+            name = f"staleness/{lag_name(max(0, current - number))}"
+            metrics[name] = metrics.get(name, 0.0) + weight / total
+    wrote = [len({v for v, _, _ in s.version_spans}) for s in samples if s.version_spans]
+    if wrote:
+        metrics["versions_per_sample"] = statistics.fmean(wrote)
     mixed = sum(len({v for v, _, _ in s.version_spans}) > 1 for s in samples)
     metrics["mixed_version_frac"] = mixed / len(samples)
     return metrics
+
+
+def lag_name(lag: int) -> str:
+    """How an age in weight pushes is called in metrics; the last name stands for all above."""
+    return f"lag_{lag}" if lag < LAGS - 1 else f"lag_{LAGS - 1}_or_more"
 
 
 def _zero_std_counts(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:

@@ -3,8 +3,9 @@
     --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async
 
 A call takes the oldest finished groups out of the pool; the pool fills itself up again. Two rules bound how
-old a trained token may be (--max-weight-staleness, counted in weight pushes): no more groups are started than
-the rollouts within that bound can use, and a group that became older all the same is generated again.
+old a trained token may be (--max-weight-staleness, in weight pushes up to the weights that it trains): no
+more groups are started than the rollouts within that bound can use, and a group that became older all the
+same is generated again.
 Everything runs on the process's one loop; the data source is only touched there while the pool is open.
 
 With --deterministic-mode nothing depends on timing: groups are decided in the order they were started, as
@@ -22,8 +23,9 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.rollout import ledger, sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.collection.batch_collector import DISCARD_GRACE_S
 from slime.rollout.collection.collector import Collector, Ticket
-from slime.rollout.collection.versions import newest_version, newest_version_held, oldest_version
+from slime.rollout.collection.versions import newest_version, newest_version_held, oldest_version, push_plan
 from slime.rollout.data_source import take_groups
 from slime.rollout.generation.scope import RequestScope
 from slime.rollout.groups import (
@@ -58,9 +60,9 @@ class AsyncRolloutWorker:
         self.args, self.data_source = args, data_source
         self.tickets: dict[int, Ticket] = {}  # in flight or done, not decided; in order of issue
         self.rollout_id = args.start_rollout_id - 1  # the last one that was asked for
+        self._plan = push_plan(args)
         self.num_kept = 0  # of the batch being collected; set by the collector
         self.version: int | None = None  # what the engines held when the rollout began
-        self._scopes: dict[int, RequestScope] = {}
         self._started_at: dict[int, int | None] = {}  # ticket number -> weight version at its start
         self._newest: int | None = None  # the newest version seen: a push may come between two rollouts
         self.num_issued = 0  # over all rollouts
@@ -83,13 +85,14 @@ class AsyncRolloutWorker:
         """How many groups may start now.
 
         A group at position p (of all that are not decided, the current batch included) is used p // batch
-        rollouts from now, and at most one push happens every --update-weights-interval rollouts.
+        rollouts from now: by then the trainer must not be further ahead than the bound.
         """
         args, size = self.args, self.args.rollout_batch_size
-        after_this = max(0, last_rollout_id(args) - self.rollout_id)  # nobody uses what comes after the last
-        rollouts = min(args.max_weight_staleness * args.update_weights_interval, after_this)
-        held = len(self.tickets)
-        allowed = rollouts * size - held + (size - self.num_kept if self._collecting else 0)
+        first = self.rollout_id if self._collecting else self.rollout_id + 1
+        last = self._plan.last_within(self.rollout_id, args.max_weight_staleness)
+        last = min(last, last_rollout_id(args))  # nobody uses what comes after it
+        kept = self.num_kept if self._collecting else 0
+        allowed = max(0, last - first + 1) * size - kept - len(self.tickets)
         if args.deterministic_mode:
             return allowed  # requests wait for their turn before the engines
         return min(allowed, self.concurrency - self.num_in_flight)
@@ -119,9 +122,9 @@ class AsyncRolloutWorker:
         with scope.entered():  # the task inherits it: this group can be ended without touching another
             params = sglang_rollout.GenerateState(self.args).sampling_params
             task = asyncio.ensure_future(sglang_rollout.start_group(self.args, group, params))
-        self.tickets[number] = Ticket(number, origin, task)
+        self.tickets[number] = Ticket(number, origin, task, scope)
         self.num_in_flight += 1
-        self._scopes[number], self._started_at[number] = scope, self._newest
+        self._started_at[number] = self._newest
         task.add_done_callback(lambda task: self._on_done(number, task))
 
     def _on_done(self, number: int, task: asyncio.Task[Group]) -> None:
@@ -142,7 +145,7 @@ class AsyncRolloutWorker:
             self._newest = max(version, self._newest or 0)
 
     def forget(self, number: int) -> None:
-        del self.tickets[number], self._scopes[number], self._started_at[number]
+        del self.tickets[number], self._started_at[number]
 
     # -- consumption
 
@@ -188,17 +191,19 @@ class AsyncRolloutWorker:
         ]
 
     def is_stale(self, version: int | None) -> bool:
-        return (
-            version is not None
-            and self.version is not None
-            and self.version - version > self.args.max_weight_staleness
-        )
+        """Whether weights of this version are too old for what the trainer will have in this rollout."""
+        if version is None or self.version is None:
+            return False
+        trained = self.version + self._plan.until(self.rollout_id, self.rollout_id)
+        return trained - version > self.args.max_weight_staleness
 
     async def end(self, ticket: Ticket) -> None:
-        """Cancel one group here and at the engines."""
-        scope = self._scopes[ticket.number]
-        abort = asyncio.ensure_future(sglang_rollout.abort_scope(self.args, scope, self.rollout_id))
-        await asyncio.sleep(0)  # the ids are noted before the task lets go of them
+        """Cancel one group at the engines, which answer with what they made of it, and here."""
+        rids = ticket.scope.rids.copy()
+        abort = asyncio.ensure_future(sglang_rollout.abort_scope(self.args, ticket.scope, self.rollout_id))
+        await asyncio.wait([abort], timeout=DISCARD_GRACE_S)
+        if abort.done():
+            await ticket.scope.answered(rids, DISCARD_GRACE_S)
         ticket.task.cancel()
         await asyncio.gather(ticket.task, abort, return_exceptions=True)
 
@@ -286,7 +291,7 @@ class PoolCollector(Collector):
             self._decide(await self.worker.next_done())
             self.worker.num_kept = len(self.kept)
         if self.rollout_id >= last_rollout_id(self.args):
-            self._give_back(await self.worker.stop())  # nobody will ask for it
+            self._give_back(await self._end_all())  # nobody will ask for it
         elif self.args.deterministic_mode:
             await self.worker.all_done()
         self.counts["issued"] = self.worker.num_issued - self._issued_before
@@ -306,6 +311,11 @@ class PoolCollector(Collector):
     def _on_stale(self, ticket: Ticket) -> None:
         """Generate the group again, counted as an attempt; one that is too slow every time leaves the run."""
         self.counts["stale"] += 1
+        task = ticket.task
+        if task.done() and not task.cancelled() and task.exception() is None and is_scored(task.result()):
+            self.waste.whole("stale", task.result(), ticket.scope)
+        else:
+            self.waste.begun("stale", ticket.origin, ticket.origin, ticket.scope)
         self._forget(ticket)
         attempts = attempt_of(first_sample(ticket.origin)) + 1
         if attempts >= self.args.group_max_attempts:
@@ -323,7 +333,12 @@ class PoolCollector(Collector):
         self.worker.forget(ticket.number)
 
     async def _end_all(self) -> list[Group]:
-        return await self.worker.stop()
+        tickets = list(self.worker.tickets.values())
+        groups = await self.worker.stop()
+        for ticket, group in zip(tickets, groups, strict=True):
+            if not is_scored(group):
+                self.waste.begun("aborted", ticket.origin, group, ticket.scope)
+        return groups
 
 
 def _from_prompt(origin: Group) -> Group:

@@ -26,7 +26,7 @@ from slime.rollout.collection.spares import first_to_end, is_fresh
 from slime.rollout.collection.tasks import all_or_none
 from slime.rollout.collection.versions import name_versions
 from slime.rollout.generation.concurrency import Limit, TokenLimit, make_limit, tokens_of
-from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
+from slime.rollout.generation.policy_requests import PolicyRequests, is_trained, not_trained
 from slime.rollout.generation.requests import (
     PromptError,
     build_request,
@@ -156,8 +156,10 @@ class GenerateState(metaclass=_StatePerArgs):
 
     async def send(self, request: GenerateRequest) -> Generation:
         async with self.tokens_in_flight.holding(tokens_of(request)):
-            with self.scope.sending(request.rid):
-                return await self.client.generate(request)
+            with self.scope.sending(request.rid) as made:
+                answer = await self.client.generate(request)
+                made(len(answer.ids) if is_trained() else 0)
+                return answer
 
     def engine_of(self, answer: Generation) -> dict[str, str]:
         """Its name, for whoever asks when which engine was busy; empty: a router does not tell."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.rollout.collection.collector import GroupFailed
+from slime.rollout.generation.policy_requests import is_trained
 from slime.rollout.generation.requests import build_request, check_answer, prepare_prompt, token_budget
 from slime.rollout.groups import describe
 from slime.rollout.sglang_rollout import GenerateState
@@ -62,9 +63,12 @@ async def _read_onto(args: PluginArgs, sample: Sample, request: GenerateRequest)
     state = GenerateState(args)
     last: dict[str, Any] | None = None
     try:
-        with state.scope.sending(request.rid):
-            async for event in state.client.stream(request):
-                last = event
+        with state.scope.sending(request.rid) as made:
+            try:
+                async for event in state.client.stream(request):
+                    last = event
+            finally:
+                made(len(_read(last).ids) if last is not None and is_trained() else 0)
         if last is not None:
             check_answer(args, request, _read(last))
         return None

@@ -60,21 +60,25 @@ class Costs:
 
 
 _CALIBRATE = 10  # steps of a real run, after the first, that costs are taken from
+_ENGINE_TIME = "perf/engine_forward_time"
 _PARTS = ("perf/step_time", "perf/rollout_time", "perf/train_time", "perf/update_weights_time")
 
 
-def measured_costs(folder: Path) -> tuple[Costs, list[str]]:
+def measured_costs(folder: Path, *, slow_rewards: bool = False) -> tuple[Costs, list[str]]:
     """From the first steps of a real run with one engine; and what its later steps took, to compare with.
 
     The engine is taken as one of constant tokens per second, which it is where Python or a full batch bounds
     it. Steps with an evaluation are left out. What a step takes beside its parts is added to training.
+    `slow_rewards`: rollouts waited for rewards, which are modelled apart; generating is what the engine
+    worked (an embedded one tells), and what it did not is of the rewards.
     """
-    steps = _steps_of(folder)
+    steps = _steps_of(folder, (_ENGINE_TIME,) if slow_rewards else ())
     first, later = steps[:_CALIBRATE], steps[_CALIBRATE:]
     step, rollout, train, push = (median(s[name] for s in first) for name in _PARTS)
     samples = median(s["rollout/num_samples"] for s in first)
     answer = median(s["rollout/response_len/mean"] for s in first)
-    rate = samples * answer / rollout
+    generating = median(s[_ENGINE_TIME] for s in first) if slow_rewards else rollout
+    rate = samples * answer / generating
     other = max(0.0, step - rollout - train - push)
     costs = Costs(
         num_engines=1,
@@ -82,8 +86,9 @@ def measured_costs(folder: Path) -> tuple[Costs, list[str]]:
         trainer=TrainerCost(1, train + other, 0.0, push_s=push),
     )
     told = [
-        f"costs: {folder}, medians of {len(first)} steps: {rollout:.3g} s generating ({rate:.0f} tokens/s), "
-        f"{train:.3g} training, {push:.3g} pushing, {other:.3g} beside them; a step {step:.3g} s"
+        f"costs: {folder}, medians of {len(first)} steps: {generating:.3g} s generating "
+        f"({rate:.0f} tokens/s), {train:.3g} training, {push:.3g} pushing, "
+        f"{other:.3g} beside them; a step {step:.3g} s"
     ]
     if later:
         after = median(s["perf/step_time"] for s in later)
@@ -91,8 +96,8 @@ def measured_costs(folder: Path) -> tuple[Costs, list[str]]:
     return costs, told
 
 
-def _steps_of(folder: Path) -> list[dict[str, float]]:
-    """Metrics of each step but the first, and without those that waited for an evaluation or a checkpoint."""
+def _steps_of(folder: Path, also: tuple[str, ...] = ()) -> list[dict[str, float]]:
+    """Metrics of each step but the first, without those that waited for an evaluation or a checkpoint."""
     file = folder / "metrics.jsonl"
     if not file.is_file():
         raise ValueError(
@@ -106,10 +111,13 @@ def _steps_of(folder: Path) -> list[dict[str, float]]:
             by_step.setdefault(row["rollout/step"], {}).update(row)
         if "eval/step" in row:
             busy |= {row["eval/step"], row["eval/step"] + 1}  # the time counts for the step that follows
-    names = (*_PARTS, "rollout/num_samples", "rollout/response_len/mean")
+    names = (*_PARTS, "rollout/num_samples", "rollout/response_len/mean", *also)
     found = [
         by_step[n] for n in sorted(by_step)[1:] if n not in busy and all(name in by_step[n] for name in names)
     ]
     if len(found) < 3:
-        raise ValueError(f"--measured {folder}: {len(found)} whole steps are there; at least 3 are needed.")
+        needed = f" with {', '.join(also)}" if also else ""
+        raise ValueError(
+            f"--measured {folder}: {len(found)} whole steps{needed} are there; at least 3 are needed."
+        )
     return found

@@ -102,6 +102,9 @@ def run_case(case: Case) -> tuple[str | None, Measured]:
         return f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})", simulation.measured
     if measured.audit is not None and measured.audit.violations:
         return "; ".join(measured.audit.violations[:3]), measured
+    oldest, bound = max(measured.staleness, default=0), case.args.max_weight_staleness
+    if case.args.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION and oldest > bound:
+        return f"tokens of age {oldest} were trained on, --max-weight-staleness is {bound}", measured
     expected = case.args.num_rollout or 0
     if measured.error is None and measured.audit is not None and len(measured.audit.steps) != expected:
         return f"{len(measured.audit.steps)} steps were trained, {expected} were asked for", measured
@@ -128,7 +131,7 @@ def make_case(args: Args, seed: int) -> Case:
         "dynamic_sampling_filter_path": _FILTER if draw.random() < 0.3 else None,
         "deterministic_mode": draw.random() < 0.2,
         "rollout_shuffle": False,
-        "max_weight_staleness": draw.randint(0, 2) if loop == "fully-async" else 1,
+        "max_weight_staleness": draw.randint(1, 3) if loop == "fully-async" else 1,
         "update_weights_interval": 1,
         "max_restarts": draw.choice((0, 3, 3)),
     }

@@ -101,7 +101,8 @@ def _splits(
     own = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
     rollout = args.rollout_num_gpus or 1
     if options.measured:
-        costs, told = measured_costs(Path(options.measured))
+        slow = float(options.reward_s.partition(":")[0]) > 0
+        costs, told = measured_costs(Path(options.measured), slow_rewards=slow)
         about += told
         return [(own, 0 if args.colocate else rollout, costs)]
     if options.gpu not in GPUS:

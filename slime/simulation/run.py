@@ -275,6 +275,7 @@ class Simulation:
                 beginning.rollout_id,
                 beginning.rollout_state,
                 durable,
+                overlapped=overlapped,
             )
             self._fleet, self._trainer = fleet, trainer
             closing.callback(self._gone)

@@ -15,13 +15,12 @@ from slime.arguments import Flags
 from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.groups.off_policy import CORRECTIONS
 from slime.backends.base import TrainBackend
+from slime.observability.metrics import LAGS, lag_name
 from slime.step.difference_trend import DifferenceTrend
 from slime.step.hints import Hints
 from slime.utils.errors import RunStopped
 from slime.utils.types import RolloutBatch
 
-# Lags of versions that are told apart; the last stands for itself and all above.
-LAGS = 5
 SHOWN_TOKENS = 5
 # Rounding scatters to both sides; a difference above FROM with more than SHARE to one side is another thing.
 ONE_SIDED_FROM = 0.02
@@ -74,7 +73,7 @@ class Difference:
         metrics = {}
         for lag in range(LAGS):
             if self.counts[lag] > 0:
-                name = f"lag_{lag}" + ("_or_more" if lag == LAGS - 1 else "")
+                name = lag_name(lag)
                 metrics[f"train/staleness/{name}"] = (self.counts[lag] / self.counts.sum()).item()
                 metrics[f"train/logprob_abs_diff/{name}"] = (self.totals[lag] / self.counts[lag]).item()
         return metrics

@@ -71,7 +71,7 @@ async def reward(args, sample, **kwargs):
     return sample.response.count("a") / max(1, sample.response_length) + 0.01 * (sample.index % 7)
 '''
 # Never the same in two runs, killed or not: times, and what was in a cache.
-_TIMED = ("perf/", "time", "prefix_cache", "cached", "non_generation", "_s/", "queue", "step_time")
+_TIMED = ("perf/", "time", "waste/", "prefix_cache", "cached", "non_generation", "_s/", "queue", "step_time")
 PATIENCE_S = 900
 # Kills that a run survives, and how often each process is chosen.
 MILD = ("engine", "reward worker", "router")

@@ -9,9 +9,13 @@ from fake_engine import FakeEngine
 from patience import eventually
 from rollout_helpers import assert_conserved, counts, make_args, make_source
 
+from slime.arguments import parse_args
+from slime.arguments.core.draft import ASYNCHRONOUS
+from slime.arguments.rules import for_asynchronous_loop
 from slime.rollout import fully_async_rollout
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.collection.collector import GroupFailed
+from slime.rollout.collection.versions import PushPlan
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async, stop_pool
 from slime.rollout.rm_hub.scoring import reset_breaker
@@ -32,6 +36,10 @@ def rollout(args, source, rollout_id=0):
 
 def ids(output):
     return [s.index for s in flatten_samples(output.samples)]
+
+
+def untimed(metrics):
+    return {name: value for name, value in metrics.items() if not name.endswith("/seconds")}
 
 
 def test_rollouts_fill_their_batches_and_nothing_is_left_after_the_last(tmp_path):
@@ -94,11 +102,93 @@ def test_a_finished_group_that_became_too_old_is_generated_again(tmp_path):
         engine.version = "run:3"  # two pushes at once: the pool of version 1 is beyond the bound of 1
         output = rollout(args, source, 1)
         assert output.metrics["rollout/groups/stale"] == 4
+        assert output.metrics["rollout/waste/stale/samples"] == 8
+        assert output.metrics["rollout/waste/stale/tokens"] == 8 * 4
+        assert output.metrics["rollout/waste/share"] == 0.5
         assert all(s.version_spans[0][0] == "run:3" for s in flatten_samples(output.samples))
         again = ids(output) + ids(rollout(args, source, 2))
         assert set(range(8, 16)) <= set(again)
         stop_pool(source)
     assert_conserved(source)
+
+
+def test_in_the_overlapped_loop_the_bound_is_against_the_weights_that_are_trained(tmp_path):
+    """Rollout r is made at version r (the first two at 1) and trained at r + 1: that push counts."""
+    with FakeEngine() as engine:
+        flags = *FUNCTION, "--max-weight-staleness", "1"
+        args = make_args(tmp_path, engine, *flags, num_rollout=9, overlapped=True)
+        source = make_source(args)
+        for rollout_id in range(5):
+            engine.version = f"run:{max(1, rollout_id)}"
+            output = rollout(args, source, rollout_id)
+            trained = rollout_id + 1
+            spans = [span for s in flatten_samples(output.samples) for span in s.version_spans]
+            assert {trained - int(version.partition(":")[2]) for version, _, _ in spans} <= {0, 1}
+            if rollout_id:
+                # Admission: what is made now, beyond the batch, would be trained two pushes later.
+                eventually(lambda: engine.running == 0)
+                assert len(engine.requests) <= 8 * (rollout_id + 2)
+        stop_pool(source)
+    assert_conserved(source)
+
+
+def test_in_the_overlapped_loop_what_a_push_made_too_old_is_generated_again(tmp_path):
+    with FakeEngine() as engine:
+        flags = *FUNCTION, "--max-weight-staleness", "2"
+        args = make_args(tmp_path, engine, *flags, num_rollout=9, overlapped=True)
+        source = make_source(args)
+        rollout(args, source)
+        eventually(lambda: len(engine.requests) == 8 * 3 and engine.running == 0)  # two rollouts ahead
+        engine.version = "run:2"  # trained at version 3: the pool of version 1 is just within 2
+        assert "rollout/groups/stale" not in rollout(args, source, 1).metrics
+        engine.version = "run:3"  # trained at version 4
+        output = rollout(args, source, 2)
+        assert output.metrics["rollout/groups/stale"] == 4
+        assert all(s.version_spans[0][0] != "run:1" for s in flatten_samples(output.samples))
+        stop_pool(source)
+    assert_conserved(source)
+
+
+def test_the_overlapped_loop_has_a_bound_of_its_own_and_refuses_none(tmp_path):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"input": "a", "label": "b"}\n')
+    words = (
+        f"--hf-checkpoint none --prompt-data {data} --rm-type math --rollout-batch-size 4 --num-rollout 3 "
+    )
+    words += f"--n-samples-per-prompt 2 --rollout-max-response-len 8 {' '.join(FUNCTION)}"
+    assert parse_args(words.split()).max_weight_staleness == 1
+    assert parse_args(words.split(), training_loop=ASYNCHRONOUS).max_weight_staleness == 2
+    chosen = parse_args([*words.split(), "--max-weight-staleness", "3"])
+    assert for_asynchronous_loop(chosen).max_weight_staleness == 3
+    none = [*words.split(), "--max-weight-staleness", "0"]
+    with pytest.raises(ValueError, match="--max-weight-staleness is 0 with the asynchronous loop"):
+        parse_args(none, training_loop=ASYNCHRONOUS)
+    with pytest.raises(ValueError, match="--max-weight-staleness is 0 with the asynchronous loop"):
+        for_asynchronous_loop(parse_args(none))
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("interval", [1, 2, 3])
+@pytest.mark.parametrize("start", [0, 4])
+def test_the_plan_of_pushes_is_what_the_loops_do(overlapped, interval, start):
+    """Both loops in a few lines, with a push where theirs is."""
+    plan = PushPlan(overlapped, interval, start)
+    pushes, held, trained = 1, {}, {}
+    held[start] = pushes
+    for rollout_id in range(start, start + 9):
+        if overlapped:
+            held[rollout_id + 1] = pushes
+        trained[rollout_id] = pushes
+        if not overlapped or (rollout_id + 1) % interval == 0:
+            pushes += 1
+        if not overlapped:
+            held[rollout_id + 1] = pushes
+    for making, first in held.items():
+        for rollout_id in (n for n in trained if n >= making):
+            assert plan.until(making, rollout_id) == trained[rollout_id] - first
+            for bound in (0, 1, 2):
+                within = trained[rollout_id] - first <= bound
+                assert (rollout_id <= plan.last_within(making, bound)) == within
 
 
 def test_a_group_in_flight_for_too_long_is_ended_and_after_its_attempts_leaves_the_run(tmp_path):
@@ -108,11 +198,14 @@ def test_a_group_in_flight_for_too_long_is_ended_and_after_its_attempts_leaves_t
     with FakeEngine(hold_the_first_prompt) as engine:
         args = make_args(tmp_path, engine, num_rollout=99)
         source = make_source(args)
+        wasted = 0
         for rollout_id in range(7):
             engine.version = f"run:{rollout_id + 1}"
             output = rollout(args, source, rollout_id)
             assert 0 not in ids(output)
+            wasted += output.metrics["rollout/waste/stale/tokens"]
         assert len({a["rid"] for a in engine.aborts}) == 2 * 3  # two samples, three attempts
+        assert wasted == 2 * 3  # the one token that each had made
         assert counts(source)["failed"] == 1
         stop_pool(source)
     assert_conserved(source)
@@ -171,7 +264,7 @@ def test_in_deterministic_mode_two_runs_admit_and_use_the_same_whatever_the_timi
                 engine.version = f"run:{rollout_id + 1}"
                 output = rollout(args, source, rollout_id)
                 spans = [s.version_spans for s in flatten_samples(output.samples)]
-                seen.append((ids(output), spans, output.metrics))
+                seen.append((ids(output), spans, untimed(output.metrics)))
                 assert engine.running == 0 or rollout_id == 3, "weights may change now"
             assert_conserved(source)
         return seen
@@ -193,7 +286,8 @@ def test_a_resumed_pool_holds_what_it_held_and_goes_on_as_if_nothing_had_been(tm
         for rollout_id in range(2, 5):
             engine.version = f"run:{rollout_id + 1}"
             output = rollout(args, resumed, rollout_id)
-            assert (ids(output), output.metrics) == (ids(outputs[rollout_id]), outputs[rollout_id].metrics)
+            before = outputs[rollout_id]
+            assert (ids(output), untimed(output.metrics)) == (ids(before), untimed(before.metrics))
 
 
 def test_evaluation_goes_beside_the_pool(tmp_path):

@@ -124,6 +124,7 @@ def correct_stale_tokens(draft: Draft) -> None:
     reasons = {
         "the asynchronous loop": draft.training_loop == ASYNCHRONOUS,
         "the fully asynchronous rollout": draft.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION,
+        "--partial-rollout": draft.partial_rollout and not draft.mask_offpolicy_in_partial_rollout,
     }
     reason = next((name for name, holds in reasons.items() if holds), None)
     if reason is None or draft.loss_type != "policy_loss" or draft.was_given("use_tis"):

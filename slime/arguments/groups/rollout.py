@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slime.arguments.core.draft import Draft
+from slime.arguments.core.draft import ASYNCHRONOUS, DEFAULT, Draft
 from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.data import SHARED_DATASET
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
@@ -93,7 +93,8 @@ class RolloutFlags:
     )
     max_weight_staleness: int = flag(
         1,
-        "fully asynchronous rollout: how many weight pushes behind the engines a group's oldest token may be",
+        "fully asynchronous rollout: how many weight pushes a token may be behind what it trains; "
+        "train_async.py: 2 by default",
         ge=0,
         only_with=IN_FLIGHT,
     )
@@ -185,3 +186,19 @@ def fully_async_rollout(draft: Draft) -> None:
             )
     if draft.rollout_max_response_len is None:
         raise ValueError("--rollout-max-response-len is required: give the longest response in tokens.")
+    staleness_bound(draft)
+
+
+def staleness_bound(draft: Draft) -> None:
+    """The asynchronous loop makes a batch before the push that it is trained after: one is always there."""
+    if draft.training_loop != ASYNCHRONOUS or draft.rollout_function_path != FULLY_ASYNC_ROLLOUT_FUNCTION:
+        return
+    if draft.sources["max_weight_staleness"] == DEFAULT:
+        draft.derive(
+            "max_weight_staleness", 2, "one push of the asynchronous loop itself, one for groups in flight"
+        )
+    elif draft.max_weight_staleness < 1:
+        raise ValueError(
+            "--max-weight-staleness is 0 with the asynchronous loop, which trains a batch after a push that "
+            "its engines had not seen; use at least 1 (2 to keep groups in flight), or train.py."
+        )

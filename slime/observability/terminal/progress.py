@@ -11,6 +11,7 @@ from typing import Any
 from rich.text import Text
 
 REWARD, LOSS, STEP_TIME = "rollout/raw_reward", "train/loss", "perf/step_time"
+WASTE, WASTE_UNITS = "rollout/waste/", ("samples", "tokens", "seconds")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 10  # steps that speeds and shares are taken over
 _BARS = (16, 8)  # how long the bar is; where neither leaves room for a curve there is none: `12/500` says it
@@ -39,6 +40,7 @@ class Progress:
     values: dict[int, float] = field(default_factory=dict)
     evals: dict[str, dict[int, float]] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
+    wasted: dict[str, float] = field(default_factory=dict)  # over all rollouts: "stale/tokens" and so on
     _steps: dict[int, dict[str, float]] = field(default_factory=dict)  # the last few, with what each logged
     _start: int = 0
     _first: int | None = None  # step of this start: it compiles kernels and fills caches
@@ -53,6 +55,9 @@ class Progress:
             self._start, self.done = int(numbers["start"]), min(self.done, step)
             self._steps, self._first = {}, None
         self.latest |= numbers
+        for key in (key for key in numbers if key.startswith(WASTE)):
+            name = key.removeprefix(WASTE)
+            self.wasted[name] = self.wasted.get(name, 0.0) + numbers[key]
         self._first = step if self._first is None else self._first
         if self.value_key in numbers:
             self.values[step] = numbers[self.value_key]
@@ -82,6 +87,16 @@ class Progress:
         steps = [tuple(numbers[key] for key in needed) for numbers in self._whole_steps(needed)]
         seconds = sum(time for _, _, time in steps)
         return sum(count * length for count, length, _ in steps) / seconds if seconds else None
+
+    def waste_words(self) -> str:
+        """What taught nothing, by cause; empty where nothing was lost: stale 8 samples, 1.2k tokens, 30 s."""
+        causes = sorted({name.partition("/")[0] for name in self.wasted if "/" in name})
+        rows = [[self.wasted.get(f"{cause}/{unit}", 0.0) for unit in WASTE_UNITS] for cause in causes]
+        return "; ".join(
+            f"{cause.replace('_', ' ')} {samples:.0f} samples, {short(tokens)} tokens, {seconds:.0f} s"
+            for cause, (samples, tokens, seconds) in zip(causes, rows, strict=True)
+            if samples
+        )
 
     def split(self) -> dict[str, float]:
         """Shares of the time of the last steps. Generate: what was waited for, where it overlaps."""

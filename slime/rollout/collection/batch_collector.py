@@ -12,6 +12,7 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.rollout.collection.collector import Collector, Ticket
 from slime.rollout.data_source import take_groups
+from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.groups import Group, begin_again, copy_group, is_scored
 from slime.utils import waits
 from slime.utils.errors import RunStopped
@@ -37,6 +38,7 @@ class BatchCollector(Collector):
     ):
         super().__init__(args, rollout_id, data_source, dynamic_filter, tickets={})
         self.start_group, self.abort_requests = start_group, abort_requests
+        self._scope = current_scope() or RequestScope()
         self._done: asyncio.Queue[Ticket] = asyncio.Queue()
         self._waiting: dict[int, Ticket] = {}  # done, but an earlier one is not (deterministic mode)
         self._num_issued = 0
@@ -65,7 +67,9 @@ class BatchCollector(Collector):
     def _start(self, group: Group) -> None:
         number, self._num_issued = self._num_issued, self._num_issued + 1
         self.counts["issued"] += 1
-        ticket = Ticket(number, copy_group(group), asyncio.ensure_future(self.start_group(group)))
+        origin, scope = copy_group(group), self._scope.child()
+        with scope.entered():  # the task inherits it
+            ticket = Ticket(number, origin, asyncio.ensure_future(self.start_group(group)), scope)
         self._tickets[number] = ticket
         ticket.task.add_done_callback(lambda _: self._done.put_nowait(ticket))
 
@@ -98,16 +102,30 @@ class BatchCollector(Collector):
             await asyncio.wait(running, timeout=ABORT_GRACE_S)
             await _cancel(running)
         elif running:
-            # Ids are noted before the tasks let go of them, and sent after: a cancelled task resends nothing.
-            abort = asyncio.ensure_future(self.abort_requests())
-            await asyncio.sleep(0)
-            await _cancel(running)
-            await self._briefly(abort)
+            await self._discard(running)
         groups = [self._worth_keeping(ticket) for ticket in tickets]
+        for ticket, group in zip(tickets, groups, strict=True):
+            if not is_scored(group):
+                self.waste.begun("aborted", ticket.origin, group, ticket.scope)
         groups.sort(key=lambda group: not is_scored(group))  # finished ones first; the sort is stable
         self._tickets.clear()
         self._give_back(groups)
         return groups
+
+    async def _discard(self, running: list[asyncio.Task[Group]]) -> None:
+        """Aborted requests come back with what was made of them, which is counted; then all is ended."""
+        rids = self._scope.rids.copy()
+        abort = asyncio.ensure_future(self.abort_requests())
+        await self._briefly(abort)
+        if abort.done():
+            await self._scope.answered(rids, DISCARD_GRACE_S)
+        again = None
+        if self._scope.rids:  # of functions that do not look whether the rollout is over
+            again = asyncio.ensure_future(self.abort_requests())
+            await asyncio.sleep(0)  # the ids are noted before the tasks let go of them
+        await _cancel(running)
+        if again is not None:
+            await self._briefly(again)
 
     async def _briefly(self, abort: asyncio.Future[None]) -> None:
         """Give engines a moment to end discarded work; an abort that takes longer goes on by itself."""

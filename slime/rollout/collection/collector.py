@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.rollout import ledger
+from slime.rollout.collection.waste import Waste, teaches_nothing
 from slime.rollout.data_source import DataSource
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
@@ -22,6 +23,7 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generation.requests import PromptError
+from slime.rollout.generation.scope import RequestScope
 from slime.rollout.groups import (
     Group,
     attempt_of,
@@ -61,6 +63,7 @@ class Ticket:
     number: int  # order of issue
     origin: Group
     task: asyncio.Task[Group]
+    scope: RequestScope  # its requests
 
 
 class Collector(abc.ABC):
@@ -80,6 +83,7 @@ class Collector(abc.ABC):
         self.kept: list[Group] = []
         self.decided: list[Group] = []  # every group that reached the filter, dropped ones included
         self.counts: Counter[str] = Counter()
+        self.waste = Waste()
         self._tickets = tickets  # issued and not decided, by order of issue
         self._drops = MetricGatherer()
         self._failed_in_a_row = 0
@@ -101,6 +105,7 @@ class Collector(abc.ABC):
         return {
             **self._drops.collect(),
             **{f"rollout/groups/{name}": n for name, n in sorted(self.counts.items())},
+            **self.waste.metrics(self.kept),
         }
 
     @abc.abstractmethod
@@ -134,7 +139,9 @@ class Collector(abc.ABC):
             self._on_reward_failure(ticket, group, failure)
         elif any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
             cause = f"the generate function gave up on {describe(group)} (a sample is aborted)"
-            self._requeue(ticket, self._resumable(group, ticket.origin), cause)
+            kept = self._resumable(group, ticket.origin)
+            self.waste.begun("aborted", ticket.origin, kept, ticket.scope)
+            self._requeue(ticket, kept, cause)
         else:
             self._filter(ticket, group)
 
@@ -152,6 +159,8 @@ class Collector(abc.ABC):
             output, remaining_batch_size=self._remaining, target_data_size=self.target
         ):
             self._drops.on_dynamic_filter_drop(output.reason)
+            alike = teaches_nothing(self.args, group)
+            self.waste.whole("zero_variance" if alike else "filtered", group, ticket.scope)
             self._forget(ticket)
             self.counts["filtered"] += 1
             self._settle([group], "filtered", output.reason)
@@ -163,6 +172,10 @@ class Collector(abc.ABC):
         self._forget(ticket)
         self.kept.append(group)
         self.counts["kept"] += 1
+        if teaches_nothing(self.args, group):
+            self.waste.equal_rewards(group, ticket.scope)
+        if self.args.spare_samples_per_prompt:
+            self.waste.spares(group, ticket.scope)
 
     def _verdict(self, samples: list[Sample]) -> DynamicFilterOutput:
         option, path = "--dynamic-sampling-filter-path", self.args.dynamic_sampling_filter_path
@@ -180,6 +193,7 @@ class Collector(abc.ABC):
             raise error
         if self._failed_in_a_row >= MAX_FAILED_IN_A_ROW:
             raise GroupFailed(f"{self._failed_in_a_row} groups in a row failed; the last: {error}") from error
+        self.waste.begun("failed", ticket.origin, ticket.origin, ticket.scope)
         if action == "retry":
             self._requeue(ticket, ticket.origin, str(error))
             return
@@ -195,6 +209,7 @@ class Collector(abc.ABC):
         self.counts[f"reward_{failure.kind}"] += 1
         if action == "stop":
             raise GroupFailed(f"{cause} (--reward-failure-action stop).")
+        self.waste.whole("failed", group, ticket.scope)
         if action == "drop":
             logger.warning("dropped: %s", cause)
             self._forget(ticket)

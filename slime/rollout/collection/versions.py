@@ -1,9 +1,11 @@
-"""How old a group is: the weight version of its oldest trained token, and what the engines hold now."""
+"""How old a group is: the version of its oldest trained token, and what engines and trainer hold."""
 
 import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from slime.arguments import PluginArgs
 from slime.rollout.groups import Group
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample, flatten_samples, version_number
@@ -45,6 +47,40 @@ def name_versions(sample: Sample, answers: Iterable[str]) -> None:
         places = [place for _, place in row]
         sample.version_spans.append((version, places[0], places[-1] + 1))
     sample.version_spans.sort(key=lambda span: span[1])
+
+
+@dataclass(frozen=True, slots=True)
+class PushPlan:
+    """When weights change between rollouts: how far the trainer will be ahead of what engines hold.
+
+    The synchronous loop pushes after each step. The overlapped one makes a rollout while it trains the one
+    before, and pushes once that is made: what it trains next is a version older already.
+
+    Example: PushPlan(overlapped=True, interval=1, start=0).until(3, 3) is 1.
+    """
+
+    overlapped: bool
+    interval: int  # rollouts between two pushes of the overlapped loop
+    start: int  # the first rollout, which is made and trained by the same weights
+
+    def until(self, making: int, trained: int) -> int:
+        """Pushes from the weights that engines hold while they make one rollout to those another trains."""
+        return trained // self._interval - self._held(making)
+
+    def last_within(self, making: int, bound: int) -> int:
+        """The last rollout that may train tokens which are made now, while `making` is."""
+        return (self._held(making) + bound + 1) * self._interval - 1
+
+    def _held(self, making: int) -> int:
+        return max(making - 1, self.start) // self._interval if self.overlapped else making
+
+    @property
+    def _interval(self) -> int:
+        return self.interval if self.overlapped else 1
+
+
+def push_plan(args: PluginArgs) -> PushPlan:
+    return PushPlan(args.overlapped_loop, args.update_weights_interval, args.start_rollout_id)
 
 
 async def newest_version_held(urls: Sequence[str]) -> int | None:

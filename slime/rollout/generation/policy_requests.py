@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from slime.arguments import PluginArgs
 from slime.arguments.groups.trained_sampling import engines_tell_nucleus, refusal
+from slime.rollout.generation.scope import current_scope
 from slime.rollout.groups import describe
 from slime.utils import http_utils, top_p
 from slime.utils.errors import RunStopped
@@ -141,8 +142,17 @@ class PolicyRequests:
             if isinstance(meta, Mapping) and meta.get("weight_version") is not None:
                 spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
                 self.versions.update(str(span["version"]) for span in spans)
+            self._note_tokens(meta)
             if isinstance(meta, Mapping) and meta.get("top_p_token_ids") and is_trained():
                 self.told_nucleus = True
+
+    def _note_tokens(self, meta: object) -> None:
+        """Of a request that the function posted itself; ours are noted where they are sent."""
+        scope = current_scope()
+        if scope is None or not is_trained() or not isinstance(meta, Mapping) or meta.get("id") in scope.rids:
+            return
+        number = meta.get("completion_tokens")
+        scope.note_tokens(number if isinstance(number, int) else 0)
 
     def check_nucleus(self, sample: Sample) -> None:
         """Raise where a function was told which ids its tokens were drawn from, and did not record them."""

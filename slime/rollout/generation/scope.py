@@ -6,15 +6,17 @@ nothing that another rollout sent can be touched through it.
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+_POLL_S = 0.005
 _current: ContextVar["RequestScope | None"] = ContextVar("slime_request_scope", default=None)
 
 
 class RequestScope:
     """Request ids in flight. `aborted` turns true once: work that has not begun then does not begin. Adapters
-    note ids from threads of their own.
+    note ids from threads of their own. What its requests cost is counted: `num_sent`, `tokens` and `seconds`.
 
     `engines`: whom "default" means for these requests, by the name of their router.
     """
@@ -24,6 +26,8 @@ class RequestScope:
         self.engines = engines
         self.rids: set[str] = set()
         self.ended = asyncio.Event()
+        self.num_sent = self.tokens = 0
+        self.seconds = 0.0  # of requests, those that ran side by side added up
         self._parent: RequestScope | None = None
         self._children: list[RequestScope] = []
 
@@ -47,15 +51,35 @@ class RequestScope:
         return new
 
     @contextlib.contextmanager
-    def sending(self, rid: str | None) -> Iterator[None]:
-        """A request is in flight; one without an id cannot be aborted."""
-        named = set() if rid is None else {rid}
-        self.rids |= named
+    def sending(self, rid: str | None) -> Iterator[Callable[[int], None]]:
+        """A request is in flight; one without an id cannot be aborted. Call what it gives with its tokens."""
+        scopes, began = self._with_parents(), _now()
+        for scope in scopes:
+            scope.num_sent += 1
+            if rid is not None:
+                scope.rids.add(rid)
         try:
-            with self._parent.sending(rid) if self._parent is not None else contextlib.nullcontext():
-                yield
+            yield self.note_tokens
         finally:
-            self.rids -= named
+            passed = _now() - began
+            for scope in scopes:
+                scope.seconds += passed
+                if rid is not None:
+                    scope.rids.discard(rid)
+
+    def note_tokens(self, number: int) -> None:
+        """Engines have made so many more."""
+        for scope in self._with_parents():
+            scope.tokens += number
+
+    def _with_parents(self) -> list["RequestScope"]:
+        return [self] if self._parent is None else [self, *self._parent._with_parents()]
+
+    async def answered(self, rids: set[str], within_s: float) -> None:
+        """Until none of these is in flight any more: aborted ones come back with what was made of them."""
+        late = _now() + within_s
+        while self.rids & rids and _now() < late:
+            await asyncio.sleep(_POLL_S)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator["RequestScope"]:
@@ -64,6 +88,14 @@ class RequestScope:
             yield self
         finally:
             _current.reset(token)
+
+
+def _now() -> float:
+    """By the clock of the running loop, which a simulation has its own of."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
 
 
 def current_scope() -> RequestScope | None:

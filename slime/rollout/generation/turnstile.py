@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -59,13 +59,13 @@ class Turnstile:
             await future
 
     @contextlib.contextmanager
-    def sending(self, rid: str | None) -> Iterator[None]:
+    def sending(self, rid: str | None) -> Iterator[Callable[[int], None]]:
         """A request that has passed is in flight."""
         with self._lock:
             self.num_in_flight += 1
         try:
-            with self.scope.sending(rid):
-                yield
+            with self.scope.sending(rid) as made:
+                yield made
         finally:
             with self._lock:
                 self.num_in_flight -= 1

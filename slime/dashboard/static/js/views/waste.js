@@ -9,7 +9,8 @@ import { tip } from "../tip.js";
 export const title = "Waste and load";
 const PARTS = {
   "Groups": ["rollout/groups/kept", "rollout/groups/filtered", "rollout/groups/returned", "rollout/groups/failed", "rollout/groups/stale"],
-  "Staleness": ["rollout/staleness/mean", "rollout/staleness/max", "rollout/mixed_version_frac", "train/train_rollout_logprob_abs_diff"],
+  "Waste by cause": ["rollout/waste/share", ...["zero_variance", "aborted", "stale", "filtered", "failed"].flatMap((cause) => [`rollout/waste/${cause}/tokens`, `rollout/waste/${cause}/seconds`])],
+  "Staleness": ["rollout/staleness/mean", "rollout/staleness/max", "rollout/staleness/lag_0", "rollout/staleness/lag_1", "rollout/staleness/lag_2", "rollout/staleness/lag_3", "rollout/versions_per_sample", "rollout/mixed_version_frac", "train/train_rollout_logprob_abs_diff"],
   "Engine load": ["perf/tokens_per_gpu_per_sec", "perf/engine_forward_time", "perf/longest_sample_tokens_per_sec", "rollout/prefix_cache_hit_rate"],
   "Waits": ["perf/train_wait_time", "perf/step_time", "perf/update_weights_time", "perf/non_generation_time/mean"],
 };

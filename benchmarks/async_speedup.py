@@ -1,0 +1,245 @@
+"""How much faster is the fully asynchronous run than the synchronous one, on the same devices?
+
+    slime quickstart --run-dir runs/quickstart  # start model, prompts, held-out questions
+    python benchmarks/async_speedup.py --quickstart runs/quickstart [--seeds 0 1 2] [--steps 40]
+
+The task of the tiny quick start, one engine and one trainer rank on the CPU, the same number of steps and
+samples; runs take turns, and begin from the same weights. Two loads:
+
+long-tail  an answer takes as long as one of a large model (0.5 s in the median, log-normal with sigma 1, at
+           most 16 times the median), and so does its reward, a grader that somebody waits for
+even       answers and rewards take the time that they take here, about the same for all: nothing to wait for
+
+The times of the first load are slept, as a host sleeps while a device or a judge works: which loop waits for
+the slowest of a batch, and which does not, is what is measured. Goal: under the long tail at least twice as
+fast, at the same final accuracy. Under the even load engine and trainer share the cores: asynchrony has
+nothing to hide and trains on older tokens.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.cli.quickstart.rewards import exact_match
+
+GOAL = 2.0
+SAME_ACCURACY = 0.03  # of the means over seeds
+LOADS = {
+    "long-tail": {"answer_s": 0.5, "reward_s": 0.5, "sigma": 1.0, "longest": 16.0},
+    "even": {"answer_s": 0.0, "reward_s": 0.0, "sigma": 0.0, "longest": 1.0},
+}
+LOAD_VARIABLE = "SLIME_BENCHMARK_LOAD"
+LEFT_OUT = ("run-dir", "load", "save", "save-hf", "save-interval")
+LEFT_OUT += ("over-sampling-batch-size", "dynamic-sampling-filter-path")
+
+
+def drawn_s(median_s: float, sample: Any, what: str) -> float:
+    """The same for a sample whichever loop asks."""
+    load = json.loads(os.environ[LOAD_VARIABLE])
+    draw = random.Random(f"{load['seed']}-{what}-{sample.index}")
+    return median_s * min(load["longest"], draw.lognormvariate(0.0, load["sigma"])) if median_s else 0.0
+
+
+async def take_the_time(args: Any, sample: Any, evaluation: bool = False) -> None:
+    """--rollout-sample-hook-path: an answer is there when one of its length would be."""
+    if not evaluation:
+        load = json.loads(os.environ[LOAD_VARIABLE])
+        sample.metadata["reward_s"] = drawn_s(load["reward_s"], sample, "reward")
+        await asyncio.sleep(drawn_s(load["answer_s"], sample, "answer"))
+
+
+async def slow_match(args: Any, sample: Any, **kwargs: Any) -> float:
+    """--custom-rm-path: the reward of the quick start, after a while."""
+    await asyncio.sleep(sample.metadata.get("reward_s", 0.0))
+    return await exact_match(args, sample)
+
+
+def expected_wait_s(load: dict[str, float], samples: int, prompts: int) -> dict[str, float]:
+    """What the load alone comes to: the slowest sample of a batch, of a group, and the mean one."""
+    draw = random.Random(0)
+
+    def one() -> float:
+        times = (
+            load[name] * min(load["longest"], draw.lognormvariate(0, load["sigma"]))
+            for name in ("answer_s", "reward_s")
+        )
+        return math.fsum(times)
+
+    def slowest(count: int) -> float:
+        return statistics.fmean(max(one() for _ in range(count)) for _ in range(300))
+
+    return {"batch": slowest(samples * prompts), "group": slowest(samples), "sample": slowest(1)}
+
+
+def settings_of(options: argparse.Namespace, folder: Path, mode: str, seed: int) -> dict[str, Any]:
+    given = yaml.safe_load((options.quickstart / "run.yaml").read_text())
+    own = {name: value for name, value in given.items() if name not in LEFT_OUT}
+    own |= {
+        "run-dir": str(folder),
+        "seed": seed,
+        "rollout-seed": seed,
+        "num-rollout": options.steps,
+        "rollout-batch-size": options.prompts,
+        "n-samples-per-prompt": options.samples,
+        "eval-interval": options.steps,
+        "skip-eval-before-train": True,
+        "lr": options.lr,
+        "lr-warmup-iters": min(5, options.steps // 2),
+        "min-lr": options.lr / 10,
+        "custom-rm-path": f"{__file__}:slow_match",
+        "rollout-sample-hook-path": [f"{__file__}:take_the_time"],
+        "trainer-threads": 1,
+        "engine-threads": 1,
+        "sglang-server-concurrency": 4096,
+    }
+    if mode == "async":
+        own |= {
+            "rollout-function-path": FULLY_ASYNC_ROLLOUT_FUNCTION,
+            "max-weight-staleness": options.staleness,
+        }
+    return own
+
+
+def run_one(options: argparse.Namespace, load: str, mode: str, seed: int) -> dict[str, Any]:
+    """One run to its end, in processes of its own."""
+    folder = options.folder / f"{load}-{mode}-{seed}"
+    began = time.monotonic()
+    train(
+        folder,
+        "train" if mode == "sync" else "train-async",
+        settings_of(options, folder / "run", mode, seed),
+        {LOAD_VARIABLE: json.dumps({**LOADS[load], "seed": seed})},
+    )
+    return {"load": load, "mode": mode, "seed": seed, "process_s": time.monotonic() - began} | read(folder)
+
+
+def train(folder: Path, command: str, settings: dict[str, Any], environment: dict[str, str]) -> None:
+    """`slime train` with these settings; what it says is in log.txt. An earlier run there is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    words = [sys.executable, "-m", "slime", command, "--config", str(folder / "config.yaml"), "--quiet"]
+    with (folder / "log.txt").open("w") as log:
+        ended = subprocess.run(
+            words, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment}, check=False
+        )
+    if ended.returncode:
+        told = (folder / "log.txt").read_text()[-2000:]
+        raise SystemExit(f"{folder}: ended with {ended.returncode}: {told}")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "perf/step_time" in row]
+    scores = {
+        name: row[name]
+        for row in rows
+        for name in row
+        if name.startswith("eval/") and name.count("/") == 1 and "-" not in name and name != "eval/step"
+    }
+    ages = [row["rollout/staleness/mean"] for row in rows if "rollout/staleness/mean" in row]
+    oldest = [row["rollout/staleness/max"] for row in rows if "rollout/staleness/max" in row]
+    stale = [row["rollout/waste/stale/samples"] for row in rows if "rollout/waste/stale/samples" in row]
+    return {
+        "loop_s": steps[-1]["time"] - steps[0]["time"] + steps[0]["perf/step_time"],
+        "step_s": statistics.median(row["perf/step_time"] for row in steps[1:] or steps),
+        "train_s": statistics.median(row["perf/train_time"] for row in rows if "perf/train_time" in row),
+        "accuracy": statistics.fmean(scores.values()) if scores else math.nan,
+        "scores": scores,
+        "staleness_mean": statistics.fmean(ages),
+        "staleness_max": max(oldest),
+        "stale_samples": sum(stale),
+    }
+
+
+def summarise(options: argparse.Namespace, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for load in options.loads:
+        known = {(run["mode"], run["seed"]): run for run in runs if run["load"] == load}
+        pairs = [(known["sync", seed], known["async", seed]) for seed in options.seeds]
+        ratios = [sync["loop_s"] / pool["loop_s"] for sync, pool in pairs]
+        accuracy = [statistics.fmean(pair[i]["accuracy"] for pair in pairs) for i in (0, 1)]
+        found.append(
+            {
+                "load": load,
+                "waits": expected_wait_s(LOADS[load], options.samples, options.prompts),
+                "ratios": ratios,
+                "ratio": statistics.median(ratios),
+                "accuracy_sync": accuracy[0],
+                "accuracy_async": accuracy[1],
+                "goal": GOAL if load == "long-tail" else None,
+                "met": load != "long-tail"
+                or (min(ratios) >= GOAL and accuracy[1] >= accuracy[0] - SAME_ACCURACY),
+            }
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quickstart", type=Path, required=True, metavar="FOLDER", help="of a finished `slime quickstart`")
+    add("--folder", type=Path, default=Path("runs/async_speedup"), help="where runs are kept")
+    add("--loads", nargs="+", choices=tuple(LOADS), default=list(LOADS))
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--steps", type=int, default=40)
+    add("--prompts", type=int, default=8, help="of a step")
+    add("--samples", type=int, default=16, help="of a prompt")
+    add("--lr", type=float, default=6e-4)
+    add("--staleness", type=int, default=4, help="--max-weight-staleness of the asynchronous runs")
+    add("--at-once", type=int, default=1, help="runs side by side; only where waiting is all that they do")
+    add("--json", type=Path, default=Path("benchmarks/results/async_speedup.json"))
+    options = parser.parse_args()
+    if not (options.quickstart / "run.yaml").is_file():
+        parser.error(f"--quickstart {options.quickstart} has no run.yaml: make it with `slime quickstart`")
+    cases = list(itertools.product(options.loads, options.seeds, ("sync", "async")))
+    before = os.getloadavg()[0]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        runs = list(pool.map(lambda case: _told(run_one(options, case[0], case[2], case[1])), cases))
+    summary = summarise(options, runs)
+    for row in summary:
+        print(
+            f"{row['load']}: async {row['ratio']:.2f}x as fast as sync (median of {len(row['ratios'])} "
+            f"seeds, from {min(row['ratios']):.2f} to {max(row['ratios']):.2f}); accuracy "
+            f"{row['accuracy_sync']:.3f} sync, {row['accuracy_async']:.3f} async; the slowest "
+            f"of a batch takes {row['waits']['batch']:.1f} s"
+        )
+    shown = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
+    loads = {"before": before, "after": os.getloadavg()[0]}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(
+        json.dumps({"settings": shown, "machine_load": loads, "summary": summary, "runs": runs}, indent=2)
+        + "\n"
+    )
+    return 0 if all(row["met"] for row in summary) else 1
+
+
+def _told(run: dict[str, Any]) -> dict[str, Any]:
+    print(
+        f"{run['load']:9} {run['mode']:5} seed {run['seed']}: {run['loop_s']:.0f} s, {run['step_s']:.2f} s "
+        f"a step, accuracy {run['accuracy']:.3f}, tokens {run['staleness_mean']:.2f} pushes old "
+        f"(at most {run['staleness_max']:.0f})",
+        flush=True,
+    )
+    return run
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
