@@ -72,6 +72,49 @@ def test_a_retracted_request_goes_on_wholly_with_the_new_weights(engine, old_mod
     assert largest_difference(made.log_probs, [*old[:cut], *new[cut:]]) < 1e-4
 
 
+def test_a_request_held_in_place_goes_on_from_its_cache_with_the_new_weights(engine, old_model, new_model):
+    engine.need(
+        engine.can.has_spans and engine.can.dialect.flush_while_running, "a push under requests held in place"
+    )
+
+    async def push():
+        task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=200, ignore_eos=True))
+        await engine.running(tokens=10)
+        await engine.control.pause("in_place")
+        await engine.control.flush()
+        await engine.push(new_model, "run:1")
+        await engine.control.resume()
+        return await task
+
+    made = run(push())
+    cut = made.spans[0].end
+    assert [s.version for s in made.spans] == ["default", "run:1"] and made.meta["num_retractions"] == 0
+    old = plain_log_probs(old_model, PROMPT, made.ids[:cut])
+    assert largest_difference(made.log_probs[:cut], old) < 1e-4
+    # Not that of the new model from the start: what is cached of the request is of the old weights.
+    new = plain_log_probs(new_model, PROMPT, made.ids)
+    assert largest_difference(made.log_probs[cut:], new[cut:]) > 1e-4
+
+
+def test_an_aborted_request_is_sent_again_with_what_it_made_and_the_new_weights(engine, new_model):
+    async def push():
+        task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=200, ignore_eos=True))
+        await engine.running(tokens=10)
+        await engine.control.pause("abort")
+        first = await task
+        await engine.control.flush()
+        await engine.push(new_model, "run:1")
+        await engine.control.resume()
+        left = 200 - len(first.ids)
+        return first, await engine.agenerate([*PROMPT, *first.ids], max_new_tokens=left, ignore_eos=True)
+
+    first, rest = run(push())
+    assert first.finish == "abort" and len(first.ids) + len(rest.ids) == 200
+    assert (first.weight_version, rest.weight_version) == ("default", "run:1")
+    expected = plain_log_probs(new_model, [*PROMPT, *first.ids], rest.ids)
+    assert largest_difference(rest.log_probs, expected) < 1e-4
+
+
 def test_a_checkpoint_folder_becomes_the_weights(engine, new_folder, new_model):
     receipt = run(engine.control.update_from_disk(str(new_folder), "run:2"))
     assert receipt.version == "run:2"

@@ -10,6 +10,7 @@ from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
 from slime.catalog.transports import MODES, OLDER_NAMES, TRANSPORT_CHOICES
 
+PAUSE_MODES = ("auto", "retract", "in_place", "abort")
 FP8_ROUNDINGS = ("auto", "nearest", "stochastic")
 ENCODINGS = ("xor", "overwrite")
 CHECKSUMS = ("xxh3-128", "blake3", "adler32")
@@ -182,6 +183,13 @@ class WeightSyncFlags:
         "nearest would not move, else nearest",
         choices=FP8_ROUNDINGS,
     )
+    pause_generation_mode: str = flag(
+        "auto",
+        "what requests in flight do at a push; retract: start again from their tokens; in_place: go on from "
+        "the KV cache of the old weights; abort: come back and are sent again; auto: retract, or abort where "
+        "an engine does not say which weights made which token",
+        choices=PAUSE_MODES,
+    )
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
     update_weight_timeout_s: float = flag(
         600.0,
@@ -260,6 +268,12 @@ def weight_sync(draft: Draft) -> None:
         draft.derive("update_weight_transport", OLDER_NAMES[older], f"{older} is its older name")
     if draft.update_weight_mode == "delta":
         _delta(draft)
+    kind = ENGINES[draft.rollout_engine]
+    if draft.pause_generation_mode == "in_place" and not kind.dialect.flush_while_running:
+        raise ValueError(
+            f"--pause-generation-mode in_place with {kind.label}: it cannot empty its prefix cache while "
+            "requests are held, so that new ones would begin from old weights; use retract or abort."
+        )
 
 
 def _delta(draft: Draft) -> None:

@@ -24,7 +24,7 @@ from slime.utils.http_utils import HttpError
 from slime.weight_sync import LiveReport, Parcel, Target, transport_of
 from slime.weight_sync.base import check_receipt
 from slime.weight_sync.verify import check_replicas
-from slime.wire.control import EngineControl, Tag
+from slime.wire.control import EngineControl, PauseMode, Tag
 from slime.wire.protocol import ADAPTER_NAME, EngineInfo
 
 R = TypeVar("R")
@@ -116,13 +116,24 @@ class EngineWeights:
         async def take(url: str, info: EngineInfo) -> None:
             control, transport = self._control(url), transport_of(parcel.transport)
             await transport.prepare(parcel, control)
-            await _pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
+            await self._pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
             check_receipt(parcel, await transport.deliver(parcel, control, info), url)
             if self._args.check_weight_update_equal:
                 await self._compare(parcel, url, info)
             await control.resume()
 
         return take
+
+    async def _pause(self, control: EngineControl, info: EngineInfo, *, keep: bool = True) -> None:
+        """No request runs on, and no cached prefix of old weights is left for one that comes after."""
+        await control.pause(pause_mode(self._args.pause_generation_mode, info, keep=keep))
+        for attempt in range(1, _FLUSH_ATTEMPTS + 1):
+            try:
+                return await control.flush()
+            except HttpError as error:
+                if error.status != 400 or attempt == _FLUSH_ATTEMPTS:
+                    raise
+                await asyncio.sleep(_FLUSH_PAUSE_S)
 
     async def _compare(self, parcel: Parcel, url: str, info: EngineInfo) -> None:
         different = await transport_of(parcel.transport).compare(
@@ -142,7 +153,7 @@ class EngineWeights:
 
         async def begin(url: str, info: EngineInfo) -> None:
             control = self._control(url)
-            await _pause(control, info)
+            await self._pause(control, info)
             if info.has_begin_end:
                 await control.begin_update()
 
@@ -256,7 +267,7 @@ class EngineWeights:
 
         async def look() -> None:
             control, info = self._control(url), self.info(url)
-            await _pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
+            await self._pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
             try:
                 found.extend(await compare(parcel, control, info, self._shm_prefix))
             finally:
@@ -269,7 +280,7 @@ class EngineWeights:
     def _compare_paused(self, parcel: Parcel) -> Act:
         async def compare(url: str, info: EngineInfo) -> None:
             control = self._control(url)
-            await _pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
+            await self._pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
             await self._compare(parcel, url, info)
             await control.resume()
 
@@ -312,21 +323,16 @@ class EngineWeights:
         return len(failures)
 
 
-async def _pause(control: EngineControl, info: EngineInfo, *, keep: bool = True) -> None:
-    """No request runs on, and no cached prefix is left: KV of old weights must not meet new ones.
+def pause_mode(asked: str, info: EngineInfo, *, keep: bool = True) -> PauseMode:
+    """What becomes of the requests of an engine in a push: as asked, where it can be.
 
-    An engine that says which tokens came from which version keeps its requests, which start again from their
-    tokens. From one that does not, they come back, and are sent again: each part then has one version. So
-    they do where the transport does not let it `keep` them.
+    An engine that says which tokens came from which version keeps its requests: they start again from their
+    tokens, or go on from the KV that they have. From one that does not, they come back, and are sent again:
+    each part then has one version. So they do where the transport does not let it `keep` them.
     """
-    await control.pause("retract" if info.has_spans and keep else "abort")
-    for attempt in range(1, _FLUSH_ATTEMPTS + 1):
-        try:
-            return await control.flush()
-        except HttpError as error:
-            if error.status != 400 or attempt == _FLUSH_ATTEMPTS:
-                raise
-            await asyncio.sleep(_FLUSH_PAUSE_S)
+    if not (info.has_spans and keep) or asked == "abort":
+        return "abort"
+    return "in_place" if asked == "in_place" else "retract"
 
 
 async def _gather(tasks: Iterable[Coroutine[Any, Any, R]]) -> list[R | BaseException]:
