@@ -51,6 +51,7 @@ class Row:
             "engine_running": found.engine_running,
             "trainer_busy": found.trainer_busy,
             "wasted": found.wasted,
+            "waste": dict(found.waste),
             "staleness": found.staleness,
             "counts": dict(found.counts),
             "starts": found.num_starts,
@@ -188,6 +189,10 @@ def table(rows: Sequence[Row]) -> list[str]:
         )
     counts = {name: int(n) for name, n in sorted(best.measured.counts.items()) if n}
     lines.append(f"of the {'best' if len(rows) > 1 else 'run'}: {json.dumps(counts)}")
+    lost = {cause.replace("_", " "): n for cause, n in best.measured.waste.items() if n}
+    made = max(best.measured.engine_tokens, 1.0)
+    shares = ", ".join(f"{cause} {n / made:.1%}" for cause, n in sorted(lost.items()))
+    lines.append(f"tokens that taught nothing: {shares or 'none'}")
     if best.measured.num_starts > 1:
         lines.append(f"starts: {best.measured.num_starts}")
     if best.measured.audit is not None:

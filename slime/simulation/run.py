@@ -59,6 +59,7 @@ class Measured:
     step_ends: list[float] = field(default_factory=list)  # when each training step was over
     logged: dict[int, dict[str, float]] = field(default_factory=dict)  # by rollout
     counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waste: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # tokens by cause
     wall_s: float = 0.0
     engine_busy: float = 0.0  # share of the engines' time in which they had requests
     engine_running: float = 0.0  # requests at once, on average, of each engine
@@ -140,16 +141,18 @@ class _DelayedWriter:
 class _Metrics:
     """What a run logs, with the virtual time (as `slime.observability.tracking.Tracker`)."""
 
-    def __init__(self, clock: Clock, measured: Measured):
-        self._clock, self._measured = clock, measured
+    def __init__(self, clock: Clock, measured: Measured, unit: int):
+        self._clock, self._measured, self._unit = clock, measured, unit
 
     def log(self, metrics: dict[str, float], axis: str, step: int) -> None:
         measured = self._measured
         if axis == "rollout/step":
             measured.logged.setdefault(step, {}).update(metrics)
             for name, value in metrics.items():
-                if name.startswith(("rollout/groups/", "rollout/waste/")):
+                if name.startswith("rollout/groups/"):
                     measured.counts[name.partition("/")[2]] += value
+                if name.startswith("rollout/waste/") and name.endswith("/tokens"):
+                    measured.waste[name.split("/")[2]] += value * self._unit
             if "perf/step_time" in metrics:
                 measured.step_ends.append(self._clock.now)
 
@@ -312,7 +315,7 @@ class Simulation:
                 residency,
                 push,
                 saver,
-                _Metrics(clock, self.measured),  # type: ignore[arg-type]
+                _Metrics(clock, self.measured, unit),  # type: ignore[arg-type]
                 _NoAdvice(),  # type: ignore[arg-type]
                 recovery,
                 redo,

@@ -16,10 +16,14 @@ def parse_async(*words, **changes):
 
 
 def test_the_asynchronous_loop_and_the_asynchronous_rollout_weight_stale_tokens():
-    for args in (parse_async(), parse_args([*base_argv(), *FULLY_ASYNC]), parse_async("--tis-clip", "3")):
+    partial = parse_args([*base_argv(), "--partial-rollout"])
+    pool = parse_args([*base_argv(), *FULLY_ASYNC])
+    for args in (parse_async(), pool, partial, parse_async("--tis-clip", "3")):
         assert args.use_tis and args.sources["use_tis"].startswith("derived: ")
         assert "--no-use-tis" in args.sources["use_tis"]
     assert not parse_args(base_argv()).use_tis
+    masked = ("--partial-rollout", "--mask-offpolicy-in-partial-rollout")
+    assert not parse_args([*base_argv(), *masked]).use_tis
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,12 @@ def test_costs_of_a_real_run_are_its_medians(tmp_path):
     assert costs.engine.decode_s(8, 0.0) == pytest.approx(8 * 2.0 / 400)
     assert costs.trainer.step_s([[1.0]]) == pytest.approx(2.75)
     assert "took 5 s" in told[-1]
+    with pytest.raises(ValueError, match="0 whole steps with perf/engine_forward_time"):
+        measured_costs(tmp_path, slow_rewards=True)
+    rows = [{**row, "perf/engine_forward_time": 0.5} for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    costs, told = measured_costs(tmp_path, slow_rewards=True)  # what was waited for is of the rewards
+    assert costs.engine.decode_s(8, 0.0) == pytest.approx(8 * 0.5 / 400)
     with pytest.raises(ValueError, match="no metrics"):
         measured_costs(tmp_path / "nowhere")
 
@@ -183,7 +189,7 @@ def test_the_command_prints_the_splits_and_the_best_of_them(capsys):
     words += "--n-samples-per-prompt 2 --rollout-max-response-len 1024 --loop fully-async"
     assert main(words.split()) == 0
     printed = capsys.readouterr().out
-    assert "best: " in printed and "engines busy" in printed
+    assert "best: " in printed and "engines busy" in printed and "tokens that taught nothing: " in printed
     assert printed.count("%  ") > 3
 
 
