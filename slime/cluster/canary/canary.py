@@ -15,10 +15,12 @@ from slime.cluster.residency import GENERATE, SYNC, Residency
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.train_group import TrainGroup
 from slime.runtime.base import Handle
+from slime.utils import waits
 
 logger = logging.getLogger(__name__)
 
 _SHOWN_TENSORS = 8
+_PATIENCE_S, _LOOK_S = 60.0, 0.2  # for an engine that serves
 _REPEAT = 10  # breaches after which one is told again
 
 
@@ -39,16 +41,18 @@ class Canary:
         self._last_good: int | None = None  # the last push after which all agreed
         self._num_breaches = 0
         self._told_why_not = False
+        self._is_due = False  # no engine served when it was asked for
 
     def after_push(self, number: int) -> dict[str, float]:
         """The metrics of a comparison, after the first push and then every so many; empty: none was due."""
-        if not self._probe or (number != 1 and number % self._interval):
+        if not self._probe or not (self._is_due or number == 1 or number % self._interval == 0):
             return {}
         started = time.monotonic()
         with self._residency.phase(SYNC):
             trainer, tolerance = self._trainer.score(self._batch)
         with self._residency.phase(GENERATE):
-            answers = self._engines.call_control(EngineWeights.score, self._probe).result()
+            answers = self._ask()
+            self._is_due = not answers
             engines = self._known(answers, number)
             if not engines:
                 return {}
@@ -60,6 +64,15 @@ class Canary:
             "rollout/canary/max_abs_diff": max(reading.largest for reading in readings),
             "perf/canary_time": time.monotonic() - started,
         }
+
+    def _ask(self) -> dict[str, LogProbs | str]:
+        """Where all engines died in the push, the next that serves is waited for, like any rollout would."""
+        with waits.waiting("an engine that serves", owner="the canary", deadline_s=_PATIENCE_S) as wait:
+            while True:
+                answers = self._engines.call_control(EngineWeights.score, self._probe).result()
+                if answers or wait.age_s > _PATIENCE_S:
+                    return answers
+                time.sleep(_LOOK_S)
 
     def _known(self, answers: Mapping[str, LogProbs | str], number: int) -> dict[str, LogProbs]:
         """Of the engines that scored the probe; a text says why one did not."""
