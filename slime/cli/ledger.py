@@ -42,7 +42,9 @@ def _audit(options: argparse.Namespace) -> int:
         print(f"after crashes: {found.redone} steps taken again, {found.recalled} samples from the ledger")
     for violation in found.violations:
         print(f"VIOLATION: {violation}")
-    if not found.violations:
+    if not found.num_events:
+        print("the ledger is empty: no rollout was made yet")
+    elif not found.violations:
         print("conserved: every group has one fate, nothing was trained twice")
     return 1 if found.violations else 0
 

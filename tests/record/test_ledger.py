@@ -329,6 +329,13 @@ def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_
     assert command.main(["audit", str(tmp_path / "nowhere")]) == 2
 
 
+def test_a_run_that_was_killed_before_its_first_event_has_lost_nothing(tmp_path, capsys):
+    RecordWriter(tmp_path / "record.db", "run", MIB).close()
+    assert command.main(["audit", str(tmp_path)]) == 0
+    assert "the ledger is empty: no rollout was made yet" in capsys.readouterr().out
+    assert audit(tmp_path / "record.db", finished=True).violations
+
+
 def test_a_record_that_holds_nothing_is_taken_over_and_one_with_samples_is_not(tmp_path):
     RecordWriter(tmp_path / "record.db", "killed-before-its-first-rollout", MIB).close()
     writer = RecordWriter(tmp_path / "record.db", "run", MIB)
