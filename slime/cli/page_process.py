@@ -6,9 +6,11 @@ import contextlib
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 
 _END_S = 5.0
+_LAST_LINES = 5
 
 
 @contextlib.contextmanager
@@ -18,10 +20,12 @@ def page_beside(run_dir: str) -> Iterator[None]:
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    threading.Thread(target=_tell, args=(process,), name="page", daemon=True).start()
+    ended = threading.Event()  # on purpose
+    threading.Thread(target=_tell, args=(process, ended), name="page", daemon=True).start()
     try:
         yield
     finally:
+        ended.set()
         assert process.stdin is not None, "it was asked for"
         with contextlib.suppress(OSError):
             process.stdin.close()  # which is how it learns of the end
@@ -32,9 +36,14 @@ def page_beside(run_dir: str) -> Iterator[None]:
             process.wait()
 
 
-def _tell(process: subprocess.Popen[str]) -> None:
-    """Its address, or why there is none; what it prints later is nobody's concern."""
+def _tell(process: subprocess.Popen[str], ended: threading.Event) -> None:
+    """Its address, or why there is none; what it printed later only where it dies before the run does."""
     assert process.stdout is not None, "it was asked for"
-    print(process.stdout.readline().rstrip() or "the page of this run could not be started", flush=True)
-    for _ in process.stdout:
-        pass
+    first = process.stdout.readline().rstrip()
+    print(first or "the page of this run could not be started", flush=True)
+    last = deque((line.rstrip() for line in process.stdout), maxlen=_LAST_LINES)
+    code = process.wait()
+    if first and not ended.is_set():
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        said = "\n".join(["; last it said:", *last]) if last else ""
+        print(f"the page of this run {how}; the run goes on{said}", flush=True)

@@ -6,6 +6,7 @@ import sys
 import urllib.request
 
 import numpy as np
+import psutil
 import pytest
 from page_world import make_run
 
@@ -54,6 +55,21 @@ def test_the_page_beside_a_run_tells_its_address_and_ends_with_it(tmp_path, capf
             assert answer(text.split()[-1], "api/runs")["runs"][0]["state"] == "running"
         with pytest.raises(OSError):
             answer(text.split()[-1], "api/runs")
+    finally:
+        lock.release()
+
+
+def test_a_page_that_dies_before_its_run_is_told_of(tmp_path, capfd):
+    make_run(tmp_path / "run", 2, exit=None)
+    lock = FolderLock(tmp_path / "run", "--run-dir")
+    try:
+        with page_beside(str(tmp_path / "run")):
+            from page_world import until
+
+            until(lambda: "http" in capfd.readouterr().out)
+            [page] = [p for p in psutil.Process().children() if str(tmp_path / "run") in p.cmdline()]
+            page.kill()
+            until(lambda: "was killed by signal 9; the run goes on" in capfd.readouterr().out)
     finally:
         lock.release()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import os
 import pickle
@@ -32,6 +33,9 @@ from slime.utils import waits
 from slime.utils.processes import thread_environment
 from slime.utils.reward_failure import infra_error, invalid, too_large
 
+logger = logging.getLogger(__name__)
+
+_END_S = 1.0  # until the exit code of a process is known whose pipe has ended
 _START_TIMEOUT_S = 120.0  # interpreter start and imports, on a busy machine
 _PIPE_BYTES = 32 << 10  # what a pipe surely takes without its reader
 _DEFAULTS = dataclasses.asdict(RewardFlags())
@@ -105,7 +109,12 @@ class CheckPool:
                     worker = self._replace(worker)
                 future.set_result(worker.run(function, arguments, self.deadline_s))
             except (EOFError, OSError) as error:  # the worker died: out of memory, a crash, or `close`
-                future.set_result(infra_error(f"reward check {function} lost its worker: {error!r}"))
+                how = worker.describe_end() if worker is not None else repr(error)
+                if not self._closed:
+                    logger.warning(
+                        "a reward worker %s while it ran %s; another takes its place", how, function
+                    )
+                future.set_result(infra_error(f"reward check {function} lost its worker, which {how}"))
                 self._drop(worker)
                 worker = None
             except Exception as error:  # arguments that cannot be pickled are the caller's mistake
@@ -148,6 +157,16 @@ class _Worker:
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
+
+    def describe_end(self) -> str:
+        """What it printed is in our own output."""
+        try:
+            code = self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return f"(pid {self.pid}) broke off"
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"(pid {self.pid}) {how}{hint}"
 
     def end(self) -> None:
         """At once, with all that it forked."""
