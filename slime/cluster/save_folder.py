@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.utils import shm
 from slime.utils.errors import FolderTaken, RunStopped
 from slime.utils.folder_lock import FolderLock
 from slime.utils.step_folders import same_folder, step_folders
@@ -18,6 +19,7 @@ _PROBE_BYTES = 1 << 20
 _LOOKED_AT = 1000  # places of models to come
 _FULL_BYTES = 1 << 20  # less than this is full: what failed to be written may have left that much
 # Errors of the disk may reach us as text only, from another process or a library that drops the number.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
 
 
@@ -79,13 +81,64 @@ def naming_disk_errors(flag: str, folder: Path, rollout_id: int) -> Iterator[Non
         ) from error
 
 
-def disk_error(error: BaseException, folder: Path) -> str | None:
-    """What the disk did, if it is the cause of an error; None: it is not known to be."""
+@contextlib.contextmanager
+def naming_full_disks(args: Args) -> Iterator[None]:
+    """Whatever a run could not write for want of room ends it with one message, not with a traceback."""
+    try:
+        yield
+    except (RunStopped, ValueError):
+        raise
+    except Exception as error:
+        found = _full_disk(error, _written_folders(args))
+        if found is None:
+            raise
+        where, why = found
+        raise RunStopped(
+            f"{where}: {why}; make room, and start this command again: it goes on with what is on the disk."
+        ) from error
+
+
+def _full_disk(error: BaseException, folders: dict[str, Path]) -> tuple[str, str] | None:
+    """(Where, why) of an error that a full disk caused; None: it is not known to be one."""
+    for link in _chain(error):
+        if isinstance(link, OSError) and link.errno in _NO_ROOM:
+            return str(link.filename or "a file of this run"), _why(link)
+        text = "\n".join([str(link), *getattr(link, "__notes__", ())])
+        for number in _NO_ROOM:
+            if os.strerror(number) in text:
+                return "a file of this run", _why(OSError(number, os.strerror(number)))
+    for flag, folder in folders.items():  # torch does not say why a file was not written
+        if folder.is_dir() and shutil.disk_usage(folder).free < _FULL_BYTES:
+            return f"{flag} {folder}", _why(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    return None
+
+
+def _written_folders(args: Args) -> dict[str, Path]:
+    given = {
+        "--run-dir": args.run_dir,
+        "--save": args.save,
+        "--save-debug-rollout-data": args.save_debug_rollout_data,
+        "--save-debug-train-data": args.save_debug_train_data,
+        "--update-weight-disk-dir": args.update_weight_disk_dir,
+    }
+    folders = {
+        flag: _fixed_part(value) if "{" in value else Path(value) for flag, value in given.items() if value
+    }
+    return {**folders, "the shared memory": shm.FOLDER}
+
+
+def _chain(error: BaseException) -> list[BaseException]:
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
+    return chain
+
+
+def disk_error(error: BaseException, folder: Path) -> str | None:
+    """What the disk did, if it is the cause of an error; None: it is not known to be."""
+    chain = _chain(error)
     for link in chain:
         if isinstance(link, OSError) and link.errno in _DISK_ERRORS:
             return _why(link)

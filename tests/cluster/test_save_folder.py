@@ -12,7 +12,13 @@ from types import SimpleNamespace
 import pytest
 from small_disk import mounted
 
-from slime.cluster.save_folder import disk_error, naming_disk_errors, open_save_folder, prepare_folder
+from slime.cluster.save_folder import (
+    disk_error,
+    naming_disk_errors,
+    naming_full_disks,
+    open_save_folder,
+    prepare_folder,
+)
 from slime.utils.errors import RunStopped
 from slime.utils.folder_lock import FolderLock
 
@@ -216,6 +222,36 @@ def test_an_error_without_a_reason_on_a_full_disk_is_the_full_disk(tmp_path):
             naming_disk_errors("--save", disk, 4),
         ):
             raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
+
+
+def writing(folder):
+    return SimpleNamespace(
+        run_dir=str(folder),
+        save=None,
+        save_debug_rollout_data=f"{folder}/dump/{{rollout_id}}.pt",
+        save_debug_train_data=None,
+        update_weight_disk_dir=None,
+    )
+
+
+def test_whatever_a_run_cannot_write_for_want_of_room_is_one_message(tmp_path):
+    named = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x/dump/3.pt")
+    told = RuntimeError("Error in rank 0: [Errno 28] No space left on device")
+    for error, where in ((named, r"runs/x/dump/3\.pt"), (told, "a file of this run")):
+        match = rf"{where}: the disk is full .*start this command again"
+        with pytest.raises(RunStopped, match=match), naming_full_disks(writing(tmp_path)):
+            raise error
+    with mounted(tmp_path / "disk", "size=2m") as disk:
+        (disk / "filler").write_bytes(bytes((2 << 20) - 4096))
+        with (
+            pytest.raises(RunStopped, match=rf"--run-dir {disk}: the disk is full"),
+            naming_full_disks(writing(disk)),
+        ):
+            raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
+    for error in (KeyError("a defect"), ValueError("--flag 3"), RunStopped("No space left on device, told")):
+        with pytest.raises(type(error)) as raised, naming_full_disks(writing(tmp_path)):
+            raise error
+        assert raised.value is error
 
 
 def test_what_the_disk_did_not_do_rises_as_it_is(tmp_path):
