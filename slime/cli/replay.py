@@ -106,11 +106,6 @@ def _args(run: RunRecord, step: int, load: str | None, dump: str, run_dir: Path)
     from slime.arguments import parse_args
 
     known = {name: entry["value"] for name, entry in run.last.settings.items()}
-    parallel = [n for n in known if n.endswith("model_parallel_size") and known[n] not in (None, 1)]
-    if parallel:
-        raise RecordError(
-            f"--{parallel[0].replace('_', '-')} is {known[parallel[0]]}: replay takes one rank."
-        )
     words = ["--hf-checkpoint", str(known["hf_checkpoint"]), "--debug-train-only"]
     words += ["--disable-rollout-global-dataset"]
     words += ["--load-debug-rollout-data", dump, "--num-rollout", str(step + 1), "--run-dir", str(run_dir)]
@@ -135,7 +130,9 @@ _OF_THE_REPLAY = """
     record_max_mib quiet skip_preflight trainer_threads runtime colocate offload_train offload_rollout
     actor_num_nodes actor_num_gpus_per_node num_gpus_per_node rollout_num_gpus auto_resume start_rollout_id
     use_wandb use_tensorboard use_trackio use_mlflow dump_details log_level prompt_data rollout_global_dataset
-    data_source_path rollout_function_path env dashboard
+    data_source_path rollout_function_path env dashboard tensor_model_parallel_size context_parallel_size
+    pipeline_model_parallel_size virtual_pipeline_model_parallel_size expert_model_parallel_size
+    expert_tensor_parallel_size sequence_parallel peer_copies max_restarts elastic
 """.split()  # noqa: SIM905 - a list of words reads better as words
 
 
