@@ -3,7 +3,8 @@
     python tests/trapped_rank.py '[{"point": "optimizer", "nth": 2, "note": "struck"}]' train.py FLAGS
 
 At the nth time that a rank reaches the point it strikes itself, once in a run: the file `note` says so.
-`how`: "kill" (SIGKILL, the default), "stop" (SIGSTOP) or "raise" (a mistake of the user's code, every time).
+`how`: "kill" (SIGKILL, the default), "stop" (SIGSTOP), "raise" (a mistake of the user's code, every time),
+"cut copies" or "flip copies" (the copies in memory are damaged, then it is killed).
 """
 
 import functools
@@ -68,7 +69,20 @@ def strike(trap: dict) -> None:
     if note.exists():
         return
     note.write_text(str(os.getpid()))
+    if trap.get("how", "").endswith("copies"):
+        damage_copies(trap["how"].split()[0])
+        trap = {}
     os.kill(os.getpid(), signal.SIGSTOP if trap.get("how") == "stop" else signal.SIGKILL)
+
+
+def damage_copies(how: str) -> None:
+    """Those of this run: the largest file of each is cut short, or has a bit flipped."""
+    driver = f"slime-{os.getppid()}-"
+    for folder in Path("/dev/shm").glob(f"{driver}*-state-*"):
+        path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data[: len(data) // 2] if how == "cut" else data)
 
 
 def main() -> None:

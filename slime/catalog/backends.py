@@ -20,6 +20,7 @@ class Backend:
     has_pipeline: bool = False  # ranks divide into pipeline stages too, by rules of the trainer's own
     scores_split_samples: bool = False  # rm_loss works where context parallelism splits a sample
     reads_kept_checkpoints: bool = False  # also for a model beside the policy, such as the reference
+    folder_per_machine: bool = False  # ranks of one checkpoint may write to folders of their own
     float32_on_cpu: bool = False  # whatever precision the model is stored in
     # --dtype is that of the weights; masters in float32 stand in the optimizer.
     weights_in_dtype: bool = False
@@ -37,6 +38,7 @@ BACKENDS: dict[str, Backend] = {
         flags=("fsdp_cpu_offload", "router_aux_loss_coef", "freeze_vision_tower", "share_prefix"),
         flags_unread="only the FSDP trainer reads it; remove it or use --train-backend fsdp",
         reads_kept_checkpoints=True,
+        folder_per_machine=True,
         trains_transformers_model=True,
         shares_prompts=True,
     ),

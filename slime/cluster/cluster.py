@@ -115,7 +115,7 @@ class Cluster:
         if copies is not None and copies.are_due(rollout_id) and not self.schedule.save_after(rollout_id):
             with self.timeline.doing("copying state", rollout_id) as copying:
                 self.recovery.run(lambda: copies.write(rollout_id), rollout_id)
-            self.batches.forget(self.redo.safe.rollout_id)
+            self.batches.forget(self.redo.oldest.rollout_id)
             self._log({"perf/peer_copy_time": copying.age_s}, "rollout", rollout_id)
         if self.args.record_max_mib:
             notes = self.recovery.run(lambda: self.trainer.ranks.call(TrainActor.take_notes), rollout_id)

@@ -29,13 +29,14 @@ from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.faults import headline
 from slime.cluster.restart.peer_copies import PeerCopies
 from slime.cluster.restart.places import find_places
+from slime.cluster.restart.reading import readable
 from slime.cluster.restart.recovery import Recovery, Restart
 from slime.cluster.restart.redo import Redo, SafeState
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run import close_run, note_restart, open_run
 from slime.cluster.run_ledger import Resume, find_resume
-from slime.cluster.save_folder import open_save_folder, prepare_folder
+from slime.cluster.save_folder import naming_full_disks, open_save_folder, prepare_folder
 from slime.cluster.saving import Saver
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.served_model import trains_on_every_gpu
@@ -95,6 +96,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         run = open_run(args, checkpoint)
         ended: list[str | None] = []  # how, where the loop came to its end
         folders.push(lambda kind, error, trace: close_run(run, error, *ended))
+        folders.enter_context(naming_full_disks(args))
         folders.enter_context(log_to(run.run_dir / "logs" / "driver.log"))
         for finding in (*report.of("warning"), *report.of("note")):
             is_note = finding.kind == "note"
@@ -204,23 +206,29 @@ def _start(
             push.open_senders()
 
     limit = args.max_restarts if placement.trainer else 0
-    redo = Redo(SafeState(args, folder, beginning.rollout_id - 1), is_on=limit > 0)
+    ledgered = args.save is not None and args.record_max_mib > 0 and not args.no_save_optim
+    redo = Redo(
+        SafeState(args, folder, beginning.rollout_id - 1),
+        is_on=limit > 0,
+        num_states=None if ledgered else 2,
+    )
     release = TrainerRelease(args, ranks, folder, prepare_again) if args.release_train else None
     manager = process.part(RolloutProcess.manager)
 
     def restore(state: SafeState) -> None:
         residency.enter(TRAIN)  # engines make room, as for any step
         ranks.move(find_places(args, runtime, placement.trainer))
-        trainer.layouts = ranks.begin_again(state.args, state.folder)
+        ranks.renew(state.args)
+        trainer.layouts = ranks.load_again(readable(state, ranks, verify=not args.no_load_verify))
         prepare_again()
         _remember(trainer, state)
 
     recovery = Recovery(limit, ranks, runtime, redo, restore, lambda restart: _tell_restart(run, restart))
-    batches = _open_batches(args, manager)
+    batches = _open_batches(manager if ledgered else None)
 
     def commit(rollout_id: int) -> None:
         redo.commit(rollout_id)
-        batches.forget(redo.safe.rollout_id)
+        batches.forget(redo.oldest.rollout_id)
 
     recording = process.part(RolloutProcess.recording) if args.record_max_mib else None
     return Cluster(
@@ -242,7 +250,7 @@ def _start(
         beginning.taken_up,
         Timeline(recording),
         Requests(recording),
-        PeerCopies(args, run.shm_prefix, trainer.ranks, redo) if args.peer_copies and limit else None,
+        PeerCopies(args, run.shm_prefix, ranks, redo) if args.peer_copies and limit else None,
         Canary(args, trainer, engines, residency, facts.probe)
         if facts.probe and isinstance(push, WeightPush)
         else None,
@@ -282,14 +290,15 @@ def _remember(trainer: TrainGroup, state: SafeState) -> None:
         trainer.ranks.call(TrainActor.change_setting, name, value)
 
 
-def _open_batches(args: Args, manager: Handle[RolloutManager]) -> Batches:
-    """Batches that may have to be trained on again: from the ledger, where it keeps them."""
+def _open_batches(manager: Handle[RolloutManager] | None) -> Batches:
+    """Batches that may have to be trained on again: from the ledger; None: it does not keep them."""
+    if manager is None:
+        return Batches(None)
 
     def read_batch(rollout_id: int) -> RolloutBatch | None:
         return manager.call_control(RolloutManager.made_batch, rollout_id).result(_READ_DEADLINE_S)
 
-    ledgered = args.save is not None and args.record_max_mib > 0 and not args.no_save_optim
-    return Batches(read_batch if ledgered else None)
+    return Batches(read_batch)
 
 
 def _tell_restart(run: Run, restart: Restart) -> None:

@@ -6,7 +6,6 @@ import concurrent.futures
 import datetime
 import logging
 import resource
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from slime.step.profiling import StepProfiler
 from slime.step.training_step import TrainingStep
 from slime.utils import accelerator, waits
 from slime.utils.checksums import FileRecord, find_damage, record_files
+from slime.utils.machine_copies import CopyPlace, complete, make_room, spread
 from slime.utils.process_groups import limit_every_group, open_store
 from slime.utils.run_identity import Run
 from slime.weight_sync import Parcel
@@ -44,6 +44,9 @@ class RankProcess:
     def __init__(self, args: Args, run: Run, rank: int, world_size: int):
         configure_logger(f" rank {rank}", level=args.log_level)
         self._args, self._run, self._rank, self._world_size = args, run, rank, world_size
+        self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        has_device = accelerator.device_count() > 0
+        self._device = torch.device(accelerator.device_type(), 0) if has_device else torch.device("cpu")
         self._store: dist.Store | None = None  # on rank 0, once it is opened
         self._actor: TrainActor | None = None  # once it is loaded
 
@@ -60,27 +63,31 @@ class RankProcess:
         self._store = open_store(self._run.host, self._world_size)
         return self._store.port
 
-    def load(self, store_port: int, checkpoint: Path | None) -> Layout:
-        """A collective: joins the other ranks, builds and loads the model; returns this rank's place."""
+    def join(self, store_port: int) -> None:
+        """A collective: the ranks find each other."""
         if self._store is None:
             self._store = dist.TCPStore(self._run.host, store_port, self._world_size, is_master=False)
-        device = (
-            torch.device(accelerator.device_type(), 0) if accelerator.device_count() else torch.device("cpu")
-        )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        timeout = datetime.timedelta(minutes=self._args.distributed_timeout_minutes)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         dist.init_process_group(
             self._args.distributed_backend or accelerator.process_group_backend(),
             store=self._store,
             rank=self._rank,
             world_size=self._world_size,
-            timeout=timeout,
+            timeout=self._timeout,
         )
-        self._actor = TrainActor(self._args, self._run, self._rank, self._world_size, device, checkpoint)
-        limit_every_group(timeout)
-        where = checkpoint or self._args.hf_checkpoint
-        logger.info("rank %d of %d on %s: %s is loaded", self._rank, self._world_size, device, where)
+
+    def complete_copy(self, place: CopyPlace, files: dict[str, FileRecord]) -> list[str]:
+        """A collective: the copy is whole on every machine afterwards, but for what is returned."""
+        return complete(place, self._rank, files)
+
+    def load(self, source: Path | CopyPlace | None) -> Layout:
+        """A collective: builds and loads the model; returns this rank's place."""
+        folder = source.of(self._rank) if isinstance(source, CopyPlace) else source
+        self._actor = TrainActor(self._args, self._run, self._rank, self._world_size, self._device, folder)
+        limit_every_group(self._timeout)
+        where = folder or self._args.hf_checkpoint
+        logger.info("rank %d of %d on %s: %s is loaded", self._rank, self._world_size, self._device, where)
         return self._actor.layout
 
     def actor(self) -> TrainActor:
@@ -234,15 +241,15 @@ class TrainActor:
         if self._kept is not None and self._rank == 0:
             self._kept.save(path)
 
-    def copy_state(self, path: Path) -> None:
+    def copy_state(self, place: CopyPlace) -> dict[str, FileRecord]:
         """All that a checkpoint holds, whole when every rank has returned; what was there before goes."""
-        if self._rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-        dist.barrier()
+        make_room(place, self._rank)
+        path = place.of(self._rank)
         self._backend.save(path)
         self._backend.finish_save(wait=True)
         if self._kept is not None and self._rank == 0:
             self._kept.save(path)
+        return spread(place, self._rank)
 
     def finish_save(self, *, wait: bool) -> dict[str, FileRecord] | None:
         """Size and checksum of every file that this rank wrote; None: it still writes or reads them."""

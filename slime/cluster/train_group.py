@@ -31,6 +31,7 @@ from slime.runtime.base import (
 from slime.runtime.placement import Slot
 from slime.step.metrics import StepReport
 from slime.utils.checksums import FileRecord, find_damage
+from slime.utils.machine_copies import CopyPlace
 from slime.utils.process_groups import network_environment
 from slime.utils.processes import thread_environment
 from slime.utils.run_identity import Run
@@ -125,7 +126,8 @@ class RankProcesses:
             with phases.starting("trainer"):
                 port = self._meet()
             with phases.starting("model") as told:
-                layouts = gather(self._processes.begin(RankProcess.load, port, checkpoint), _START_DEADLINE_S)
+                gather(self._processes.begin(RankProcess.join, port), _START_DEADLINE_S)
+                layouts = gather(self._processes.begin(RankProcess.load, checkpoint), _START_DEADLINE_S)
                 told.note = f"from {checkpoint or self._args.hf_checkpoint}"
         return TrainGroup(self._args, self._runtime, self.actors, layouts)
 
@@ -180,10 +182,27 @@ class RankProcesses:
 
     def begin_again(self, settings: Args, checkpoint: Path | None) -> list[Layout]:
         """New processes take the places of those that ended, with what the checkpoint holds."""
+        self.renew(settings)
+        return self.load_again(checkpoint)
+
+    def renew(self, settings: Args) -> None:
+        """New processes take the places of those that ended, and find each other."""
         for rank, handle in enumerate(self._renewable[: len(self._slots)]):
             handle.renew(self._spawn(rank, settings))
         self._presence.away = False
-        return gather(self._processes.begin(RankProcess.load, self._meet(), checkpoint), _START_DEADLINE_S)
+        gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
+
+    def load_again(self, source: Path | CopyPlace | None) -> list[Layout]:
+        return gather(self._processes.begin(RankProcess.load, source), _START_DEADLINE_S)
+
+    def copy_place(self, folder: Path) -> CopyPlace:
+        """Where a copy of that name is, for the ranks that are there now."""
+        return CopyPlace(folder, tuple(slot.machine for slot in self._slots))
+
+    def complete_copy(self, place: CopyPlace, files: Mapping[str, FileRecord]) -> list[str]:
+        """Machines give each other what they lack; what none of them has."""
+        found = self._processes.begin(RankProcess.complete_copy, place, dict(files))
+        return gather(found, _START_DEADLINE_S)[0]
 
     def describe(self) -> str:
         """How far `load` is."""

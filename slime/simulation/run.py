@@ -299,7 +299,7 @@ class Simulation:
 
             def commit(rollout_id: int) -> None:
                 redo.commit(rollout_id)
-                batches.forget(redo.safe.rollout_id)
+                batches.forget(redo.oldest.rollout_id)
 
             saver = None
             if args.save:

@@ -7,21 +7,25 @@ from slime.cluster.restart.peer_copies import PeerCopies
 from slime.cluster.restart.redo import Deed, Redo, SafeState
 from slime.runtime.base import WorkerDied
 from slime.utils import shm
+from slime.utils.machine_copies import CopyPlace
 
 
 class FakeRanks:
-    """One rank, which dies at its next copy where `dies` is set."""
+    """One rank, which dies at its next copy where `dies` is set; its processes and what they hold in one."""
 
     def __init__(self):
-        self.copied, self.dies = [], False
+        self.copied, self.dies, self.actors = [], False, self
+
+    def copy_place(self, folder):
+        return CopyPlace(folder, (0,))
 
     def call(self, method, *args):
         if method.__name__ == "memory":
             return ["memory"]
-        self.copied.append(args[0].name)
+        self.copied.append(args[0].folder.name)
         if self.dies:
             raise WorkerDied("trainer-0 was killed by signal 9")
-        return [None]
+        return [{}]
 
 
 def test_a_copy_counts_when_it_is_whole_and_the_one_before_stays_until_then():
@@ -39,6 +43,9 @@ def test_a_copy_counts_when_it_is_whole_and_the_one_before_stays_until_then():
     assert redo.safe.folder == shm.FOLDER / "slime-1-x-state-b" and redo.safe.rollout_id == 1
     redo.run()
     assert done == [2], "one step is taken again"
+    assert redo.fall_back() is redo.safe and redo.safe.folder is None, "the other one was half written over"
+    redo.run()
+    assert done == [2, 0, 1, 2]
 
 
 def test_they_are_made_every_so_many_steps():

@@ -5,7 +5,7 @@ import pytest
 from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.faults import cause_of
 from slime.cluster.restart.recovery import Recovery, _Budget
-from slime.cluster.restart.redo import Deed, Redo, SafeState
+from slime.cluster.restart.redo import Deed, Redo, SafeState, UnreadableState
 from slime.cluster.train_group import TrainerLost
 from slime.runtime.base import WorkerDied
 from slime.utils.errors import RunStopped
@@ -61,6 +61,47 @@ def test_a_checkpoint_that_was_being_written_is_written_again_at_its_place():
     assert done[3:] == ["step 2"], "what the checkpoint covers is not done a third time"
 
 
+def copies_after_a_checkpoint(num_states=None):
+    """The checkpoint of step 1, and copies of steps 2 and 3."""
+    done = []
+    redo = Redo(SafeState(None, None, -1), num_states=num_states)
+    for step in range(4):
+        redo.note(Deed(f"step {step + 1}", lambda step=step: done.append(step), setting=("lr", step)))
+        if step < 3:
+            redo.begin_save(SafeState(None, f"folder {step}", step))
+            redo.commit(step, copied={} if step else None)
+    return redo, done
+
+
+def test_where_a_copy_cannot_be_read_the_one_before_it_and_then_the_checkpoint_are_taken():
+    redo, done = copies_after_a_checkpoint()
+    begun = []
+    while True:
+        begun.append((redo.safe.rollout_id, redo.safe.settings["lr"]))
+        redo.run()
+        if redo.fall_back() is None:
+            break
+    assert begun == [(2, 2), (1, 1), (0, 0)]
+    assert done == [3, *(2, 3), *(1, 2, 3)]
+    assert redo.oldest.rollout_id == 0
+
+
+def test_where_batches_are_not_kept_two_states_are():
+    redo, done = copies_after_a_checkpoint(num_states=2)
+    assert (redo.oldest.rollout_id, redo.safe.rollout_id) == (1, 2)
+    assert redo.fall_back() is redo.oldest and redo.fall_back() is None
+    redo.run()
+    assert done == [2, 3]
+
+
+def test_a_later_checkpoint_stands_for_all_states_before_it():
+    redo, done = copies_after_a_checkpoint()
+    redo.begin_save(SafeState(None, "folder 3", 3))
+    redo.commit(3)
+    redo.run()
+    assert done == [] and redo.fall_back() is None
+
+
 def test_batches_in_memory_go_all_at_once_where_there_is_no_room():
     batches = Batches(None, most_bytes=200)
     batches.keep(0, {"tokens": [1]})
@@ -97,6 +138,9 @@ class FakeRanks:
 
     def find(self):
         self.lost = None
+
+    def end(self):
+        pass
 
 
 class FakeRuntime:
@@ -137,6 +181,36 @@ def test_work_is_begun_again_once_the_ranks_are_replaced():
 
     assert recovery.run(work, 4) == 7
     assert len(restored) == 1 and (told[0].rollout_id, told[0].number) == (4, 1)
+
+
+def test_a_damaged_copy_is_named_and_the_state_before_it_restored(caplog):
+    redo, done = copies_after_a_checkpoint()
+    tried = []
+
+    def restore(state):
+        tried.append(state.rollout_id)
+        if state.copied is not None:
+            raise UnreadableState(f"folder {state.rollout_id} is damaged: a.distcp: 3 bytes instead of 5")
+
+    ranks = FakeRanks(["trainer-0"])
+    recovery = Recovery(2, ranks, FakeRuntime(), redo, restore, lambda restart: None)
+    recovery.take_loss(WorkerDied("gone"), 4)
+    assert recovery.run(lambda: 7, 4) == 7
+    assert tried == [2, 1, 0] and done == [1, 2, 3]
+    assert "its state after step 3 cannot be read (folder 2 is damaged: a.distcp: 3 bytes" in caplog.text
+    assert "the trainer starts from its state after step 1 instead" in caplog.text
+
+
+def test_a_damaged_checkpoint_ends_the_run_with_its_name():
+    redo = Redo(SafeState(None, "folder", 3))
+
+    def restore(state):
+        raise UnreadableState("ckpt/step_0000003 is damaged: trainer/a.distcp: its content has changed")
+
+    recovery = Recovery(2, FakeRanks(["trainer-0"]), FakeRuntime(), redo, restore, lambda restart: None)
+    recovery.take_loss(WorkerDied("gone"), 4)
+    with pytest.raises(RunStopped, match=r"step_0000003 is damaged.*takes the checkpoint before it"):
+        recovery.run(lambda: 7, 4)
 
 
 def test_a_limit_of_zero_ends_the_run_with_the_first_loss():

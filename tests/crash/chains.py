@@ -49,6 +49,7 @@ MODES = {
         "train_backend": "megatron",
         "tensor_model_parallel_size": 2,
         "actor_num_gpus_per_node": 2,
+        "peer_copies": 1,
     },
     "SGLang behind its router": {
         "script": "train_async.py",

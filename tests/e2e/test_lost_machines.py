@@ -1,12 +1,14 @@
 """A machine of the trainer is lost in mid-run (a Ray node): another replaces it, or fewer ranks go on."""
 
 import os
+import shutil
 
 import pytest
 from loop_helpers import make_world, run_train, series, start_train, wait_for
 from patience import PATIENCE_S
 from ray_nodes import THIRD_HOST, ray_cluster
 
+from slime.utils import shm
 from slime.utils.run_file import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -54,6 +56,19 @@ def test_an_elastic_trainer_goes_on_with_the_rank_that_is_left(world, monkeypatc
     assert code == 0, said[-6000:]
     assert "the trainer needs 2 ranks on 2 machine(s)" in said and "goes on with 1 rank(s)" in said
     assert_same_losses(world, "elastic")
+
+
+def test_copies_in_the_memory_of_the_machine_that_is_left_cost_one_step(world, monkeypatch):
+    def forget(cluster):
+        for folder in shm.FOLDER.glob("slime-*-state-?-1"):  # the second machine's memory went with it
+            if (folder / "trainer.json").exists() or list(folder.glob("*.distcp")):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    code, said = lose_a_machine(world, "copied", monkeypatch, forget, elastic=True, peer_copies=1)
+    assert code == 0, said[-6000:]
+    [first, *_] = read_run(world / "copied").last.restarts
+    assert first["begins_from"].startswith("its state after step") and "cannot be read" not in said
+    assert_same_losses(world, "copied")
 
 
 def test_a_machine_that_joins_takes_the_place_of_the_lost_one(world, monkeypatch):

@@ -132,6 +132,20 @@ def test_with_peer_copies_a_lost_rank_costs_one_step_bit_for_bit(world):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["cut", "flip"])
+def test_a_damaged_copy_is_named_and_the_state_before_it_taken(world, how):
+    sizes = {"save_interval": 2, "num_rollout": 4}
+    code, said, _ = start(world, f"whole-{how}", **sizes)
+    assert code == 0, said[-4000:]
+    traps = [{"point": "optimizer", "nth": 4, "how": f"{how} copies"}]  # of step 3; step 2 is on disk
+    code, said, struck = start(world, f"hurt-{how}", traps, **sizes, peer_copies=1)
+    assert code == 0 and struck == [True], said[-6000:]
+    assert "its state after step 3 cannot be read (the copy in memory of step 3 is damaged: " in said
+    assert "the trainer starts from its state after step 2 instead" in said
+    assert_same_end(world, f"hurt-{how}", f"whole-{how}")
+
+
+@pytest.mark.slow
 def test_checkpoints_that_are_written_meanwhile_are_written_again(world):
     code, said, _ = start(world, "calm-late", async_save=True)
     assert code == 0, said[-4000:]

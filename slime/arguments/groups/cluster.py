@@ -8,6 +8,7 @@ from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import flag
 from slime.arguments.groups.precision import derive_precision
+from slime.catalog.backends import BACKENDS
 
 CROWDED = 2  # processes per core from which a run is slow enough to say so
 
@@ -65,8 +66,9 @@ class ClusterFlags:
     peer_copies: int = flag(
         0,
         "every so many rollouts the trainer's state is copied into the machine's shared memory (two copies "
-        "of weights and optimizer, see `slime plan --config`), so that a rank that is lost costs no more "
-        "steps than that; 0: it goes back to the last checkpoint",
+        "of weights and optimizer, see `slime plan --config`), and with several machines into that of the "
+        "next one too, so that a rank or a machine that is lost costs no more steps than that; 0: it goes "
+        "back to the last checkpoint",
         ge=0,
     )
     hang_timeout_s: float = flag(
@@ -133,10 +135,11 @@ def peer_copies(draft: Draft) -> None:
         return
     if draft.no_save_optim:
         raise ValueError("--peer-copies needs the optimizer in what is saved; remove --no-save-optim.")
-    if draft.actor_num_nodes > 1:
+    if draft.actor_num_nodes > 1 and not BACKENDS[draft.train_backend].folder_per_machine:
         raise ValueError(
-            f"--peer-copies are in the shared memory of one machine, and --actor-num-nodes is "
-            f"{draft.actor_num_nodes}; use a small --save-interval with a fast disk instead."
+            f"--peer-copies with --train-backend {draft.train_backend} and --actor-num-nodes "
+            f"{draft.actor_num_nodes}: its checkpoints want one folder that all ranks see, which the memory "
+            "of several machines is not; use a small --save-interval instead, or --train-backend fsdp."
         )
     if draft.async_save:
         draft.idle.append("--async-save is set, but --peer-copies waits for each checkpoint.")

@@ -1,7 +1,8 @@
 """Copies of the trainer's state in host memory that outlives its processes: a dead rank costs one step.
 
-They are checkpoints in the shared memory of the machine, of the same content and by the same code as those on
-disk. Two places take turns: the copy before stays whole until all ranks have written the next.
+They are checkpoints in the shared memory of machines, of the same content and by the same code as those on
+disk. Two places take turns: the copy before stays whole until all ranks have written the next. With ranks
+on several machines, each also holds what the one before it wrote, so that one of them can be lost.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from pathlib import Path
 from slime.arguments import Args
 from slime.cluster.release import OF_THE_FIRST_START
 from slime.cluster.restart.redo import Redo, SafeState
+from slime.cluster.save_folder import naming_disk_errors
 from slime.cluster.train_actor import TrainActor
-from slime.cluster.train_group import Ranks
+from slime.cluster.train_group import RankProcesses
 from slime.utils import shm
+from slime.utils.checksums import FileRecord
 
 
 class PeerCopies:
     """`prefix`: of the run's shared memory, which goes with the run however it ends."""
 
-    def __init__(self, args: Args, prefix: str, ranks: Ranks[TrainActor], redo: Redo):
-        self._args, self._ranks, self._redo = args.replace(**OF_THE_FIRST_START), ranks, redo
+    def __init__(self, args: Args, prefix: str, processes: RankProcesses, redo: Redo):
+        self._args, self._processes, self._redo = args.replace(**OF_THE_FIRST_START), processes, redo
         self._every = args.peer_copies
         self._places = [shm.FOLDER / f"{prefix}-state-{turn}" for turn in ("a", "b")]
 
@@ -30,7 +33,11 @@ class PeerCopies:
     def write(self, rollout_id: int) -> None:
         """After the step of this rollout; only when all ranks are done the copy counts."""
         folder: Path = next(place for place in self._places if place != self._redo.safe.folder)
-        memories = tuple(self._ranks.call(TrainActor.memory))
+        ranks, place = self._processes.actors, self._processes.copy_place(folder)
+        memories = tuple(ranks.call(TrainActor.memory))
         self._redo.begin_save(SafeState(self._args, folder, rollout_id, memories))
-        self._ranks.call(TrainActor.copy_state, folder)
-        self._redo.commit(rollout_id)
+        files: dict[str, FileRecord] = {}
+        with naming_disk_errors("--peer-copies", shm.FOLDER, rollout_id):
+            for of_machine in ranks.call(TrainActor.copy_state, place):
+                files |= of_machine
+        self._redo.commit(rollout_id, files)

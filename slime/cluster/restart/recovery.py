@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from slime.cluster.restart.faults import cause_of
-from slime.cluster.restart.redo import Redo, SafeState
+from slime.cluster.restart.redo import Redo, SafeState, UnreadableState
 from slime.cluster.train_group import RankProcesses, TrainerLost
 from slime.observability import phases
 from slime.runtime.base import Future, Guarded, R, Runtime
@@ -139,10 +139,27 @@ class Recovery:
         with phases.doing("restarting the trainer"):
             time.sleep(self._budget.pause_s)
             started = time.monotonic()
-            self._ranks.find()
-            self._restore(self._redo.safe)
+            self._restore_safe()
             self._redo.run()
         logger.info("the trainer is back where it was (%.1f s)", time.monotonic() - started)
+
+    def _restore_safe(self) -> None:
+        """From the newest state that can be read."""
+        while True:
+            self._ranks.find()
+            try:
+                return self._restore(self._redo.safe)
+            except UnreadableState as error:
+                damaged, older = str(self._redo.safe), self._redo.fall_back()
+                if older is None:
+                    raise RunStopped(
+                        f"the trainer was lost ({self.cause}) and cannot begin from {damaged}: {error}; "
+                        "this command, started again, takes the checkpoint before it."
+                    ) from error
+                logger.error(
+                    "%s cannot be read (%s): the trainer starts from %s instead", damaged, error, older
+                )
+                self._ranks.end()
 
 
 class Surviving(Generic[R]):
