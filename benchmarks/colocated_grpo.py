@@ -25,7 +25,7 @@ from slime.cli.convert import main as convert_main
 from slime.cli.quickstart.tiny import CHARACTERS
 from slime.utils.accelerator import device_count
 
-LEARNING_RATES = {"tiny": 5e-3, "0.6b": 1e-4, "4b": 5e-5}
+LEARNING_RATES = {"tiny": 5e-3, "0.6b": 1e-4, "4b": 5e-5, "8b": 5e-5}
 CHANCE, MOVED = 0.5, 0.05
 VOCAB = 512  # few tokens, so that each is tried often enough to learn about it within some steps
 COLUMNS = {

@@ -8,6 +8,7 @@ from typing import Any
 SHAPES = {
     "0.6b": dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
     "4b": dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728),
+    "8b": dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12288),
     "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128),
 }
 # Six layers each: of Qwen3-30B-A3B, and with a router and a shared expert as GLM-4.5 and DeepSeek have them.
@@ -35,7 +36,11 @@ def qwen3_config(shape: str, vocab_size: int | None = None) -> Any:
 
 
 def config_of(shape: str) -> Any:
-    """The config of a dense shape or of a mixture of experts."""
+    """The config of a dense shape or of a mixture of experts; "long": a 4B one for long samples."""
+    if shape == "long":
+        config = qwen3_config("4b")
+        config.max_position_embeddings = 2 * 65536
+        return config
     if shape not in MIXTURES:
         return qwen3_config(shape)
     from transformers import Glm4MoeConfig, Qwen3MoeConfig

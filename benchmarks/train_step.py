@@ -8,6 +8,7 @@ against the bare matrix products, and the balance of work over eight ranks. Each
 
     python benchmarks/train_step.py [--part kernels --part 0.6b --part 4b --part balance] [--profile]
     python benchmarks/train_step.py --part moe --part glm      # layers of mixtures of experts
+    python benchmarks/train_step.py --part long --checkpointing full    # 4B, one sample of 65,536 tokens
     python benchmarks/train_step.py --backend megatron --part 0.6b --part 4b    # Megatron beside FSDP
     python benchmarks/train_step.py --device cpu --tiny        (does the script work?)
 """
@@ -46,7 +47,7 @@ from slime.batch.split import plan_steps, split_for_ranks
 from slime.step.training_step import TrainingStep
 from slime.utils.types import Sample
 
-MODELS = ("0.6b", "4b", "moe", "glm")
+MODELS = ("0.6b", "4b", "moe", "glm", "long")
 PARTS = ("kernels", *MODELS, "balance")
 # Tokens of one micro-batch, and of one optimizer step.
 TOKENS = {
@@ -54,6 +55,7 @@ TOKENS = {
     "4b": (16384, 65536),
     "moe": (32768, 65536),
     "glm": (32768, 65536),
+    "long": (65536, 65536),
     "tiny": (256, 512),
     "tiny-moe": (256, 512),
 }
@@ -214,15 +216,17 @@ def long_tail_lengths(total: int, longest: int, seed: int) -> list[int]:
 
 
 def long_tail_samples(total: int, longest: int, vocab: int, seed: int = 0) -> list[Sample]:
-    samples = []
-    for index, length in enumerate(long_tail_lengths(total, longest, seed)):
-        prompt = min(128, length // 4)
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, vocab, (length,), generator=generator).tolist()
-        sample = Sample(group_index=index // 8, index=index, tokens=tokens, response_length=length - prompt)
-        sample.reward, sample.status = float(index % 3), Sample.Status.COMPLETED
-        samples.append(sample)
-    return samples
+    lengths = long_tail_lengths(total, longest, seed)
+    return [one_sample(index, length, vocab) for index, length in enumerate(lengths)]
+
+
+def one_sample(index: int, length: int, vocab: int) -> Sample:
+    prompt = min(128, length // 4)
+    generator = torch.Generator().manual_seed(index)
+    tokens = torch.randint(0, vocab, (length,), generator=generator).tolist()
+    sample = Sample(group_index=index // 8, index=index, tokens=tokens, response_length=length - prompt)
+    sample.reward, sample.status = float(index % 3), Sample.Status.COMPLETED
+    return sample
 
 
 def our_step(
@@ -234,7 +238,7 @@ def our_step(
         try:
             return _our_step(shape, device, options, budget, total, trainer)
         except torch.OutOfMemoryError:
-            if budget <= 4096:
+            if budget <= 4096 or shape == "long":
                 raise
         print(f"  {budget} tokens do not fit; trying {budget // 2}", flush=True)
         budget //= 2
@@ -260,7 +264,10 @@ def _our_step(
             compile=False if options.no_compile or options.tiny else None,
         )
         backend = create_backend(args, rank=0, world_size=1, device=device, random_weights=True)
-    samples = long_tail_samples(total, min(budget, 8192), config.vocab_size)
+    if shape == "long":
+        samples = [one_sample(0, total, config.vocab_size)]
+    else:
+        samples = long_tail_samples(total, min(budget, 8192), config.vocab_size)
     batch = samples_to_batch(args, samples)
     data = split_for_ranks(args, batch, 1)[0]
     records = []
@@ -316,7 +323,7 @@ def model_part(name: str, options: argparse.Namespace, device: torch.device, rat
     ]
     if options.backend == "megatron":
         attempts.append(("megatron", lambda: our_step(shape, device, options, "megatron")))
-    if not options.no_references:
+    if not options.no_references and name != "long":  # rows of 2,048 tokens say nothing of it
         for what, settings in references.items():
             attempts.append(
                 (

@@ -6,6 +6,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from slime.backends.megatron.experts import use_grouped_experts
 from slime.backends.megatron.layers import NormedAdd, PackedCoreAttention, RMSNorm
 from slime.backends.megatron.mla import use_packed_mla
 from slime.backends.megatron.routing import use_packed_router
@@ -31,6 +32,7 @@ def layer_spec(
         outer.submodules.q_layernorm = outer.submodules.k_layernorm = RMSNorm
     if moe:
         use_packed_router(spec)
+        use_grouped_experts(spec)
     if branch_norms:
         sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormedAdd, params=sizes)

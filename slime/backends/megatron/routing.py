@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from slime.backends.base import MicroBatch
+from slime.backends.megatron.experts import look_up_experts
 from slime.backends.megatron.stream import PackedStream, Recorded, Routes
 
 RecordedByBatch = dict[tuple[int, ...], Recorded]  # by the positions of a micro-batch's samples
@@ -194,6 +195,10 @@ def balance_coefficient(config: TransformerConfig) -> float:
 
 class RoutedLayer(TransformerLayer):
     """A decoder layer whose router is told the routes of the micro-batch, also when it is computed again."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        look_up_experts(self.mlp)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.mlp.router.routes = kwargs["packed_seq_params"].routes

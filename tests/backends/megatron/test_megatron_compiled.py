@@ -26,7 +26,9 @@ def _both_ways(rank: int, world_size: int, model: str, settings: dict) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "settings"), [("qwen3", {}), ("qwen2", {}), ("qwen3", {"lora_rank": 4})])
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("qwen3", {}), ("qwen2", {}), ("qwen3", {"lora_rank": 4}), ("qwen3_moe", {})]
+)
 def test_compiled_layers_train_like_megatrons_own(tmp_path, kind, settings):
     results = in_processes(1, _both_ways, tmp_path, make_family(tmp_path / "model", kind), settings)
     own, compiled = results[False], results[True]
@@ -45,9 +47,9 @@ def _replaced_layers(rank: int, world_size: int, model: str, settings: dict) -> 
     return {"replaced": sum("forward" in vars(layer) for layer in backend.model[0].module.decoder.layers)}
 
 
-def test_experts_are_left_to_megatron(tmp_path):
+def test_attention_of_mixtures_is_compiled_too(tmp_path):
     model = make_family(tmp_path / "model", "qwen3_moe", mlp_only_layers=[0])
-    assert in_processes(1, _replaced_layers, tmp_path, model, {})["replaced"] == 1
+    assert in_processes(1, _replaced_layers, tmp_path, model, {})["replaced"] == 4
 
 
 def test_cut_layers_are_left_to_megatron(tmp_path):

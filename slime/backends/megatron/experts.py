@@ -1,0 +1,89 @@
+"""Megatron's experts by grouped products: one operator for all experts of a rank instead of one call each.
+
+Parameters stay Megatron's, one pair per expert, so that checkpoints, gradient buffers and the optimizer know
+nothing of it. They are copied side by side for a pass, which takes less time than one expert's products.
+"""
+
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from slime.backends.experts.operator import gated_experts
+
+
+class GroupedExperts(SequentialMLP):
+    """Experts that the operator computes in 16-bit passes on a GPU, if they are plain and gated by SiLU."""
+
+    # Tests compare the operator with Megatron's own code on a CPU, where that is as fast.
+    on_any_device = False
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows that the dispatcher has sorted by expert, and how many of them each expert has."""
+        rows = permuted_local_hidden_states
+        if not self.can_group(rows):
+            return super().forward(rows, tokens_per_expert, permuted_probs)
+        counts = tokens_per_expert.to(rows.device)
+        experts = torch.arange(len(self.local_experts), device=rows.device)
+        chosen = torch.repeat_interleave(experts, counts, output_size=len(rows))
+        return self.compute(rows, chosen[:, None], permuted_probs[:, None]), None
+
+    def can_group(self, hidden: Tensor) -> bool:
+        """Whether the operator computes for these tokens what Megatron's own code would."""
+        on_gpu = hidden.is_cuda and hidden.dtype == torch.bfloat16
+        return (on_gpu or self.on_any_device) and _is_plain(self)
+
+    def compute(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """hidden [T, H], chosen and weights [T, k] -> [T, H]: the weighted sum of each token's experts."""
+        gate_up = torch.stack([expert.linear_fc1.weight for expert in self.local_experts])
+        down = torch.stack([expert.linear_fc2.weight for expert in self.local_experts])
+        return gated_experts(hidden, gate_up, down, chosen, weights)
+
+
+def look_up_experts(layer: MoELayer) -> None:
+    """Let a mixture whose experts all live on this rank look tokens up in place: nothing is sorted and sent.
+
+    Megatron's own way stays where ranks share experts or parts of the layer are computed again.
+    """
+    alone = layer.ep_group.size() == layer.attn_tp_group.size() == layer.experts.tp_group.size() == 1
+    if alone and not (layer.moe_layer_recompute or layer.shared_expert_overlap):
+        layer.forward = types.MethodType(_in_place, layer)
+
+
+def _in_place(layer: MoELayer, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or not layer.experts.can_group(hidden_states):
+        return MoELayer.forward(layer, hidden_states, *args, **kwargs)
+    shared = layer.shared_experts_compute(hidden_states)
+    probs, routing_map = layer.route(hidden_states)
+    chosen = routing_map.to(torch.int8).topk(layer.config.moe_router_topk, dim=1).indices
+    hidden = hidden_states.view(-1, hidden_states.shape[-1])
+    out = layer.experts.compute(hidden, chosen, probs.gather(1, chosen)).view_as(hidden_states)
+    return (out if shared is None else out + shared), None
+
+
+def use_grouped_experts(spec: ModuleSpec) -> None:
+    """Put grouped experts into the spec of a mixture layer."""
+    spec.submodules.mlp.submodules.experts.module = GroupedExperts
+
+
+def _is_plain(experts: SequentialMLP) -> bool:
+    config = experts.config
+    first = experts.local_experts[0]
+    return bool(
+        type(first.linear_fc1) is ColumnParallelLinear
+        and type(first.linear_fc2) is RowParallelLinear
+        and not config.add_bias_linear
+        and config.gated_linear_unit
+        and config.activation_func is F.silu
+        and config.activation_func_clamp_value is None
+        and config.glu_linear_offset == 0.0
+        and not config.moe_apply_probs_on_input
+    )
