@@ -45,7 +45,7 @@ class Made:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def meta_info(self) -> dict[str, Any]:
-        """As an engine would have told it of one answer."""
+        """The meta info that an engine would have given with one answer of all these tokens."""
         return {**self.meta, "weight_versions": self.spans}
 
     def plus(self, answer: Generation, *, final: bool) -> Made:

@@ -131,7 +131,7 @@ class Answer:
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """As in OpenAI's messages, but with `arguments` as a dict."""
+        """The calls in the form of OpenAI's messages, but with `arguments` as a dict."""
         return self.message.get("tool_calls") or []
 
 

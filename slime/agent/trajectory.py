@@ -109,7 +109,7 @@ class TurnNode:
         return self.num_ids - len(self.output_ids)
 
     def chain(self) -> list[TurnNode]:
-        """From the root down to this turn."""
+        """The turns from the root down to this one."""
         nodes: list[TurnNode] = []
         node: TurnNode | None = self
         while node is not None:
@@ -164,7 +164,7 @@ class TurnTree:
         return node
 
     def ids_of(self, node: TurnNode) -> array[int]:
-        """As `node.ids()`, at once for the last one; not to be changed."""
+        """Returns `node.ids()`, without a walk for the last node; the list is not to be changed."""
         return self._tip_ids if node is self.nodes[-1] else node.ids()
 
     def find_parent(self, prompt_ids: Sequence[int]) -> TurnNode | None:

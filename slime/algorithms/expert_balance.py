@@ -23,7 +23,7 @@ def balance_losses(logits: Tensor, chosen: Tensor, documents: Tensor, num_docume
 
 
 def load_metrics(counts: Tensor) -> dict[str, float]:
-    """From counts [layers, experts] over all ranks: the busiest expert over the mean, and the idle share."""
+    """The busiest expert over the mean, and the idle share, from counts [layers, experts] over all ranks."""
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1.0) * counts.shape[1]
     return {
         "moe_load_max_over_mean": share.max(-1).values.mean().item(),

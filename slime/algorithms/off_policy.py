@@ -55,7 +55,7 @@ def importance_ratios(log_ratio: Tensor, layout: TokenLayout, level: str) -> Ten
 
 
 def truncate(ratio: Tensor, low: float, high: float) -> Tensor:
-    """At most `high`; there is no lower bound."""
+    """Cuts weights off at `high`; there is no lower bound."""
     del low
     return ratio.clamp(max=high)
 

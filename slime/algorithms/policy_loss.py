@@ -190,7 +190,7 @@ def dppo_kl(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 
 
 def compute_policy_terms(name: str, inputs: PolicyInputs, options: PolicyOptions) -> PolicyTerms:
-    """By the row of that name."""
+    """The loss terms of the policy loss that the catalog has under that name."""
     return load_function(POLICY_LOSSES[name].function)(inputs, options)
 
 

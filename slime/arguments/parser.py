@@ -409,7 +409,7 @@ def read_file_value(spec: FlagSpec, value: Any, where: str) -> Any:
 
 
 def _apply_custom_config(draft: Draft, path: str) -> None:
-    """Before the rules, so that nothing set here escapes them. Unknown keys belong to plug-ins."""
+    """Applies the file before the rules, so that none is escaped. Unknown keys belong to plug-ins."""
     for key, value in read_yaml_mapping(path, "--custom-config-path").items():
         name = str(key).replace("-", "_")
         if hasattr(Args, name) and name not in all_specs():

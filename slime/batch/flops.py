@@ -60,7 +60,7 @@ def _latent_attention(text: Any) -> tuple[int, int]:
 
 
 def _feed_forward_widths(text: Any) -> list[int]:
-    """Of every layer, what one token uses: the dense width, or its experts and the shared ones."""
+    """The feed-forward width that one token uses in each layer: dense, or its experts and shared ones."""
     dense = _read(text, "intermediate_size") or 4 * text.hidden_size
     chosen, expert = _read(text, "num_experts_per_tok"), _read(text, "moe_intermediate_size")
     if not chosen or not expert:

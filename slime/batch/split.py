@@ -50,7 +50,7 @@ class RankStep:
 
     @property
     def positions(self) -> list[int]:
-        """Of all its samples of this rank."""
+        """The positions in the batch of all samples that this rank has in the step."""
         return [position for micro_batch in self.micro_batches for position in micro_batch]
 
 

@@ -66,12 +66,12 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """As users write it, without the weight."""
+        """The name as users write it, without the weight."""
         return self.task if self.family == OWN else f"{self.family}:{self.task}"
 
     @property
     def short(self) -> str:
-        """As metrics name it: the task, or of a class its name."""
+        """The name in metrics: that of the task, or of the class."""
         return self.task.rpartition(":")[2] if self.family == OWN else self.task
 
 

@@ -6,5 +6,5 @@ from slime.cli import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The same as `slime train --dry-run`."""
+    """Runs the checks of `slime train --dry-run`."""
     return train.main([*(argv or ()), "--dry-run"])

@@ -78,7 +78,7 @@ def convert_checkpoint(model_name: str, *_: object, **__: object) -> None:
 
 
 def hf_download_dataset(full_name: str) -> None:
-    """To where the command lines of slime's launchers look for it."""
+    """Downloads a dataset to where the command lines of slime's launchers look for it."""
     folder = "/root/datasets/" + full_name.split("/")[-1]
     exec_command(
         f"hf download --repo-type dataset {shlex.quote(full_name)} --local-dir {shlex.quote(folder)}"

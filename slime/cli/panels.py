@@ -82,7 +82,7 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
 
 
 def count_parameters(args: Args) -> float | None:
-    """From config.json; None: not known."""
+    """The number of parameters, from config.json; None where it cannot be known."""
     if args.hf_checkpoint is None or not Path(args.hf_checkpoint).is_dir():
         return None
     try:

@@ -121,7 +121,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def _gpus(topology: Topology, options: argparse.Namespace) -> list[Gpu]:
-    """As many machines as the engines fill."""
+    """The GPUs of as many machines as the engines fill."""
     per_machine = options.num_gpus_per_node
     num_machines = -(-(options.first_gpu + topology.num_gpus) // per_machine)
     return [] if options.cpu else gpu_pool(num_machines, per_machine, options.first_gpu)

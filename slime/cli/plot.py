@@ -102,7 +102,7 @@ def _block(value: float, low: float, high: float) -> str:
 
 
 def _thinned(points: list[float], count: int) -> list[float]:
-    """At most `count` values, each the mean of an equal share."""
+    """Returns at most `count` values, each the mean of an equal share."""
     if len(points) <= count:
         return points
     edges = [len(points) * i // count for i in range(count + 1)]

@@ -44,7 +44,7 @@ class Models:
             logger.warning("the model card of %s was not written: %s", folder, error)
 
     def push(self, folder: Path, rollout_id: int) -> None:
-        """To the hub, if --push-to-hub names a place there; it goes on beside the training."""
+        """Uploads to the hub, if --push-to-hub names a place there; it goes on beside the training."""
         if self._args.push_to_hub is None:
             return
         if self._push is not None and not self._push[1].done():
@@ -139,7 +139,7 @@ def _names(run_dir: Path) -> list[str]:
 
 
 def _curve(run_dir: Path, last: int) -> list[tuple[Any, ...]]:
-    """At most `_ROWS` steps, evenly, the last one always."""
+    """Picks at most `_ROWS` steps of the curve evenly, the last one always."""
     by_step: dict[int, dict[str, Any]] = {}
     for row in read_metrics(run_dir):
         by_step.setdefault(row["step"], {}).update(row)

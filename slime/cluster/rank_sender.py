@@ -99,7 +99,7 @@ class RankSender:
         return path
 
     def _own_address(self) -> str:
-        """As engines reach it: the first rank is where the run listens, others may be on other machines."""
+        """The address by which engines reach this rank: the first one is where the run listens."""
         return self._run.host if self._rank == 0 or self._run.host == LOOPBACK else get_host_info()[1]
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:
@@ -131,7 +131,7 @@ class RankSender:
         return export(dtype=_torch_dtype(dtype))
 
     def _as_engines_hold(self, bucket: NamedTensors) -> NamedTensors:
-        """In FP8 where the engines' checkpoint is. Engines but ours would take a NaN without a word."""
+        """Refuses what is not finite, and quantises to FP8 where the engines' checkpoint is in FP8."""
         broken = first_non_finite(bucket)
         if broken is not None:
             raise WeightsNotFinite(

@@ -31,12 +31,12 @@ class TrainerRelease:
         self._memories: list[Memory] = []
 
     def leave(self) -> None:
-        """After a push: engines have the weights, and nothing else is wanted of the trainer."""
+        """Called after a push: engines have the weights, and nothing else is wanted of the trainer."""
         self._memories = self._ranks.actors.call(TrainActor.memory)
         self._ranks.end()
 
     def come_back(self) -> bool:
-        """Before a training; also before the first, as the processes that pushed the first weights left.
+        """Called before a training, also the first one, as the processes that pushed the first weights left.
 
         False: they are there.
         """

@@ -58,7 +58,7 @@ class Residency:
         self._note_peak(_REPORTED[phase])
 
     def make_room(self) -> None:
-        """Before a trainer starts on the engines' devices: they keep their weights alone."""
+        """Called before a trainer starts on the engines' devices: the engines keep only their weights."""
         if self._offload_rollout:
             self._release(self._held - _ENGINE_HOLDS[SYNC])
 
@@ -68,7 +68,7 @@ class Residency:
         return peaks
 
     def _take_peak(self) -> int | None:
-        """Of the device that was fullest since the last call; None on a CPU machine."""
+        """The peak memory of the device that was fullest since the last call; None on a CPU machine."""
         try:
             peaks = [peak for peak in self._ranks.call(TrainActor.take_peak_memory) if peak is not None]
         except WorkerDied:  # told to whoever needs the rank

@@ -302,7 +302,7 @@ def _open_batches(manager: Handle[RolloutManager] | None) -> Batches:
 
 
 def _tell_restart(run: Run, restart: Restart) -> None:
-    """In run.json, which `slime status` reads, and the first time as advice."""
+    """Writes the restart to run.json, which `slime status` reads, and gives advice the first time."""
     note_restart(run, restart.rollout_id, restart.cause, restart.begins_from)
     if restart.number == 1:
         advice = Advisory(
@@ -361,7 +361,7 @@ class Beginning:
 
 
 def begin_at(args: Args, run: Run, checkpoint: StepFolder | None, overlapped: bool) -> Beginning:
-    """After the checkpoint, with the rollouts behind it that were complete when the run ended."""
+    """The rollout to begin at: after the checkpoint and the rollouts behind it that were complete."""
     if args.finetune or (checkpoint is None and args.start_rollout_id is not None):
         resume = find_resume(args, run, (args.start_rollout_id or 0) - 1, overlapped=overlapped)
         return Beginning(args.start_rollout_id or 0, replace(resume, last_made=resume.committed, made={}))

@@ -97,7 +97,7 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of a rank. `version`: of its weights; None: engines never got any."""
+    """What a rank remembers. `version`: of its weights; None where engines never got any."""
 
     version: int | None
     agreement: Agreement
@@ -190,12 +190,12 @@ class TrainActor:
         return by_sample, threshold_of(self._backend, self._args)
 
     def take_notes(self) -> RankNotes:
-        """Of the last step, for the record; once."""
+        """The notes of the last step for the record; a second call has none."""
         notes, self._notes = self._notes, RankNotes()
         return notes
 
     def change_setting(self, name: str, value: float) -> None:
-        """From the next step on, also for plug-ins."""
+        """Changes a setting from the next step on, also for plug-ins."""
         self._plugin_args.change(name, value)
         if name in ("lr", "rollout_temperature"):
             self._backend.change_setting(name, value)

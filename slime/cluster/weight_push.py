@@ -85,7 +85,7 @@ class WeightPush:
         }
 
     def _send_live(self, version: str) -> tuple[LiveReport, dict[str, float]]:
-        """From pause to continue: nothing else happens in between."""
+        """Pauses the engines, sends the weights and lets them continue; nothing else happens in between."""
         started = time.monotonic()
         with self._part("engines pause"):
             targets = self._engines.call_control(EngineWeights.begin_live).result()

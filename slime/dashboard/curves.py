@@ -145,7 +145,7 @@ class Curves:
                 self._take_one_by_one(row, slow)
 
     def _take_one_by_one(self, row: _Row, names: set[str]) -> None:
-        """In the order of lines: a run that was resumed logs steps again, and the later line counts."""
+        """Takes rows in the order of lines: a resumed run logs steps again, and the later line counts."""
         for name in names & row.values.keys():
             value = _number(row.values[name])
             if value is not None:
@@ -196,7 +196,7 @@ class Curves:
         low: float | None = None,
         high: float | None = None,
     ) -> dict[str, Any] | None:
-        """At most `width` points between the steps `low` and `high`: mean, lowest and highest of each.
+        """At most `width` points between the steps `low` and `high`, each with mean, lowest and highest.
 
         `smooth` in [0, 1): the weight of the past in a moving average over all steps. `by_time`: the points
         are at seconds since 1970, not at steps.

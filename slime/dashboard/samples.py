@@ -70,7 +70,7 @@ class Wanted:
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Wanted:
-        """From the query of a request; ValueError: there is no such order."""
+        """Reads the query of a request; ValueError where there is no such order."""
         order = query.get("order") or "made"
         if order not in ORDERS:
             raise ValueError(f"order is {order!r}; there are {', '.join(ORDERS)}")

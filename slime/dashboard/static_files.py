@@ -22,7 +22,7 @@ class StaticFile:
 
 
 def load_static() -> dict[str, StaticFile]:
-    """By address: `/` is index.html."""
+    """The files of the page by address: `/` is index.html."""
     found = {}
     for file in sorted(FOLDER.rglob("*")):
         if file.is_file():

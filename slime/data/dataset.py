@@ -175,7 +175,7 @@ class Dataset:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of all prompts and labels, by which a resumed run knows that they are the same."""
+        """A digest of all prompts and labels, by which a resumed run knows that they are the same."""
         found = hashlib.blake2b(digest_size=8)
         for sample in self.origin_samples:
             found.update(repr((sample.prompt, sample.label)).encode(errors="surrogatepass"))

@@ -60,7 +60,7 @@ def read_file(spec: str | Iterable[str]) -> Iterator[Row]:
 
 
 def read_rows(spec: str | Iterable[str]) -> PlacedRows:
-    """The same with the place of each row in its file, whatever slice of it is read."""
+    """Yields each row with its place in the file, whatever slice of it is read."""
     for path in split_paths(spec):
         yield from _read_one(path)
 

@@ -113,7 +113,7 @@ def _read_config(model: str | None) -> dict[str, Any]:
 
 
 def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint: str | None) -> None:
-    """As far as the engine says, or as far as its folder can be read from here."""
+    """Compares the model as far as the engine says, or as far as its folder can be read from here."""
     info = engine.info
     theirs = {
         **_read_config(info.model_path),
@@ -159,7 +159,7 @@ class ExternalServer:
         """It is not ours to start."""
 
     def wait_ready(self) -> str:
-        """Until it makes a token."""
+        """Waits until the engine makes a token."""
         control = EngineControl(self.url)
         try:
             waits.until(

@@ -139,7 +139,7 @@ class EngineFleet:
         return place not in self._out and self._servers[place].alive()
 
     def follow(self, rotation: Rotation) -> None:
-        """From now on it hears who leaves and who returns."""
+        """Tells the rotation from now on who leaves and who returns."""
         self._rotation = rotation
 
     def keep_current(
@@ -215,7 +215,7 @@ class EngineFleet:
         self._check_someone_is_left()
 
     def _notice_deaths(self) -> None:
-        """Before the lock, which a push may hold for long: no request should find a dead engine meanwhile."""
+        """Runs without the lock, which a push may hold for long: no request should meet a dead engine."""
         for place, server in enumerate(self._servers):
             if place not in self._out and not server.alive() and not self._stopping.is_set():
                 self._leave_rotation(server)
@@ -267,7 +267,7 @@ class EngineFleet:
 
     @property
     def _why_evicted(self) -> str:
-        """Of an engine that we killed ourselves its log says nothing."""
+        """Why we killed the engine ourselves, of which its log says nothing."""
         return f"; the last that was evicted: {self._eviction}" if self._eviction is not None else ""
 
     def _joins(self, server: Server) -> bool:

@@ -42,7 +42,7 @@ class Piece:
     node: _Node | None = None  # where the tree keeps it; set by the tree
 
     def line(self) -> list[Piece]:
-        """From the beginning of the conversation to here."""
+        """The pieces from the beginning of the conversation to here."""
         pieces: list[Piece] = []
         piece: Piece | None = self
         while piece is not None:

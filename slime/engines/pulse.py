@@ -96,7 +96,7 @@ class PulseWatch:
                 self._on_silent(place, why)
 
     def _mark(self, place: int, clock: SilenceClock) -> None:
-        """In the table of waits, until it answers or is replaced."""
+        """Enters the engine in the table of waits until it answers or is replaced."""
         what = f"{SIGN_OF_LIFE} ({clock.describe()})"
         started, name = time.monotonic() - clock.silent_s, waits.known_as(self._patients[place].url)
         waits.mark((self, place), waits.Wait(what, "the watch", started, clock.allowed_s, name))

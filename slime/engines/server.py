@@ -192,7 +192,7 @@ class EngineServer:
         return self._process is not None and self._process.poll() is None
 
     def signs(self) -> Signs | None:
-        """Of the process and its workers, which are in a group of their own."""
+        """Signs of life of the process and its workers, which are in a group of their own."""
         return signs_of_group(self._process.pid) if self._process is not None else None
 
     def describe_end(self) -> str:

@@ -60,7 +60,7 @@ def row_of(owner: str, what: str, target: str, age_s: float, deadline_s: float |
 
 
 def rows_of_this_process(found: Iterable[waits.Wait] | None = None) -> list[WaitRow]:
-    """Of the waits in progress here, or of those that were."""
+    """Rows of the waits in progress in this process, or of those that were."""
     found = waits.active() if found is None else found
     return [row_of(wait.owner, wait.name, wait.target, wait.age_s, wait.deadline_s) for wait in found]
 

@@ -25,7 +25,7 @@ _PROCESSES_PER_CORE, _MANY_PROCESSES = 8, 32  # beyond both, trainer ranks and e
 
 
 def check_machine(args: Args) -> Iterator[Finding]:
-    """Of this machine only: what the others of a Ray cluster have is known when it is asked."""
+    """Looks at this machine only: what the others of a Ray cluster have is known when Ray is asked."""
     if args.runtime != "ray":
         yield from _check_devices(args)
         yield from _check_port(args)

@@ -47,7 +47,7 @@ def makes_prompts(args: Args) -> bool:
 
 
 def _check_config(model: str) -> Iterator[Finding]:
-    """Of a local folder: is it a configuration of an architecture that this transformers knows?"""
+    """Checks that a local folder has a configuration of an architecture that this transformers knows."""
     config = read_config(model)
     if not config:
         return

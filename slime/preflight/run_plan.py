@@ -114,7 +114,7 @@ class Device:
         return cls(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), False)
 
     def item_bytes(self, args: Args) -> int:
-        """Of the precision of the passes; what was derived here holds for this machine alone."""
+        """Bytes of a number in the precision of the passes, as derived on this machine."""
         auto = args.dtype == "auto" or args.sources["dtype"].startswith("derived")
         if auto and self.is_gpu != bool(device_count()):
             return 2 if self.is_gpu else 4
@@ -196,7 +196,7 @@ def _trainer_memory(args: Args, model: dict[str, Any], device: Device) -> dict[s
 
 
 def _trained_share(args: Args, model: dict[str, Any]) -> float:
-    """Of the parameters; a matrix of m x n has adapters of rank x (m + n)."""
+    """The share of parameters that is trained; a matrix of m x n has adapters of rank x (m + n)."""
     return 2 * args.lora_rank / model["hidden_size"] if args.lora_rank else 1.0
 
 
@@ -263,7 +263,7 @@ def _seconds(args: Args, shape: ModelShape, device: Device, prompt: float) -> tu
 
 
 def _operations_per_second(item: int, device: Device) -> float:
-    """Of one GPU, from what it is; of this CPU, from a product of two small matrices."""
+    """The rate of one GPU, from what it is; of this CPU, from a product of two small matrices."""
     if device.is_gpu and not device_count():
         return _USUAL_GPU / (1 if item == 2 else 8)
     if device.is_gpu:

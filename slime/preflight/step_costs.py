@@ -116,7 +116,7 @@ class Model:
 
     @property
     def share(self) -> float:
-        """Of the matrix rate, in training."""
+        """The share of the matrix rate that training reaches."""
         dense = max(0.2, _SHARE_WIDE - _SHARE_PER_WIDTH / self.hidden)
         return dense * (_SHARE_EXPERTS if self.experts else 1.0)
 
@@ -184,7 +184,7 @@ class EnginePlan:
         return seconds
 
     def tokens_per_s(self, work: Work) -> float:
-        """With as many requests as fit, of all ages."""
+        """Tokens per second with as many requests as fit, of all ages."""
         running = self.max_running
         lengths = work.lengths()
         age = sum(n * n for n in lengths) / sum(lengths) / 2
@@ -289,7 +289,7 @@ def layouts(model: Model, gpu: GpuRow, ranks: int, work: Work) -> Iterator[Sizes
 
 
 def _last(layers: int, pp: int) -> int | None:
-    """Of the last stage, where the layers do not divide: 61 on 16 stages are 15 times 4 and 1."""
+    """Layers of the last stage where they do not divide: 61 on 16 stages are 15 times 4 and 1."""
     if pp == 1 or layers % pp == 0:
         return None
     return layers - (pp - 1) * -(-layers // pp)
@@ -374,7 +374,7 @@ def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """Of a name of the catalog, or of a folder."""
+    """The config of a model of the catalog, or of a folder."""
     key = name.rpartition("/")[2].lower()
     if key in MODELS:
         return MODELS[key]

@@ -68,7 +68,7 @@ def check_hub_login(args: Args) -> Iterator[Finding]:
 
 
 def _config(model: str | None) -> Any:
-    """Of a local folder whose type transformers knows; None: what is wrong with it is told elsewhere."""
+    """The config of a local folder whose type transformers knows; None: what is wrong is told elsewhere."""
     if model is None or not read_config(model):
         return None
     from transformers import AutoConfig

@@ -49,7 +49,7 @@ class PieceBook:
 def write_advantages(
     connection: sqlite3.Connection, rollout_id: int, advantages: Iterable[Advantage]
 ) -> None:
-    """Of samples that were recorded before; others are left out."""
+    """Writes the advantages of samples that were recorded before; others are left out."""
     rows = connection.execute(
         "SELECT s.sample_index, s.id FROM rollouts r JOIN groups g ON g.rollout = r.id "
         "JOIN samples s ON s.group_row = g.id WHERE r.kind = 'train' AND r.rollout_id = ? "

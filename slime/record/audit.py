@@ -170,7 +170,7 @@ def _compare_with_samples(record: Record, kept: dict[int, list[LedgerRow]], foun
 
 
 def digest(record: Record, steps: list[int], rows: list[LedgerRow]) -> str:
-    """The same for two runs exactly when they trained on the same tokens in the same steps, and so on."""
+    """A digest that is equal for two runs exactly when they trained on the same tokens in the same steps."""
     made = hashlib.blake2b(digest_size=16)
     for step in steps:
         for answer in record.answers(Select(kind="train", rollout_id=step, limit=_MOST)):

@@ -168,7 +168,7 @@ class LedgerReader:
         return plain_bytes.loads(rows[0][0]) if rows else None
 
     def finished_entries(self, settings: str) -> dict[tuple[int, int, int], FinishedEntry]:
-        """By sample index, attempt, and tokens at the start of generation."""
+        """Finished entries by sample index, attempt, and tokens at the start of generation."""
         rows = self._ask(
             "SELECT sample_index, attempt, started, version, payload FROM ledger_samples WHERE settings = ?",
             (settings,),

@@ -190,7 +190,7 @@ def _are_rows(tensors: list[Any]) -> bool:
 
 
 def _write_rows(out: bytearray, tensors: list[Any]) -> None:
-    """As one tensor, and the length of each."""
+    """Writes the rows as one tensor, and the length of each."""
     import torch  # as above
 
     out += b"C"

@@ -124,7 +124,7 @@ class Record:
         return [name for (name,) in rows]
 
     def answers(self, select: Select) -> list[Answer]:
-        """At most `select.limit` answers. With an order by reward, those without one are left out."""
+        """Returns at most `select.limit` answers. With an order by reward, those without one are left out."""
         where, values = _conditions(select)
         order = {
             "made": "r.time DESC, r.id DESC, g.group_index, s.sample_index",

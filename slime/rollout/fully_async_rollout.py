@@ -176,14 +176,14 @@ class AsyncRolloutWorker:
                 await self._news.wait()
 
     async def all_done(self) -> None:
-        """Until nothing is in flight: weights may change then, and every group is of one version."""
+        """Waits until nothing is in flight: weights may change then, and every group is of one version."""
         tasks = [ticket.task for ticket in self.tickets.values()]
         if tasks:
             with waits.waiting(f"{len(tasks)} groups of the pool", owner="rollout"):
                 await asyncio.wait(tasks)
 
     def expired(self) -> list[Ticket]:
-        """In flight since before the bound: whatever they end with, their first tokens are too old."""
+        """Groups in flight since before the bound: whatever they end with, their first tokens are too old."""
         return [
             ticket
             for number, ticket in self.tickets.items()

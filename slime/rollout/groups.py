@@ -123,7 +123,7 @@ def _drop_later_images(sample: Sample) -> None:
 
 
 def begin_again(group: Group) -> Group:
-    """The same samples for another attempt, which is counted and changes their seeds."""
+    """Prepares the samples for another attempt, which is counted and changes their seeds."""
     for sample in flatten_samples(group):
         sample.metadata[ATTEMPT_KEY] = attempt_of(sample) + 1
     return group

@@ -65,7 +65,7 @@ def training_format(args: Args | PluginArgs) -> PromptFormat:
 
 
 def evaluation_format(args: Args | PluginArgs, config: EvalDatasetConfig) -> PromptFormat:
-    """The same for one evaluation dataset."""
+    """The format of the prompts of one evaluation dataset."""
     if config.path.startswith(SOURCE):
         return PromptFormat(use=PromptUse.OWN_CODE)  # rows of our own making, whatever columns a file has
     generate = config.custom_generate_function_path or args.custom_generate_function_path

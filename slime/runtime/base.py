@@ -166,7 +166,7 @@ class Runtime(Protocol):
         """Makes an object of the class `cls` where `spec` says; returns at once."""
 
     def notes(self) -> dict[str, Notes]:
-        """By worker: what it last told of its waits."""
+        """What each worker last told of its waits."""
 
     def dump_stacks(self) -> list[str]:
         """Asks every worker to write where it stands to its log; returns who was asked."""

@@ -80,7 +80,7 @@ class _Watched:
             logger.warning("%s", self._told())
 
     def _mark(self) -> None:
-        """In the table of waits, once more than a beat or two is missing."""
+        """Enters the worker in the table of waits, once more than a beat or two is missing."""
         silent_s = self._clock.silent_s
         if silent_s >= _MISSED_BEATS * BEAT_S:
             started = time.monotonic() - silent_s
@@ -137,7 +137,7 @@ class HeartbeatWatch:
         self._closed.set()
 
     def _give_up(self, worker: Beating, error: WorkerSilent) -> None:
-        """In this order: who waits for whom is seen while all wait; who asks the worker finds it given up."""
+        """Tells of the silence while all still wait, which shows for whom; then gives the worker up."""
         try:
             self.on_silence(error)
         except Exception:  # what happened matters more than what can be told of it

@@ -80,7 +80,7 @@ class _Actor:
         return ray.get_runtime_context().get_node_id(), os.getpid(), self._notebook.look()
 
     def dump_stacks(self) -> None:
-        """To its log, where stderr goes."""
+        """Writes its stacks to its log, where stderr goes."""
         if sys.__stderr__ is not None:
             stacks.write_own(sys.__stderr__)
 
@@ -153,7 +153,7 @@ class RayHandle(Handle[T]):
         return RayFuture(answer, self, method)
 
     def died(self, error: BaseException) -> WorkerDied:
-        """With its last words, where its log can be read from here."""
+        """The error of its end, with its last words where its log can be read from here."""
         return WorkerDied(f"{self.name}: {error}; last lines of {self._log}:\n{last_lines(self._log)}")
 
     def find(self) -> None:
@@ -188,7 +188,7 @@ class RayHandle(Handle[T]):
         return self._death
 
     def heard(self) -> bool:
-        """Until its first answer it is placed and made, which takes what it takes."""
+        """Whether it answered. Until its first answer it is placed and made, which takes what it takes."""
         if self._question is None:
             self._question = self._ask()
         if not ray.wait([self._question], timeout=0)[0]:

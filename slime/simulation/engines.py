@@ -116,7 +116,7 @@ class ModelledEngine:
             raise
 
     def abort(self, rid: str) -> None:
-        """In order of arrival and all at once: nothing depends on the order of ids, which are random."""
+        """Aborts all at once in order of arrival: nothing depends on the order of ids, which are random."""
         for request in (*self._running.values(), *self._waiting):
             if request.rid == rid:
                 if not self._aborted:
@@ -371,7 +371,7 @@ class ModelledFleet:
             self._clock.at(self._clock.now + restart_s, self._come_back, engine)
 
     def _come_back(self, engine: ModelledEngine) -> None:
-        """With the weights of now; within a push when that is over."""
+        """Brings an engine back with the weights of now; within a push when that is over."""
         if self.pushing:
             self._clock.at(self._clock.now + 1.0, self._come_back, engine)
         else:

@@ -247,7 +247,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def _open(self, args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
-        """As `slime.cluster.start.open_cluster`, with modelled processes."""
+        """Opens a cluster like `slime.cluster.start.open_cluster`, with modelled processes."""
         run = Run("simulated", self._folder, "simulated", self.measured.num_starts)
         costs, clock, unit = self.costs, self.clock, self.workload.unit
         left: dict[str, float] = {}

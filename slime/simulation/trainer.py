@@ -35,7 +35,7 @@ class TrainerCosts(Protocol):
 
     @property
     def push_s(self) -> float:
-        """Until weights are on their way; engines wait for their own part."""
+        """Seconds until weights are on their way; engines wait for their own part."""
 
     @property
     def save_s(self) -> float: ...

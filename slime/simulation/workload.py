@@ -71,12 +71,12 @@ class LengthModel:
 
     @property
     def mean(self) -> float:
-        """Of answers as they are cut off."""
+        """The mean length of answers as they are cut off."""
         return sum(min(self.most, self.answer(i)) for i in range(2000)) / 2000
 
 
 def lengths_of_run(folder: Path, last_step: int | None = None) -> list[float]:
-    """Of all answers that the record of a run has; up to a step where one is named."""
+    """Lengths of all answers that the record of a run has, up to a step where one is named."""
     with Record(folder / RECORD_FILE) as record:
         answers = record.answers(Select(kind="train", limit=1_000_000))
     found = [float(a.num_tokens) for a in answers if last_step is None or a.rollout_id <= last_step]

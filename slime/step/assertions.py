@@ -20,7 +20,7 @@ GRAD_NORM_TOLERANCE = 0.01  # relative and absolute
 def check_step(
     args: Flags, backend: TrainBackend, rollout_id: int, step_id: int, metrics: dict[str, float]
 ) -> None:
-    """After an optimizer step of the policy, on every rank; `metrics` are the same on all."""
+    """Called after an optimizer step of the policy on every rank; `metrics` are the same on all."""
     if args.ci_test and not args.ci_disable_kl_checker and rollout_id == step_id == 0 and args.load is None:
         _check_kl(args, backend, metrics)
     place = {"role": "actor", "rollout_id": rollout_id, "step_id": step_id}

@@ -48,7 +48,7 @@ def mean_over_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
-    """Of one optimizer step of the policy."""
+    """The metrics of one optimizer step of the policy."""
     # Rollouts without a trained token are in the denominator of the loss, but say nothing about the policy.
     counted = stats.metrics.get("_counted") or 1.0
     metrics = {

@@ -113,7 +113,7 @@ def loss_reducer(args: Flags, mb: MicroBatch, mask: Tensor | None = None) -> Red
 
 
 def mean_reducer(args: Flags, mb: MicroBatch) -> Reducer:
-    """As `loss_reducer`, but always a mean over the step, which a constant denominator would not give."""
+    """Like `loss_reducer`, but always a mean over the step, which a constant denominator would not give."""
     reduction = "rollout_mean" if args.loss_reduction == "constant" else args.loss_reduction
     weights = reduction_weights(reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums)
     return lambda values: weighted_sum(values, weights)

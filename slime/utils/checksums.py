@@ -79,7 +79,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 def checksum_of(data: bytes) -> str:
-    """As `record_files` has it for a file that holds `data`."""
+    """The checksum that `record_files` has for a file that holds `data`."""
     blocks = range(0, len(data), BLOCK_BYTES)
     return _joined([zlib.crc32(data[start : start + BLOCK_BYTES]) for start in blocks])
 
@@ -110,7 +110,7 @@ def _checksums(folder: Path, sizes: Mapping[str, int]) -> dict[str, str | OSErro
 
 
 def _joined(blocks: list[int]) -> str:
-    """Of one block its own CRC; of several the CRC of theirs, so that none can change or move unseen."""
+    """One block has its own CRC; several have the CRC of theirs, so that none can change or move unseen."""
     if len(blocks) == 1:
         return f"{blocks[0]:08x}"
     return f"{zlib.crc32(b''.join(crc.to_bytes(4, 'little') for crc in blocks)):08x}"

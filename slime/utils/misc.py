@@ -46,7 +46,7 @@ _loading = threading.RLock()  # a plug-in may load another while it is loaded
 
 
 def plugin_module_name(file: Path) -> str:
-    """Under which a file of plug-ins is imported: a name of its own, the same in every process of the run."""
+    """The module name of a file of plug-ins: its own, and the same in every process of the run."""
     resolved = file.resolve()
     return f"slime_plugin_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
 

@@ -27,7 +27,7 @@ def bfloat16_units(cpuinfo: str | None = None) -> tuple[bool, str]:
 
 
 def _flags(cpuinfo: str) -> set[str]:
-    """Of the first core: the others are alike."""
+    """The flags of the first core; the others are alike."""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
     return set(line.group(1).split()) if line else set()
 

@@ -16,7 +16,7 @@ def printable(text: str) -> str:
 
 
 def cut_lines(text: str, max_lines: int, width: int) -> str:
-    """At most `max_lines` lines of `width` columns; what was left out is said in the last one."""
+    """Cuts to `max_lines` lines of `width` columns; what was left out is said in the last one."""
     lines = [piece for line in text.expandtabs(4).splitlines() or [""] for piece in _pieces(line, width)]
     if len(lines) <= max_lines:
         return "\n".join(lines)

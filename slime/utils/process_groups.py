@@ -34,7 +34,7 @@ def network_environment(host: str) -> dict[str, str]:
 
 
 def stay_on_loopback() -> None:
-    """The same for groups of this process; what the user has set stays."""
+    """Keeps the groups of this process on loopback; what the user has set stays."""
     for name, value in network_environment(LOOPBACK).items():
         os.environ.setdefault(name, value)
 

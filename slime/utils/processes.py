@@ -88,7 +88,7 @@ def open_log(path: Path, name: str) -> Iterator[BinaryIO]:
 
 
 def last_lines(path: Path, lines: int = 20) -> str:
-    """Of a log file."""
+    """The last lines of a log file."""
     if not path.exists():
         return "(no log)"
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

@@ -63,7 +63,7 @@ class Start:
 
     @property
     def told_restarts(self) -> str:
-        """In a sentence; empty: there was none."""
+        """A sentence on the restarts; empty where there was none."""
         if not self.restarts:
             return ""
         last, times = self.restarts[-1], len(self.restarts)
@@ -167,7 +167,7 @@ def goes_on_with(folder: Path, settings: dict[str, Any], save: str) -> bool:
 
 
 def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """By name, the value in the start before and in this one, of what a resumed run does otherwise."""
+    """What a resumed run does otherwise: by name, the value in the start before and in this one."""
     if not record.earlier:
         return {}
     before, now = (
@@ -244,7 +244,7 @@ def read_run(folder: Path) -> RunRecord | None:
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
-    """By one rename: whoever reads it finds a whole one."""
+    """Writes the file by one rename: whoever reads it finds a whole one."""
     data = {
         "id": record.id,
         "name": record.name,

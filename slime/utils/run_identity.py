@@ -33,7 +33,7 @@ class EngineToken:
         return self.value if self.given or not is_loopback(host) else None
 
     def use_for(self, engine_url: str) -> None:
-        """Before this process speaks to that engine."""
+        """Gives requests to that engine their token; called before this process speaks to it."""
         authorize(engine_url, self.at(urlsplit(engine_url).hostname or ""))
 
 

@@ -44,7 +44,7 @@ class Manifest:
     files: Mapping[str, FileRecord] | None = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """With a checksum of its own in it."""
+        """The manifest as JSON, with a checksum of its own in it."""
         files = {
             name: [record.num_bytes, record.checksum] for name, record in sorted((self.files or {}).items())
         }

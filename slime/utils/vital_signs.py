@@ -34,7 +34,7 @@ class Signs:
 
 
 def signs_of(pids: Iterable[int]) -> Signs | None:
-    """Of these processes together; None where the system does not tell (or all are gone)."""
+    """The signs of these processes together; None where the system does not tell, or all are gone."""
     rows = [row for pid in pids for row in _rows_of(pid)]
     if not rows:
         return None
@@ -44,7 +44,7 @@ def signs_of(pids: Iterable[int]) -> Signs | None:
 
 
 def signs_of_group(leader: int) -> Signs | None:
-    """Of a process that leads a group, with all that it has started there."""
+    """The signs of a process that leads a group, with all that it has started there."""
     members = []
     for entry in _PROC.glob("[0-9]*"):
         row = _read_stat(entry / "stat")

@@ -98,7 +98,7 @@ class CudaIpcSender:
                     self._failures[target.url] = f"{type(error).__name__}: {error}"
 
     def _wait(self, slot: int) -> None:
-        """Until the engines have answered, or failed, whoever asked them."""
+        """Waits until the engines have answered, or failed, whoever asked them."""
         pending, self._pending[slot] = self._pending[slot], None
         if pending is not None:
             pending.result()

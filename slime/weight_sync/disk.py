@@ -149,14 +149,14 @@ class CopyRequest:
         return self._wanted.exists()
 
     def refuse(self, error: Exception) -> None:
-        """On the writer's side: whoever waits hears it at its next look."""
+        """Called on the writer's side: whoever waits hears of the refusal at its next look."""
         stops = isinstance(error, RunStopped)
         with contextlib.suppress(OSError):  # before the new name, which whoever waits acts on
             self._wanted.write_text(str(error) if stops else f"{type(error).__name__}: {error}")
         self._wanted.rename(self._no_room if stops else self._failed)
 
     def raise_refusal(self) -> None:
-        """On the asking side."""
+        """Raises a refusal on the asking side."""
         if self._no_room.exists():
             raise RunStopped(self._cause(self._no_room) or f"no room for weights in {self.folder.parent}")
         if self._failed.exists():

@@ -48,7 +48,7 @@ class Fp8Format:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], names: frozenset[str] | None = None) -> Fp8Format:
-        """From the `quantization_config` of a config.json; another kind of quantisation is a ValueError."""
+        """Reads the `quantization_config` of a config.json; another kind of quantisation is a ValueError."""
         method, layout = config.get("quant_method"), config.get("fmt", "e4m3")
         if method != "fp8" or layout != "e4m3":
             raise ValueError(

@@ -65,7 +65,7 @@ class EngineControl:
         return str((await self._get_either("model_info"))["weight_version"])
 
     async def held_version(self) -> str | None:
-        """The same for who can do without: None when it does not say in time."""
+        """The version that the engine holds; None when it does not say in time."""
         try:
             return await self.version()
         except (http_utils.HttpError, TimeoutError, KeyError, TypeError):

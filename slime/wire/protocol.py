@@ -85,7 +85,7 @@ def wrong_token_id(ids: Sequence[Any], vocab_size: int | None) -> str | None:
 
 
 def _custom_params(value: Any) -> Mapping[str, Any]:
-    """Of what SGLang hands to its plug-ins, the one field that is part of the protocol."""
+    """The one field of what SGLang hands to its plug-ins that is part of the protocol."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -191,7 +191,7 @@ class SamplingParams:
         )
 
     def with_seed(self, seed: int) -> "SamplingParams":
-        """The same with another seed. All else was checked: samples of a run differ in nothing else."""
+        """A copy with another seed. All else was checked: samples of a run differ in nothing else."""
         _integer("sampling_seed", seed, -MAX_INT64 - 1, MAX_INT64)
         new = object.__new__(SamplingParams)
         for name in self.__slots__:

@@ -60,7 +60,7 @@ class EnvironmentCalls:
         self._work.put(None)
 
     def forget(self) -> None:
-        """The same without waiting for it: the thread ends, and with it what only it holds."""
+        """Ends the environment without waiting: its thread ends, and with it what only the thread holds."""
         self._work.put(None)
 
     async def _in_time(self, what: str, begin: Callable[[], Any]) -> Any:

@@ -345,7 +345,7 @@ class Episode:
         return made if self.players > 1 else made[0]
 
     def _tell_costs(self, samples: list[Sample]) -> None:
-        """Of an episode of several players each sample carries its share."""
+        """Writes what the episode cost onto its samples; with several players each carries its share."""
         counts = self.progress.counts
         counts["env_seconds"] = counts.get("env_seconds", 0.0) + self.calls.seconds
         counts["engine_seconds"] = counts.get("engine_seconds", 0.0) + self.engine_seconds

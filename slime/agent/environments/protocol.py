@@ -79,7 +79,7 @@ class Environment(Protocol):
     def step(self, action: str) -> StepResult: ...
 
     def score(self) -> float | Mapping[int, float] | None:
-        """At the end: what is added to the last turn's reward; of several players by number."""
+        """Called at the end: what is added to the last turn's reward, by player where several play."""
         ...
 
 

@@ -156,7 +156,7 @@ def probe_uid() -> int | None:
 
 @functools.cache
 def has_private_users() -> bool:
-    """As root each box gets a user of its own: the limit on processes is not enforced for root."""
+    """Whether each box gets a user of its own: root needs it, whose processes no limit counts."""
     return os.geteuid() == 0 and shutil.which("setpriv") is not None
 
 

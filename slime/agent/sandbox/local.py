@@ -197,7 +197,7 @@ class LocalSandbox:
         cwd: str | None = None,
         stdin: bytes = b"",
     ) -> Finished:
-        """As `exec`, with bytes and the limit that ended the command. A list is run without a shell."""
+        """Like `exec`, but with bytes and the limit that ended the command. A list is run without a shell."""
         argv = [_shell(), "-c", cmd] if isinstance(cmd, str) else cmd
         home = self._folder or ("/root" if user == "root" else f"/home/{user}")
         given = {"PATH": _PATH, "HOME": home, "USER": user, "LANG": "C.UTF-8", "PWD": cwd or self._workdir}

@@ -59,7 +59,7 @@ class Tool:
     call: Callable[..., Any]
 
     def schema(self) -> dict[str, Any]:
-        """As chat templates and OpenAI's API take it."""
+        """The description of the tool that chat templates and OpenAI's API take."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 

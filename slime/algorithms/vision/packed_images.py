@@ -35,7 +35,7 @@ class PackedImages:
         return PackedImages(self.media, self.rows.to(device), self.picks.to(device), positions)
 
     def features(self, lm: Any) -> Features:
-        """Of every image token, in the order of the stream."""
+        """The features of every image token, in the order of the stream."""
         assert self.media is not None, "there are no pictures in the stream"
         media = {name: tensor.to(self.picks.device) for name, tensor in self.media.items()}
         return image_features(lm, media).take(self.picks)

@@ -248,7 +248,7 @@ def reproducible_engine(draft: Draft) -> None:
 
 
 def _tell_of_no_gpu(draft: Draft, label: str) -> None:
-    """Of a cluster nothing is known here; servers of others are asked when they are found."""
+    """Warns where this machine has no GPU; what a cluster or the servers of others have is not known here."""
     others = draft.runtime == "ray" or draft.rollout_external_engine_addrs or draft.debug_train_only
     if not others and not visible_gpus():
         draft.warn(

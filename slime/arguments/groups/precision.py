@@ -18,7 +18,7 @@ _SET_FOR_FP8 = ("--quantization", "--load-format", "--json-model-override-args")
 
 
 def derive_precision(draft: Draft, count_gpus: Callable[[], int]) -> None:
-    """On a cluster every machine decides for itself, as nothing here is known of it."""
+    """Chooses the precision from this machine; on a cluster every machine decides for itself."""
     if draft.runtime == "ray" or draft.dtype == "float32":
         return
     if count_gpus():

@@ -292,7 +292,7 @@ def _refuse_unknown(row: Any, known: tuple[str, ...], where: str) -> None:
 
 
 def topology_source(draft: Draft) -> None:
-    """Before sizes are derived: at most one flag says which engines there are, and maybe their GPUs."""
+    """Runs before sizes are derived: at most one flag may say which engines there are and on which GPUs."""
     given = ["--" + name.replace("_", "-") for name in _SOURCES if getattr(draft, name)]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} both say which engines serve; keep one of them.")
@@ -325,7 +325,7 @@ def _external(draft: Draft) -> None:
 
 
 def topology(draft: Draft) -> None:
-    """After the sizes: `args.engine_topology`, whatever said it."""
+    """Runs after the sizes are known: sets `args.engine_topology`, whichever flag described it."""
     size = (draft.hf_checkpoint, draft.rollout_num_gpus, draft.rollout_num_gpus_per_engine)
     if draft.prefill_num_servers:
         draft.derive(

@@ -31,7 +31,7 @@ CONSTRAINTS = ("regex", "json_schema", "ebnf", "structural_tag", "logit_bias", "
 
 
 class SamplingFlags(Protocol):
-    """Of the settings of a run, what decides how its tokens are drawn."""
+    """The settings of a run that decide how its tokens are drawn."""
 
     loss_type: str
     allow_sampling_mismatch: bool

@@ -19,7 +19,7 @@ _COMMON = ("optimizer", "param_state_sharding_type")
 
 
 def own_results_server() -> None:
-    """Before a save: start a server for the writers that ends with this process, however that ends."""
+    """Called before a save: starts a server for the writers that ends whenever this process does."""
     # Only where a checkpoint is written.
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

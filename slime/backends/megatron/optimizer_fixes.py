@@ -60,7 +60,7 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
 
 
 def unshare_steps(optimizer: MegatronOptimizer) -> None:
-    """After a load: all parameters got one step tensor, which AdamW would then advance once per parameter."""
+    """Called after a load, which gave all parameters one step tensor: AdamW would advance it for each."""
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:

@@ -181,7 +181,7 @@ class TrainerBase(ABC):
         """
 
     def check_vocabulary(self, flag: str, path: str | Path, theirs: int, own: int) -> None:
-        """Of a teacher or a critic, which may be of another size and family than the policy."""
+        """Refuses a teacher or a critic, which may be of another size and family, with another vocabulary."""
         if theirs != own:
             raise ValueError(
                 f"{flag} {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has {own}: it reads "

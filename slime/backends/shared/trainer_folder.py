@@ -26,7 +26,7 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def check_content(path: Path, args: Args) -> None:
-    """Before a checkpoint is read as a model beside the policy: are its files what was written?"""
+    """Refuses a checkpoint whose files are not what was written, before it is read beside the policy."""
     if not args.no_load_verify:
         # Each rank reads its share of the files.
         check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))

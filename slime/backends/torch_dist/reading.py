@@ -90,7 +90,7 @@ class TorchDistFolder:
         return self._last[1][hub.index(name)]
 
     def shape(self, name: str) -> torch.Size:
-        """Of what `read` returns, without reading it."""
+        """The shape of what `read` returns, without reading it."""
         rule, hub, parts = self._parts[name]
         sizes = [part.tensor.size[len(part.index) :] for part in parts]
         whole = torch.cat([torch.empty(size, device="meta") for size in sizes])

@@ -47,7 +47,7 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def _config_of(source: Path) -> Any:
-    """Of a model whose family is known here; a ValueError else."""
+    """The config of the model; ValueError where its family is not known here."""
     # Heavy import, only needed here.
     from transformers import AutoConfig
 

@@ -93,7 +93,7 @@ def _differs(reference: Outcome, found: Outcome, layer: int, part: str, toleranc
 
 
 def _names(reference: Outcome, found: Outcome) -> list[str]:
-    """In the reference's order; a tied output matrix may be exported once more."""
+    """The names in the reference's order; a tied output matrix may be exported once more."""
     extra = [name for name in found.before if name not in reference.before and name != "lm_head.weight"]
     return [*reference.before, *extra]
 

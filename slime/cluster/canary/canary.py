@@ -75,7 +75,7 @@ class Canary:
                 time.sleep(_LOOK_S)
 
     def _known(self, answers: Mapping[str, LogProbs | str], number: int) -> dict[str, LogProbs]:
-        """Of the engines that scored the probe; a text says why one did not."""
+        """The scores of the engines that scored the probe; a text says why one did not."""
         refused = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
         if refused and not self._told_why_not:
             self._told_why_not = True

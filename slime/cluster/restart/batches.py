@@ -21,7 +21,7 @@ class Batches:
         self._gone: int | None = None  # the last that is not kept for want of room: those before are no use
 
     def keep(self, rollout_id: int, batch: RolloutBatch) -> None:
-        """Until the trainer's state after it is safe, or there is no more room."""
+        """Keeps a batch until the trainer's state after it is safe, or there is no more room."""
         if self._read is not None:
             return
         if self._gone is None:

@@ -31,7 +31,7 @@ class PeerCopies:
         return (rollout_id + 1) % self._every == 0
 
     def write(self, rollout_id: int) -> None:
-        """After the step of this rollout; only when all ranks are done the copy counts."""
+        """Writes the copy after the step of this rollout; it counts only when all ranks are done."""
         folder: Path = next(place for place in self._places if place != self._redo.safe.folder)
         ranks, place = self._processes.actors, self._processes.copy_place(folder)
         memories = tuple(ranks.call(TrainActor.memory))

@@ -49,7 +49,7 @@ class _Budget:
 
     @property
     def pause_s(self) -> float:
-        """Before the next restart: none at first."""
+        """Seconds to wait before the next restart; none before the first."""
         again = len(self.causes) - 1
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (again - 1)) if again > 0 else 0.0
 

@@ -46,7 +46,7 @@ class EnginePlane:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of all engines of the policy; empty: the run has none."""
+        """The addresses of all engines of the policy; empty where the run has none."""
         return self._fleet.urls
 
     def connect(self, info: RunInfo) -> RunInfo:

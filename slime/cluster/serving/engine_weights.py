@@ -239,7 +239,7 @@ class EngineWeights:
         return failures
 
     def score(self, probe: list[list[int]]) -> dict[str, list[list[float]] | str]:
-        """By engine: the log-probs of each text, or why it does not tell them."""
+        """For each engine, the log-probs of each text, or why it does not tell them."""
         extra = {"lora_path": ADAPTER_NAME} if self._args.lora_sync == "adapter" else {}
 
         async def score(url: str) -> list[list[float]]:

@@ -44,7 +44,7 @@ class Front:
             self.router.stop()
 
     def close_last(self) -> None:
-        """After the engines: the balancer holds requests that they still answer."""
+        """Called after the engines were closed: the balancer holds requests that they still answer."""
         if self.balancer is not None:
             run(self.balancer.stop())
 
@@ -52,7 +52,7 @@ class Front:
 def open_front(
     args: Args, run_: Run, plan: RouterPlan, servers: Sequence[Server], name: str, port: int | None
 ) -> Front:
-    """Before engines that serve. `name`: of the router's log. `port`: the one that was asked for."""
+    """Starts what stands before engines that serve. `name` is that of its log, `port` the one asked for."""
     servers = tuple(servers)
     if plan.kind == "sglang" or any(server.plan.worker_type != "regular" for server in servers):
         words = (*plan.words, *args.router_options)
@@ -76,7 +76,7 @@ def open_front(
 
 
 def join_router(args: Args, servers: Sequence[Server]) -> Front:
-    """Before engines that serve: the router that --sglang-router-ip names learns of them."""
+    """Tells the router that --sglang-router-ip names which engines serve."""
     assert args.sglang_router_ip is not None and args.sglang_router_port is not None, "the rules ask for both"
     host, port = args.sglang_router_ip, args.sglang_router_port
     router = ExternalRouter(host, port, patience_s=args.no_engine_timeout_s)

@@ -43,7 +43,7 @@ class ModelService:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of the engines that are not reserved."""
+        """The addresses of the engines that are not reserved."""
         return tuple(server.url for server in self._shared)
 
     def start_routers(self, run_: Run) -> tuple[Address, Address | None]:
@@ -107,7 +107,7 @@ def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtim
 
 
 def _policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
-    """Of the engines that get the trainer's weights."""
+    """The slots of the engines that get the trainer's weights."""
     if args.rollout_external_engine_addrs or not slots:
         return slots
     name = args.engine_topology.policy.name

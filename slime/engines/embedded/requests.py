@@ -82,7 +82,7 @@ class RequestReader:
         return sequences, is_list
 
     def _samplings(self, raws: list[Any]) -> list[tuple[SamplingParams, int | None]]:
-        """Of each prompt, with its seed; those that differ in nothing else are read once."""
+        """The sampling of each prompt, with its seed; those that differ in nothing else are read once."""
         made: list[tuple[SamplingParams, int | None]] = []
         before: Any = None
         for raw in raws:

@@ -76,7 +76,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _probe(self) -> dict[int, attention.KVShape]:
-        """By layer, the shape of keys and values: families have more than one way to say it."""
+        """Finds the shape of keys and values of each layer: families have more than one way to say it."""
         one, probe = torch.zeros(1, 1, dtype=torch.int64, device=self.device), ShapeProbe()
         try:
             if self.vision is None:
@@ -173,7 +173,7 @@ class ModelRunner:
         return psutil.Process().memory_info().rss
 
     def check_device(self) -> None:
-        """After a failed pass: raise if the device answers no more, as CUDA after an assertion."""
+        """Called after a failed pass: raises if the device answers no more, as CUDA after an assertion."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()

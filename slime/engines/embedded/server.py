@@ -117,7 +117,7 @@ class Server:
 
     @web.middleware
     async def _ask_for_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """As SGLang does with its --api-key: of everybody, but for the probes."""
+        """Asks everybody for the token, as SGLang does with its --api-key, but for the probes."""
         if self._token is not None and not request.path.startswith("/health"):
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not secrets.compare_digest(given, f"Bearer {self._token}".encode()):

@@ -35,7 +35,7 @@ class GroupPlace:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> GroupPlace:
-        """Under SGLang's names."""
+        """Reads the fields under SGLang's names."""
         name, address = texts = [body.get(key) for key in ("group_name", "master_address")]
         numbers: list[Any] = [body.get(key) for key in ("master_port", "rank_offset", "world_size")]
         if not all(isinstance(text, str) and text for text in texts):

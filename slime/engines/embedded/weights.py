@@ -209,7 +209,7 @@ class WeightStore:
         return self._hub_views(dict(self._model.named_parameters(remove_duplicate=False)))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """With buffers of the checkpoint (the balance of experts), which an update may hold or leave out."""
+        """Parameters, and buffers of the checkpoint (the balance of experts) that an update may leave out."""
         return self._hub_views(dict(saved_tensors(self._model, tied=True)))
 
     def _hub_views(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ class WorkerRegistry:
         raise NotImplementedError
 
     def enroll(self, server: Server) -> None:
-        """Before the start: one more worker to register."""
+        """Adds a worker to register; called before the start."""
         self._workers[server.url] = registration(server)
 
     def add(self, server: Server) -> None:

@@ -56,7 +56,7 @@ class Supervisor:
         self._workers: set[int] = set()
 
     def run(self) -> int:
-        """Until the server ends; returns its exit code."""
+        """Runs until the server ends; returns its exit code."""
         threading.Thread(target=self._watch_parent, daemon=True).start()
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
         for attempt in range(1, _BIND_ATTEMPTS + 1):
@@ -166,7 +166,7 @@ class Supervisor:
 
 
 def _die_with_parent() -> None:
-    """In the child before exec: the kernel ends it with the supervisor, whose main thread spawned it."""
+    """Runs in the child before exec: the kernel ends it with the supervisor, whose main thread spawned it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

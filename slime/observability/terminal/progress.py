@@ -131,7 +131,7 @@ def live_lines(progress: Progress, width: int, *, note: str = "", doing: str = "
 
 
 def plain_line(progress: Progress, *, note: str = "") -> str:
-    """The same as one line for a file or a pipe."""
+    """The progress as one line for a file or a pipe."""
     words = [f"step {_count(progress)}", _value(progress), note, *_speeds(progress)]
     words += [_split_words(progress), *(word for word, _ in _quality(progress))]
     return "  ".join(filter(None, words))

@@ -53,7 +53,7 @@ def progress_file(folder: Path, name: str) -> Path:
 
 
 def read_progress(folder: Path, name: str) -> Progress:
-    """From the beginning, if there is none that can be read."""
+    """Reads how far a tracker came; the beginning, where no file says it."""
     try:
         return Progress(**json.loads(progress_file(folder, name).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -203,7 +203,7 @@ def main(argv: list[str]) -> int:
 
 
 def _first_line() -> bytes:
-    """Of standard input, and not a byte more: what follows is the end, which a thread waits for."""
+    """Reads one line of standard input and no more: what follows is the end, which a thread waits for."""
     line = b""
     while not line.endswith(b"\n") and (part := os.read(0, 65536)):
         line += part

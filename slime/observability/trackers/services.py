@@ -95,7 +95,7 @@ class WandB:
         self._run.log({table.name: rows, table.step_key: self._place(table.step_key, table.step)})
 
     def _place(self, step_key: str, step: int) -> int:
-        """With --wandb-always-use-train-step the optimizer steps before a rollout, in place of its number."""
+        """A step's place on the axis; --wandb-always-use-train-step counts rollouts in optimizer steps."""
         return step if step_key == "train/step" else step * self._samples // self._per_step
 
     def flush(self) -> None:

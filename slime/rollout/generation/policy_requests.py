@@ -89,7 +89,7 @@ def _warn_of_temperature(asked: float, computed: float) -> None:
 
 
 class PolicyRequests:
-    """Of one call of a generate function: what it may ask, what it was refused, which weights answered."""
+    """What one call of a generate function may ask, what it was refused, and which weights answered."""
 
     def __init__(self, args: PluginArgs) -> None:
         self._args = args

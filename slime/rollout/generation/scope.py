@@ -36,7 +36,7 @@ class RequestScope:
         return self.ended.is_set()
 
     def abort(self) -> None:
-        """From now on nothing begins; called on the loop of the rollout side."""
+        """Lets nothing begin from now on; called on the loop of the rollout side."""
         self.ended.set()
         for child in self._children:
             child.abort()

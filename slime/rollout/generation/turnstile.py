@@ -190,6 +190,6 @@ async def call_or_wait(sample: Sample, call: Coroutine[Any, Any, Entry]) -> Entr
 
 
 def forget_all() -> None:
-    """At the end of a run: nothing waits any longer."""
+    """Called at the end of a run: nothing waits any longer."""
     while _waiting:
         _waiting.popitem()[1].give_up()

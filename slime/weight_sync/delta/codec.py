@@ -53,7 +53,7 @@ def _zstd() -> ModuleType:
 
 
 def checksum_function(name: str) -> Callable[[Any], str]:
-    """From a buffer of bytes to text."""
+    """The function that makes a checksum, as text, of a buffer of bytes."""
     if name == "adler32":
         return lambda data: f"{zlib.adler32(data):08x}"
     try:

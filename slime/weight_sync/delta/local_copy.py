@@ -252,7 +252,7 @@ class LocalCopy:
             )
 
     def _tidy(self, keep: str | None) -> None:
-        """Before a new version: the one before the current is loaded by nobody any more."""
+        """Called before a new version: the one before the current is loaded by nobody any more."""
         for path in self._folder.iterdir():
             if path.name == _STAGING or (path.name.startswith("weights-") and path.name != keep):
                 shutil.rmtree(path, ignore_errors=True)
@@ -430,7 +430,7 @@ def _builder(
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Of a safetensors file: the bytes before the data, and name -> (offset in the file, bytes), in order."""
+    """The bytes of a safetensors file before its data, and name -> (offset in the file, bytes), in order."""
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")

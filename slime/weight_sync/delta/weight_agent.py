@@ -99,7 +99,7 @@ async def _close_session(app: web.Application) -> None:
 
 
 def serve(app: web.Application, host: str, port: int) -> None:
-    """Until it is ended; says first where it listens. Port 0: any free one.
+    """Serves until it is ended; says first where it listens. Port 0: any free one.
 
     Where other machines reach it, only those are served that have the token of the run's engines.
     """

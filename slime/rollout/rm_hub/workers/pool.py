@@ -169,7 +169,7 @@ class _Worker:
         return f"(pid {self.pid}) {how}{hint}"
 
     def end(self) -> None:
-        """At once, with all that it forked."""
+        """Ends the worker at once, with all that it forked."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -239,7 +239,7 @@ class _Worker:
         return False
 
     def _is_stopped(self) -> bool:
-        """By a signal or a debugger."""
+        """Whether a signal or a debugger has stopped it."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
         except OSError:
