@@ -26,7 +26,17 @@ class Estimator:
     @property
     def compares_in_groups(self) -> bool:
         """Whether rewards are compared within their group, to which a greedy answer does not belong."""
-        return self.baseline not in (None, "greedy")
+        return self.baseline is not None and not self.needs_greedy_answer
+
+    @property
+    def needs_greedy_answer(self) -> bool:
+        """Whether a group has a greedy answer beside its samples, whose reward is the baseline."""
+        return self.baseline == "greedy"
+
+    @property
+    def divides_by_mean_reward(self) -> bool:
+        """Whether the mean reward of a group is a divisor, which must not be negative."""
+        return self.baseline == "success_rate"
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -92,3 +102,5 @@ ESTIMATORS: dict[str, Estimator] = {
         uses_kl_in_reward=True,
     ),
 }
+# As flags and messages name them.
+WITH_CRITIC = " or ".join(name for name, row in ESTIMATORS.items() if row.needs_values)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from slime.catalog.estimators import ESTIMATORS
 from slime.utils.misc import group_by
 from slime.utils.types import Sample, flatten_samples, version_number
 
@@ -51,7 +52,7 @@ def rollout_metrics(
     rewards = [s.get_reward_value(args) for s in flat if s.reward is not None]
     if rewards and all(isinstance(reward, (int, float)) for reward in rewards):
         metrics["rollout/raw_reward"] = statistics.fmean(rewards)
-        if args.advantage_estimator != "ppo":  # which does not compare within groups
+        if not ESTIMATORS[args.advantage_estimator].needs_values:  # a critic compares with its own values
             metrics.update(_zero_std_counts(flat, args.reward_key))
     metrics.update(_groups_of_one(flat))
     metrics.update(_reward_components(flat))

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
+from slime.catalog.estimators import ESTIMATORS
 from slime.observability.trace_utils import trace_span
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout import ledger
@@ -421,8 +422,8 @@ async def _worker_urls(args: PluginArgs) -> list[str]:
 
 
 async def start_group(args: PluginArgs, group: Group, sampling_params: dict[str, Any]) -> Group:
-    """What training asks of a group: its samples, and for remax a greedy answer beside them."""
-    if args.advantage_estimator != "remax":
+    """What training asks of a group: its samples, and the greedy answer that some are compared with."""
+    if not ESTIMATORS[args.advantage_estimator].needs_greedy_answer:
         return await generate_and_rm_group(args, group, sampling_params)
     return await with_greedy_baseline(
         args, group, sampling_params, lambda entries, params: generate_and_rm_group(args, entries, params)

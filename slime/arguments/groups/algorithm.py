@@ -6,7 +6,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.objectives import NOT_PAIRS, POLICY_LOSS, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
-from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.estimators import ESTIMATORS, WITH_CRITIC
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 
 LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
@@ -81,9 +81,9 @@ DISCOUNTS = OnlyWith(
     "this --advantage-estimator discounts nothing; remove it",
 )
 GAE = OnlyWith(
-    "with --advantage-estimator ppo",
-    lambda d: d.advantage_estimator == "ppo" or d.custom_advantage_function_path is not None,
-    "only --advantage-estimator ppo has it; remove it",
+    f"with --advantage-estimator {WITH_CRITIC}",
+    lambda d: ESTIMATORS[d.advantage_estimator].needs_values or d.custom_advantage_function_path is not None,
+    f"only --advantage-estimator {WITH_CRITIC} has it; remove it",
     said_by="advantage_estimator",
 )
 CONSTANT = OnlyWith(

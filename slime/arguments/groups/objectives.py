@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.catalog.estimators import ESTIMATORS, WITH_CRITIC
 
 # Losses over pairs of a preferred and a rejected answer.
 PAIR_LOSSES = ("dpo_loss", "rm_loss")
@@ -20,9 +21,9 @@ POLICY_LOSS = OnlyWith(
     "only --loss-type policy_loss has policy ratios; remove it",
 )
 CRITIC = OnlyWith(
-    "with --advantage-estimator ppo",
-    lambda d: d.loss_type not in SUPERVISED_LOSSES and d.advantage_estimator == "ppo",
-    "there is no critic; only --advantage-estimator ppo trains one",
+    f"with --advantage-estimator {WITH_CRITIC}",
+    lambda d: d.loss_type not in SUPERVISED_LOSSES and ESTIMATORS[d.advantage_estimator].needs_values,
+    f"there is no critic; only --advantage-estimator {WITH_CRITIC} trains one",
     said_by="advantage_estimator",
 )
 CRITIC_DECAYS = OnlyWith(

@@ -7,6 +7,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.algorithm import COMPUTES_ADVANTAGES
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.rewards import BOXED, REWARDS, find_reward
 
 _RM_TYPES = "; ".join(f"{name}: {reward.help}" for name, reward in REWARDS.items())
@@ -93,10 +94,11 @@ def reward_shaping(draft: Draft) -> None:
             f"--overlong-buffer-len is {draft.overlong_buffer_len}, but --rollout-max-response-len is "
             f"{longest}: the buffer is the last part of the longest response; use less."
         )
-    if draft.advantage_estimator == "maxrl" and draft.overlong_penalty_factor != 0:
+    if ESTIMATORS[draft.advantage_estimator].divides_by_mean_reward and draft.overlong_penalty_factor != 0:
         raise ValueError(
-            "--overlong-buffer-len makes rewards of long answers negative, and --advantage-estimator maxrl "
-            "divides by the mean reward, which must be at least 0; remove it, or choose another estimator."
+            "--overlong-buffer-len makes rewards of long answers negative, and --advantage-estimator "
+            f"{draft.advantage_estimator} divides by the mean reward, which must be at least 0; remove it, "
+            "or choose another estimator."
         )
 
 
