@@ -3,11 +3,12 @@
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 
+T = TypeVar("T")
 SECOND_HOST, THIRD_HOST = "127.0.0.2", "127.0.0.3"
 
 
@@ -29,10 +30,18 @@ def ray_cluster(num_gpus: int = 0) -> Iterator[tuple[Any, Any]]:
     folder = tempfile.mkdtemp(prefix="nodes-")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_TMPDIR", folder)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": num_gpus})
+        cluster = _started(lambda: Cluster(True, head_node_args={"num_cpus": 1, "num_gpus": num_gpus}))
+        second = {"num_cpus": 1, "num_gpus": num_gpus, "node_ip_address": SECOND_HOST}
         try:
-            second = cluster.add_node(num_cpus=1, num_gpus=num_gpus, node_ip_address=SECOND_HOST)
-            yield cluster, second
+            yield cluster, _started(lambda: cluster.add_node(**second))
         finally:
             cluster.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(start: Callable[[], T]) -> T:
+    """Ray gives a node 30 s to start, which a busy machine may need more than once."""
+    for _ in range(3):
+        with contextlib.suppress(Exception):  # Ray has no class for it
+            return start()
+    return start()
