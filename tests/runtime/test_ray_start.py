@@ -2,14 +2,17 @@
 
 import pytest
 
-pytest.importorskip("ray")
-
-from slime.runtime import on_ray
 from slime.utils.errors import RunStopped
 
 
+@pytest.fixture(scope="module")
+def on_ray():
+    """Not imported while tests are collected: Ray takes seconds."""
+    return pytest.importorskip("slime.runtime.on_ray")
+
+
 @pytest.fixture
-def failing(monkeypatch):
+def failing(on_ray, monkeypatch):
     """Makes the first starts fail; gives how often Ray was asked to start."""
     asked = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -27,20 +30,20 @@ def failing(monkeypatch):
     return fail_first
 
 
-def test_a_node_that_was_too_slow_is_started_again(failing, caplog):
+def test_a_node_that_was_too_slow_is_started_again(on_ray, failing, caplog):
     asked = failing(2)
     on_ray._join_or_start()
     assert len(asked) == 3 and "timed out during startup" in caplog.text
 
 
-def test_the_reason_is_told_when_it_never_starts(failing):
+def test_the_reason_is_told_when_it_never_starts(on_ray, failing):
     asked = failing(100)
     with pytest.raises(RunStopped, match="Ray did not start: The current node timed out"):
         on_ray._join_or_start()
     assert len(asked) == on_ray._STARTS
 
 
-def test_a_cluster_that_is_not_there_is_named_and_not_asked_again(failing, monkeypatch):
+def test_a_cluster_that_is_not_there_is_named_and_not_asked_again(on_ray, failing, monkeypatch):
     asked = failing(100)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
     with pytest.raises(RunStopped, match=r"no Ray cluster answers at RAY_ADDRESS=10\.0\.0\.9:6379"):
