@@ -55,12 +55,12 @@ def runtime(request, tmp_path):
 
 
 class Fleet:
-    """One fake engine on each machine that the runtime has."""
+    """One fake engine on each of these machines."""
 
-    def __init__(self, folder: Path, runtime):
+    def __init__(self, folder: Path, runtime, machines):
         self.mood = folder / "mood"
         self.mood.write_text("well")
-        plan = Placement((), tuple(Slot(i, machine=i) for i in range(runtime.num_machines)))
+        plan = Placement((), tuple(Slot(i, machine=machine) for i, machine in enumerate(machines)))
         self.slots = runtime.claim(plan).engines
         self.engines = [self._engine(folder, runtime, slot) for slot in self.slots]
         self.fleet = EngineFleet(self.engines, WatchPolicy(3, 600.0, poll_s=0.05))
@@ -82,7 +82,16 @@ class Fleet:
 
 @pytest.fixture
 def engines(runtime, tmp_path):
-    made = Fleet(tmp_path, runtime)
+    """One on each machine that the runtime has."""
+    made = Fleet(tmp_path, runtime, range(runtime.num_machines))
+    yield made
+    made.fleet.stop()
+
+
+@pytest.fixture
+def engine(runtime, tmp_path):
+    """One alone, on the last machine."""
+    made = Fleet(tmp_path, runtime, [runtime.num_machines - 1])
     yield made
     made.fleet.stop()
 
@@ -111,20 +120,20 @@ def test_an_engine_comes_back_on_its_machine_and_all_are_gone_at_the_end(engines
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
-def test_what_an_engine_last_said_comes_from_its_machine(engines):
-    engines.mood.write_text("dies")
+def test_what_an_engine_last_said_comes_from_its_machine(engine):
+    engine.mood.write_text("dies")
     with pytest.raises(
         EngineStartError, match=r"(?s)engine-0 ended with code 1; last lines of .*folder is empty"
     ):
-        engines.start()
+        engine.start()
 
 
-def test_an_evicted_engine_is_dead_at_once(engines):
-    urls = engines.start()
-    with engines.fleet.frozen():
-        engines.fleet.evict(urls[0], RuntimeError("wrong weights"))
-        assert not engines.fleet.is_alive(urls[0])
-        assert "was killed by signal 9" in engines.engines[0].describe_end()
+def test_an_evicted_engine_is_dead_at_once(engine):
+    (url,) = engine.start()
+    with engine.fleet.frozen():
+        engine.fleet.evict(url, RuntimeError("wrong weights"))
+        assert not engine.fleet.is_alive(url)
+        assert "was killed by signal 9" in engine.engines[0].describe_end()
 
 
 @pytest.mark.slow
@@ -132,7 +141,7 @@ def test_an_engine_ends_with_its_owner_and_gets_another_on_the_same_port(tmp_pat
     from slime.runtime.on_ray import RayRuntime
 
     runtime = RayRuntime(tmp_path)
-    engines = Fleet(tmp_path, runtime)
+    engines = Fleet(tmp_path, runtime, range(2))
     try:
         urls = engines.start()
         first = engines.engines[1].pid

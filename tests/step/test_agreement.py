@@ -212,7 +212,8 @@ def test_sums_are_those_of_the_obvious_computation(model, backend):
 
 
 def test_a_difference_that_grows_with_the_pushes_is_told_with_its_remedy(model, backend):
-    args = trainer_args(model, logprob_diff_threshold=0.4, fp8_rounding="nearest")
+    packed = dict(use_dynamic_batch_size=True, max_tokens_per_gpu=2048)
+    args = trainer_args(model, logprob_diff_threshold=0.4, fp8_rounding="nearest", **packed)
     agreement = Agreement()
     for version, noise in enumerate((0.0, 0.2, 0.3), 1):
         samples = engine_samples(backend, args, num_groups=32, group_size=4, noise=noise, version=version)
