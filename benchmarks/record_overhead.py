@@ -2,32 +2,42 @@
 
     python benchmarks/record_overhead.py                            # beside the step of docs/performance.md
     python benchmarks/record_overhead.py --run-dir runs/smollm2/rl  # beside the steps of a run of yours
-    python benchmarks/record_overhead.py --pairs 2 --config run.yaml  # a run against the same without them
+    python benchmarks/record_overhead.py --run quickstart --model smollm2 --num-rollout 5   # all in one run
 
 What the samples and metrics of a step of the SmolLM2 quick start cost until they lie in record.db, in
 metrics.jsonl and in TensorBoard's files, in CPU seconds, so that a busy machine changes nothing, with the
 start of each part spread over the steps; against the seconds of a step on two idle cores. Goal: 1%.
 
-`--pairs`: runs of the settings of `--config` in turns, with samples and advice and with neither; the ratio of
-their step times and of the CPU seconds of their drivers. An idle machine is needed for the first.
+`--run`: a run of that `slime` command, in which both sides are CPU seconds: those of the threads and calls
+that record, show samples and advise, against those of all processes of the run. The load of the machine is
+in both.
 """
 
 import argparse
+import contextlib
+import functools
+import inspect
 import json
+import os
 import random
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+from slime.cli.main import main as slime_command
+from slime.cluster.recording import Recording
+from slime.cluster.timeline import Timeline
 from slime.observability.advisories import Advisor, Facts
 from slime.observability.tracking import Tracker, read_metrics
 from slime.record import RECORD_FILE, RecordWriter, group_entries
+from slime.rollout.ledger import Ledger
 from slime.utils.types import Sample
 
 GOAL = 0.01
@@ -102,52 +112,85 @@ def costs(folder: Path, num_steps: int) -> dict[str, float]:
     return {part: cpu_seconds(act) / num_steps for part, act in parts.items()}
 
 
-# The driver of a run that says what it cost; without advice where the first word is `off`.
-_DRIVER = """
-import sys, time
-from slime.arguments import parse_args
-from slime.cluster import start
-from slime.loop import train
-
-class Silent:
-    def at_start(self): return []
-    def observe(self, metrics, step): return []
-
-if sys.argv[1] == "off":
-    start.Advisor = lambda facts: Silent()
-train(parse_args(sys.argv[2:]))
-print("CPU-SECONDS", time.process_time())
-"""
+_THREADS = {"record": "writer of the record", "screen": "screen", "quickstart-metrics": "screen"}
 
 
-def run_once(config: Path, folder: Path, *, on: bool) -> tuple[float, float]:
-    """(median seconds of a step, CPU seconds of the driver in a step) of one run."""
-    words = ["--config", str(config), "--run-dir", str(folder), "--quiet", "--no-auto-resume"]
-    words += ["--save", str(folder / "checkpoints"), "--save-hf", str(folder / "hf-{rollout_id}")]
-    words += [] if on else ["--record-max-mib", "0"]
-    command = [sys.executable, "-c", _DRIVER, "on" if on else "off", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
-    cpu = float(done.stdout.split("CPU-SECONDS")[1].split()[0])
-    steps = [row["perf/step_time"] for row in read_metrics(folder) if "perf/step_time" in row]
-    return statistics.median(steps[2:] or steps), cpu / len(steps)
+class Meter:
+    """CPU seconds of everything that a run does only to record, to show samples and to advise.
+
+    Two threads of the driver do nothing else, the writer of the record and the screen. What other threads
+    spend in calls of the ledger, the recording and the advisor is added up call by call, the outermost of
+    nested ones alone.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, float] = defaultdict(float)
+        self._inside = threading.local()
+
+    def watch(self, owner: type, part: str) -> None:
+        for name, function in list(vars(owner).items()):
+            if not name.startswith("_") and inspect.isfunction(function):
+                setattr(owner, name, self._timed(function, part))
+
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "here", False) or threading.current_thread().name in _THREADS:
+                return function(*args, **kwargs)
+            self._inside.here, started = True, time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._inside.here = False
+                self.calls[part] += time.thread_time() - started
+
+        return timed
+
+    def now(self) -> dict[str, float]:
+        found = dict(self.calls)
+        for thread in threading.enumerate():
+            if thread.name in _THREADS and thread.ident is not None:
+                clock = time.pthread_getcpuclockid(thread.ident)
+                found[_THREADS[thread.name]] = time.clock_gettime(clock)
+        return found | {"whole": family_cpu_seconds()}
 
 
-def compare_runs(config: Path, pairs: int, results: Path) -> int:
-    """Runs in turns, so that what else the machine does falls on both."""
-    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    with tempfile.TemporaryDirectory() as folder:
-        for pair in range(pairs):
-            for on in (True, False) if pair % 2 else (False, True):
-                found[on].append(run_once(config, Path(folder) / f"{pair}-{on}", on=on))
-    step, cpu = ([min(run[part] for run in found[on]) for on in (True, False)] for part in (0, 1))
-    print(f"step: {step[0]:.3f} s with, {step[1]:.3f} s without: ratio {step[0] / step[1]:.4f}")
-    extra = (cpu[0] - cpu[1]) / step[1]
-    print(f"driver's CPU a step: {cpu[0]:.4f} s with, {cpu[1]:.4f} s without: {extra:+.3%} of a step")
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps({"step": step, "driver_cpu": cpu, "share": extra}, indent=1))
-    return 0 if extra <= GOAL else 1
+def family_cpu_seconds() -> float:
+    """Of this process and all that descend from it: engines, trainer, rewards."""
+    parents, spent = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            parents[int(stat.parent.name)] = int(fields[1])
+            spent[int(stat.parent.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+    def is_ours(process: int) -> bool:
+        while process not in (os.getpid(), 0, 1):
+            process = parents.get(process, 0)
+        return process == os.getpid()
+
+    return sum(seconds for process, seconds in spent.items() if is_ours(process))
+
+
+def measure_run(command: list[str], results: Path) -> int:
+    """What the steps of a run of `slime COMMAND` spent; the first, which starts parts, is left out."""
+    meter, steps_of = Meter(), defaultdict(list)
+    for owner, part in ((Ledger, "ledger"), (Recording, "recording"), (Advisor, "advice")):
+        meter.watch(owner, part)
+    end_step = Timeline.end_step
+
+    def end_and_measure(timeline: Timeline, rollout_id: int) -> None:
+        end_step(timeline, rollout_id)
+        steps_of[timeline].append(meter.now())
+
+    Timeline.end_step = end_and_measure  # type: ignore[method-assign]
+    failed = slime_command(command)
+    steps = list(steps_of.values())[-1] if steps_of else []  # a quick start warms up first
+    if failed or len(steps) < 3:
+        raise SystemExit(f"`slime {' '.join(command)}` was to make at least three steps")
+    count, (first, last) = len(steps) - 1, (steps[0], steps[-1])
+    spent = {part: (value - first.get(part, 0.0)) / count for part, value in last.items()}
+    return tell(spent.pop("whole"), spent, results, f"CPU, {count} steps")
 
 
 def step_seconds(run_dir: Path | None) -> float:
@@ -165,23 +208,25 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100, help="whose samples are recorded")
     parser.add_argument("--run-dir", type=Path, help="of a finished run, whose steps are the measure")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/record_overhead.json"))
-    parser.add_argument("--pairs", type=int, default=0, help="runs with and without, instead")
-    parser.add_argument("--config", type=Path, help="settings of these runs, as of `slime train --config`")
+    parser.add_argument(
+        "--run", nargs=argparse.REMAINDER, help="measure a run of this `slime` command instead"
+    )
     options = parser.parse_args()
-    if options.pairs:
-        if options.config is None:
-            parser.error("--pairs runs the settings of --config")
-        return compare_runs(options.config, options.pairs, options.json)
+    if options.run:
+        return measure_run(options.run, options.json)
     with tempfile.TemporaryDirectory() as folder:
         parts = costs(Path(folder), options.steps)
-    whole = step_seconds(options.run_dir)
-    print(f"of a step of {whole:.2f} s")
+    return tell(step_seconds(options.run_dir), parts, options.json, "wall")
+
+
+def tell(whole: float, parts: dict[str, float], results: Path, of: str) -> int:
+    print(f"of a step of {whole:.3f} s ({of})")
     for part, seconds in parts.items():
         print(f"  {part:34s} {1000 * seconds:7.2f} ms  {seconds / whole:7.3%}")
     share = sum(parts.values()) / whole
     print(f"  together {share:.3%} (goal {GOAL:.0%})")
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"cpu_seconds": parts, "step": whole, "share": share}, indent=1))
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(json.dumps({"cpu_seconds": parts, "step": whole, "share": share}, indent=1))
     return 0 if share <= GOAL else 1
 
 
