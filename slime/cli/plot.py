@@ -11,11 +11,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from slime.observability.terminal.progress import is_score
 from slime.observability.tracking import read_metrics
+from slime.utils.run_file import no_run, read_run
 
 DEFAULT = (
     "rollout/raw_reward",
-    "eval/*",
+    "eval/*",  # scores alone: what else is known of evaluations is shown to whoever asks for it
+    "train/loss",
     "rollout/response_len/mean",
     "train/grad_norm",
     "train/entropy_loss",
@@ -34,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     known = sorted({key for curves in runs.values() for key in curves})
-    names, unknown = _chosen(options.metric or DEFAULT, known)
+    shown = [key for key in known if options.metric or not key.startswith("eval/") or is_score(key)]
+    names, unknown = _chosen(options.metric or DEFAULT, shown)
     if options.list or not names or (options.metric and unknown):
         for pattern in unknown if options.metric else ():
             near = get_close_matches(pattern, known, n=3)
@@ -56,9 +60,8 @@ def _curves(folder: Path) -> dict[str, Curve]:
     """
     file = folder / "metrics.jsonl" if folder.is_dir() else folder
     if not file.is_file():
-        raise ValueError(
-            f"{file} does not exist: {folder} is no folder of a run, or it has logged nothing yet."
-        )
+        is_run = read_run(folder) is not None
+        raise ValueError(f"{folder}: the run has logged nothing yet." if is_run else no_run(folder))
     curves: dict[str, Curve] = {}
     for row in read_metrics(file):
         step = row.get("step")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
@@ -14,9 +15,11 @@ from rich.text import Text
 
 from slime.record import Answer, Record, RecordError, Select, open_record
 from slime.utils.printable import cut_lines, printable
+from slime.utils.run_file import no_run, read_run
 
 _PROMPT_LINES, _ANSWER_LINES = 6, 14
 _DIFF_PROMPTS = 5
+_NAMED = 8  # steps in a message
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
             answers = _differences(record, options) if options.diff else record.answers(_select(options))
             where = "" if answers else _why_none(record, options)
     except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
+        folder = Path(options.run)
+        print(f"error: {error if read_run(folder) else no_run(folder)}", file=sys.stderr)
         return 2
     if options.json:
         for answer in answers:
@@ -113,6 +117,10 @@ def _why_none(record: Record, options: argparse.Namespace) -> str:
     if pruned := sorted(row.rollout_id for row in rows if row.pruned and row.rollout_id in wanted):
         return f"the samples of step {pruned[0]} were removed for their size (--record-max-mib); {steps}."
     if options.diff:
+        evaluated = sorted({row.rollout_id for row in rows if row.kind == "eval" and not row.pruned})
+        if len(evaluated) > 1:  # training may repeat none; these ask the same questions each time
+            named = ", ".join(map(str, evaluated[:_NAMED])) + (", ..." if evaluated[_NAMED:] else "")
+            steps = f"evaluations of steps {named} have: --diff {evaluated[0]} {evaluated[-1]}"
         return f"steps {options.diff[0]} and {options.diff[1]} have no prompt in common; {steps}."
     return f"no sample matches; {steps}."
 

@@ -20,7 +20,7 @@ from slime.observability.tracking import read_metrics
 from slime.observability.wait_table import WaitTable, read_table
 from slime.utils.folder_lock import is_locked
 from slime.utils.printable import printable
-from slime.utils.run_file import METRICS_FILE, RunRecord, read_run
+from slime.utils.run_file import METRICS_FILE, RunRecord, no_run, read_run
 
 _EVERY_S = 2.0
 _LATE_S = 10.0  # from then on the table of waits is said to be old
@@ -124,7 +124,7 @@ def _read(run: Path) -> Status | str:
     held = is_locked(run, "--run-dir")  # looked at first: a run writes how it ended, and then lets go
     record = read_run(run)
     if record is None:
-        return f"{run} is no folder of a run: run.json is missing or cannot be read."
+        return no_run(run)
     rows = read_metrics(run) if (run / METRICS_FILE).is_file() else []
     # No end is written and nobody held the folder: it is lost, unless another start took it just now.
     running = held or (record.last.exit is None and is_locked(run, "--run-dir"))

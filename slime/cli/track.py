@@ -11,7 +11,7 @@ from slime.catalog.trackers import TRACKERS, missing_package
 from slime.observability.trackers.follow import Follower, follow, only_one, progress_file, tracked_run
 from slime.utils.folder_lock import is_locked
 from slime.utils.misc import is_installed, load_function
-from slime.utils.run_file import read_run
+from slime.utils.run_file import no_run, read_run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _refusal(name: str, folder: Path) -> str | None:
     if read_run(folder) is None:
-        return f"{folder} is no folder of a run: run.json is missing or cannot be read."
+        return no_run(folder)
     if is_locked(folder, "--run-dir"):
         return f"{folder}: the run goes on; what --use-{name} could not send yet is sent when it answers."
     return None if is_installed(TRACKERS[name].package) else missing_package(name)

@@ -29,6 +29,7 @@ from slime.utils.errors import FolderTaken
 from slime.utils.folder_lock import is_locked
 from slime.utils.step_folders import read_step, same_folder, step_folders
 
+_NAMED = 5  # runs in a message
 RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
 _PACKAGES = (
     "slime",
@@ -241,6 +242,17 @@ def read_run(folder: Path) -> RunRecord | None:
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def no_run(folder: Path) -> str:
+    """Why there is no run in this folder; runs that lie in it, as those of a quick start do, are named."""
+    if not folder.is_dir():
+        return f"{folder}: there is no such folder."
+    text = f"{folder} is no folder of a run: run.json is missing or cannot be read"
+    inside = sorted(str(file.parent) for file in folder.glob(f"*/{RUN_FILE}"))
+    if not inside:
+        return f"{text}."
+    return f"{text}. In it are the runs {', '.join(inside[:_NAMED])}" + (", ..." if inside[_NAMED:] else ".")
 
 
 def write_run(folder: Path, record: RunRecord) -> None:

@@ -49,4 +49,14 @@ def test_names_are_listed_and_misspelt_ones_corrected(runs, capsys):
 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
     assert main(["plot", str(tmp_path / "nowhere")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_of_evaluations_the_scores_are_shown_unless_more_is_asked_for(tmp_path, capsys):
+    row = {"step": 0, "step_key": "eval/step", "eval/held": 0.5, "eval/held/response_len/mean": 7.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["plot", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "eval/held" in out and "response_len" not in out
+    assert main(["plot", str(tmp_path), "-m", "eval/*"]) == 0
+    assert "eval/held/response_len/mean" in capsys.readouterr().out

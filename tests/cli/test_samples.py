@@ -5,8 +5,9 @@ import json
 import pytest
 
 from slime.cli.main import main
-from slime.record import RecordWriter, group_entries
+from slime.record import RECORD_FILE, RecordWriter, group_entries
 from slime.utils.printable import cut_lines, printable
+from slime.utils.run_file import open_run_file
 from slime.utils.types import Sample
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07[bold]red[/bold] \u202eevil\x00"
@@ -83,7 +84,30 @@ def test_nothing_found_is_said_with_what_there_is(run_dir, capsys, words, messag
 def test_a_folder_without_a_record_is_one_line(tmp_path, capsys):
     assert main(["samples", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and "does not exist" in err and err.count("\n") == 1
+    assert err.startswith("error: ") and "is no folder of a run" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["samples", "status", "plot"])
+def test_runs_that_lie_in_a_folder_that_is_none_are_named(tmp_path, capsys, command):
+    for name in ("rl", "sft"):
+        (tmp_path / name).mkdir()
+        open_run_file(tmp_path / name, {}, None, None, None)
+    assert main([command, str(tmp_path)]) == 2
+    assert f"In it are the runs {tmp_path / 'rl'}, {tmp_path / 'sft'}." in capsys.readouterr().err
+
+
+def test_where_training_repeats_no_prompt_evaluations_to_compare_are_named(tmp_path, capsys):
+    open_run_file(tmp_path, {}, None, None, None)
+    writer = RecordWriter(tmp_path / RECORD_FILE, "run", 1 << 20)
+    for step in (0, 4, 9):
+        question = Sample(index=0, group_index=0, prompt="2+2=", response=str(step), reward=1.0)
+        fresh = Sample(index=1, group_index=1, prompt=f"{step}+1=", response="?", reward=0.0)
+        writer.add("eval", step, group_entries([[question]], "evaluated", dataset="held"))
+        writer.add("train", step, group_entries([[fresh]], "trained"))
+    writer.close()
+    assert main(["samples", str(tmp_path), "--diff", "1", "8"]) == 1
+    assert "evaluations of steps 0, 4, 9 have: --diff 0 9." in capsys.readouterr().err
+    assert main(["samples", str(tmp_path), "--diff", "0", "9"]) == 0
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "many", "²"])

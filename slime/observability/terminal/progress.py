@@ -62,7 +62,7 @@ class Progress:
         if self.value_key in numbers:
             self.values[step] = numbers[self.value_key]
             _keep_last(self.values, _MAX_KEPT)
-        for key in filter(_is_score, numbers):
+        for key in filter(is_score, numbers):
             self.evals.setdefault(key, {})[step] = numbers[key]
         if str(row.get("step_key", "rollout/step")) == "rollout/step":
             self._steps.setdefault(step, {}).update(numbers)
@@ -211,7 +211,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_score(key: str) -> bool:
+def is_score(key: str) -> bool:
+    """Whether a metric is the score of an evaluation, as opposed to what else is known of its answers."""
     return key.startswith("eval/") and key != "eval/step" and "-" not in key and key.count("/") == 1
 
 
