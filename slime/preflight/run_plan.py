@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from slime.arguments import Args
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.batch.flops import ModelShape
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
@@ -141,7 +142,7 @@ def plan_run(args: Args, device: Device, prompt_tokens: float | None = None) -> 
         copies = 2.0 * ranks * (trainer.get("weights", 0.0) + trainer.get("optimizer", 0.0))
     if not device.is_gpu:
         trainer, engine = (side and side | {"process": float(_PROCESS)} for side in (trainer, engine))
-    generate_s, train_s = _seconds(args, shape, device, prompt_tokens or _PROMPT)
+    generate_s, train_s = _seconds(args, shape, device, prompt_tokens)
     seconds = generate_s if serves else 0.0, train_s if trains else 0.0
     return RunPlan(trainer, engine, bool(args.colocate), *seconds, copies)
 
@@ -241,10 +242,13 @@ def _engine_memory(args: Args, model: dict[str, Any], device: Device) -> dict[st
     return {"weights": weights, "KV cache": float(min(cache, most))}
 
 
-def _seconds(args: Args, shape: ModelShape, device: Device, prompt: float) -> tuple[float, float]:
+def _seconds(args: Args, shape: ModelShape, device: Device, prompt: float | None) -> tuple[float, float]:
     """Seconds to generate and to train one rollout."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    answer = (args.rollout_max_response_len or 512) / 2
+    # Supervised rows hold their answers, and are measured with them.
+    is_read = args.loss_type in SUPERVISED_LOSSES and prompt is not None
+    answer = 0 if is_read else (args.rollout_max_response_len or 512) / 2
+    prompt = prompt or _PROMPT
     tokens = samples * (answer + prompt)
     item = device.item_bytes(args)
     speed = _operations_per_second(item, device)
@@ -254,7 +258,9 @@ def _seconds(args: Args, shape: ModelShape, device: Device, prompt: float) -> tu
     passes = (
         4 + args.use_kl_loss + (args.activation_checkpointing == "full")
     )  # one before, and three to train
-    train = passes * (2 * shape.matrices * tokens / (speed * _USED * cores) + _STEP_S * samples / ranks)
+    micro = tokens / _tokens_at_once(args) if args.use_dynamic_batch_size else samples / args.micro_batch_size
+    micro = max(micro / ranks, args.num_steps_per_rollout or 1)
+    train = passes * (2 * shape.matrices * tokens / (speed * _USED * cores) + _STEP_S * micro)
     at_once = min(samples / engines, float(args.embedded_max_running_requests))
     reads = shape.matrices * item / (2 * speed * _BYTES_PER_OPERATION)
     one_token = _STEP_S + max(reads, 2 * shape.matrices * at_once / (speed * _USED))

@@ -89,6 +89,13 @@ def test_more_samples_take_longer(planned):
     assert one.generate_s > 0 and one.train_s == pytest.approx(two.train_s / 2)
 
 
+def test_what_a_micro_batch_costs_is_counted_by_micro_batches(planned):
+    by_sample = planned(rollout_batch_size=128)
+    packed = planned("--use-dynamic-batch-size", "--max-tokens-per-gpu", "1048576", rollout_batch_size=128)
+    # Of 128 prompts with two answers; passes take the same, 255 starts are saved in each of four.
+    assert by_sample.train_s - packed.train_s == pytest.approx(4 * 255 * 0.005, rel=0.01)
+
+
 def test_predicted_stands_beside_measured():
     plan = RunPlan({"weights": GIB}, {"weights": GIB}, False, 2.0, 3.0)
     told = plan.against(10.0, 2 * GIB)
