@@ -272,8 +272,8 @@ def _reward_is_slow(history: History, facts: Facts) -> tuple[str, str] | None:
 @_check
 def _trainer_waits(history: History, facts: Facts) -> tuple[str, str] | None:
     waits, steps = history.last("perf/train_wait_time"), history.last("perf/step_time")
-    if min(len(waits), len(steps)) < PATIENCE or sum(waits) < 0.8 * sum(steps):
-        return None
+    if min(len(waits), len(steps)) < PATIENCE or sum(waits) < 0.8 * sum(steps) or not facts.by_rewards:
+        return None  # supervised runs have no engines to wait for
     share = min(sum(waits) / sum(steps), 1.0)
     return (
         f"the trainer waited for answers in {share:.0%} of the last {PATIENCE} steps",

@@ -93,6 +93,11 @@ def test_settings_alone():
     assert len(advisor.at_start()) == 2 and advisor.at_start() == []
 
 
+def test_a_supervised_run_waits_for_no_answers():
+    rows = [HEALTHY | {"perf/train_wait_time": 9.5}] * 5
+    assert advise(rows) and advise(rows, Facts(1, 100, 2048, True, False, False)) == []
+
+
 @pytest.mark.parametrize(
     "row", [{}, {"rollout/raw_reward": None}, {"rollout/raw_reward": float("nan")}, {"x": True}]
 )
