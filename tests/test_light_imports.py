@@ -14,6 +14,7 @@ LIGHT = (
     "slime.arguments",
     "slime.catalog.estimators",
     "slime.cli.main",
+    "slime.cli.quickstart.command",
     "slime.data.dataset",
     "slime.engines.fleet",
     "slime.engines.router",

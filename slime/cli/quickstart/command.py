@@ -29,7 +29,6 @@ from slime.cli.quickstart.plan import (
 )
 from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.train import run_loop
-from slime.preflight.run import preflight
 
 RANDOM_REWARD = "random-reward"
 
@@ -109,6 +108,8 @@ def rehearse(options: Options, screen: Screen) -> None:
     Nothing of an earlier quick start is touched before this
     has passed, and no flag fails only after the warm-up.
     """
+    from slime.preflight.run import preflight  # here: it loads torch, which no help need wait for
+
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory(prefix="slime-quickstart-") as name:
         scratch = replace(options, run_dir=Path(name))
