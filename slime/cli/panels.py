@@ -149,7 +149,9 @@ def _saved(args: Args) -> list[str]:
         return ["nothing is trained"]
     if args.save is None:
         return ["nothing: the trained weights are gone at the end (--save DIR, --save-hf DIR)"]
-    every = f"every {args.save_interval} steps and " if args.save_interval else ""
+    every = (
+        f"every {args.save_interval} steps, after each pass over the data and " if args.save_interval else ""
+    )
     words = [f"checkpoints in {args.save} {every}at the end;"]
     return [*words, f"the model in {args.save_hf}" if args.save_hf else "no model folder (--save-hf DIR)"]
 
