@@ -323,6 +323,7 @@ def _open_advisor(args: Args, overlapped: bool) -> Advisor:
         saves=args.save is not None,
         overlapped=overlapped,
         by_rewards=args.loss_type not in SUPERVISED_LOSSES and not args.debug_rollout_only,
+        has_teacher=args.use_opd,
     )
     advisor = Advisor(facts)
     for advice in advisor.at_start():

@@ -40,6 +40,7 @@ class Facts:
     saves: bool
     overlapped: bool  # the next rollout is made while the trainer trains
     by_rewards: bool  # as opposed to supervised losses, and to runs that only generate
+    has_teacher: bool = False  # which trains it where rewards say nothing
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ def _zero_variance_share(history: History, count: int = PATIENCE) -> float | Non
 def _reward_never_moves(history: History, facts: Facts) -> tuple[str, str] | None:
     rewards = history.last("rollout/raw_reward")
     share = _zero_variance_share(history)
-    if len(rewards) < PATIENCE or share != 1.0 or max(rewards) != min(rewards):
+    if len(rewards) < PATIENCE or share != 1.0 or max(rewards) != min(rewards) or facts.has_teacher:
         return None
     return (
         f"every answer of the last {PATIENCE} rollouts got the reward {rewards[0]:g}",
@@ -152,7 +153,7 @@ def _reward_never_moves(history: History, facts: Facts) -> tuple[str, str] | Non
 @_check
 def _groups_without_difference(history: History, facts: Facts) -> tuple[str, str] | None:
     share = _zero_variance_share(history)
-    if share is None or share < 0.8 or facts.samples_per_prompt < 2:
+    if share is None or share < 0.8 or facts.samples_per_prompt < 2 or facts.has_teacher:
         return None
     return (
         f"in {share:.0%} of the groups of the last {PATIENCE} rollouts all answers have the same reward",
@@ -167,7 +168,7 @@ def _special_ending(history: History, facts: Facts) -> tuple[str, str] | None:
     """A reward of the user's that compares text finds no answer right because of how answers end."""
     rewards = history.last("rollout/raw_reward")
     ends = history.streak("rollout/special_ending_ratio", lambda share: share >= 0.5)
-    if not ends or len(rewards) < PATIENCE or max(rewards) > 0:
+    if not ends or len(rewards) < PATIENCE or max(rewards) > 0 or facts.has_teacher:
         return None
     share = history.last("rollout/special_ending_ratio")[-1]
     return (

@@ -93,6 +93,17 @@ def test_settings_alone():
     assert len(advisor.at_start()) == 2 and advisor.at_start() == []
 
 
+def test_a_run_with_a_teacher_needs_no_rewards():
+    silent = {
+        "rollout/raw_reward": 0.0,
+        "rollout/zero_std/count_0.0": 32,
+        "rollout/special_ending_ratio": 1.0,
+    }
+    rows = [HEALTHY | silent] * 5
+    assert len(advise(rows)) >= 2
+    assert advise(rows, Facts(8, 100, 2048, True, False, True, has_teacher=True)) == []
+
+
 def test_a_supervised_run_waits_for_no_answers():
     rows = [HEALTHY | {"perf/train_wait_time": 9.5}] * 5
     assert advise(rows) and advise(rows, Facts(1, 100, 2048, True, False, False)) == []
