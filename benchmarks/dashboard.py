@@ -27,18 +27,58 @@ from slime.record.packed import pack_floats, pack_ids
 from slime.utils.run_file import RunRecord, Start, write_run
 
 TRIES = 5
-# Measured in the page itself, from the act to the frame that shows what it asks for.
-WAIT = "const from = performance.now(); %s; do { await new Promise(requestAnimationFrame) } while (%s);"
-JUMP = "async () => {" + WAIT % (
-    "document.querySelector('.vlist').scrollTop = 1e7",
-    "!document.querySelector('.row .rbar') || Number(document.querySelector('.row').id.slice(4)) < 1000",
+# What somebody does -> the view, the act, and when what it asks for is not yet seen. Measured in the page
+# itself, from the act to the frame that shows it.
+ACTS = {
+    "jump in the list": (
+        "samples",
+        "document.querySelector('.vlist').scrollTop = 1e7",
+        "!document.querySelector('.row .rbar') || +document.querySelector('.row').id.slice(4) < 1000",
+    ),
+    "open an answer": (
+        "samples",
+        "document.querySelectorAll('.vlist .row')[5].click()",
+        "!document.querySelector('.tokens i')",
+    ),
+    "colour it by mask": (
+        "samples",
+        "document.querySelector('input[name=mode][value=mask]').click()",
+        "!document.querySelector('.tokens i.m1')",
+    ),
+    "sort by reward": (
+        "samples",
+        "const sort = document.querySelector('select[aria-label=Sort]'); "
+        "const first = document.querySelector('.row:nth-child(3)'); "
+        "sort.value = 'best'; sort.dispatchEvent(new Event('change'))",
+        "first.isConnected || !document.querySelector('.row .rbar')",
+    ),
+    "zoom a curve": (
+        "curves",
+        "const from = performance.getEntriesByType('resource').length; "
+        "document.querySelector('.plot').dispatchEvent(new KeyboardEvent('keydown', { key: '+' }))",
+        "performance.getEntriesByType('resource').length === from",
+    ),
+    "next step of the timeline": (
+        "timeline",
+        "const old = document.querySelector('.lanes'); "
+        "document.querySelector('button[aria-label=\"Step before\"]').click()",
+        "old.isConnected || !document.querySelector('.lanes')",
+    ),
+    "zoom the timeline": (
+        "timeline",
+        "document.querySelector('button[aria-label=\"Zoom in\"]').click()",
+        "false",
+    ),
+    "go to the settings": (
+        "timeline",
+        "location.hash = '#/settings'",
+        "document.body.dataset.view !== 'settings'",
+    ),
+}
+TIMED = (
+    "async () => { const begin = performance.now(); %s; "
+    "do { await new Promise(requestAnimationFrame) } while (%s); return performance.now() - begin }"
 )
-OPEN = "async () => {" + WAIT % (
-    "document.querySelectorAll('.vlist .row')[5].click()",
-    "!document.querySelector('.tokens i')",
-)
-JUMP += "return performance.now() - from }"
-OPEN += "return performance.now() - from }"
 
 
 def main() -> None:
@@ -116,6 +156,7 @@ def make_record(folder: Path, steps: int, samples: int) -> None:
                 rows,
             )
             spans = [(step, "loop", "generating", at, at + 6), (step, "loop", "training", at + 6, at + 10)]
+            spans += [(step, f"engine-{i % 4}", f"sample {i}", at + i / 9, at + 3 + i / 9) for i in range(24)]
             connection.executemany(
                 "INSERT INTO spans (rollout_id, lane, name, start, end) VALUES (?, ?, ?, ?, ?)", spans
             )
@@ -177,27 +218,25 @@ def ask_browser(address: str, key: str) -> None:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        paints, opened, scrolls, clicks = [], [], [], []
+        took: dict[str, list[float]] = {}
         for _ in range(TRIES):
-            page = browser.new_page()
-            page.goto(f"{address}#/samples?runs={key}")
-            page.wait_for_selector("body[data-ready]")
-            paints.append(
-                page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-            )
-            opened.append(page.evaluate("performance.now()"))
-            page.wait_for_selector(".vlist .row")
-            scrolls.append(page.evaluate(JUMP))
-            clicks.append(page.evaluate(OPEN))
+            page, view = browser.new_page(), "samples"
+            page.goto(f"{address}#/{view}?runs={key}")
+            page.wait_for_selector(".vlist .row .rbar")
+            paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+            took.setdefault("first paint", []).append(page.evaluate(paint))
+            took.setdefault("the list is there", []).append(page.evaluate("performance.now()"))
+            for name, (where, act, until) in ACTS.items():
+                if where != view:
+                    view = where
+                    page.evaluate(f"location.hash = '#/{view}?runs={key}'")
+                    page.wait_for_selector(f"body[data-view={view}] canvas")
+                    page.wait_for_timeout(300)  # what is being loaded is no part of the next act
+                took.setdefault(name, []).append(page.evaluate(TIMED % (act, until)))
             page.close()
         browser.close()
-    for name, values in (
-        ("first paint", paints),
-        ("list is there", opened),
-        ("jump", scrolls),
-        ("answer", clicks),
-    ):
-        print(f"  browser: {name:<24} {statistics.median(values):8.0f} ms")
+    for name, values in took.items():
+        print(f"  browser: {name:<26} {statistics.median(values):6.0f} ms, at most {max(values):.0f}")
 
 
 def cost_of_a_viewer(address: str, pid: int, seconds: float = 10.0) -> None:

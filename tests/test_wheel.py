@@ -1,8 +1,10 @@
 """What a wheel holds: the package with its types, and nothing of the tests."""
 
+import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -43,3 +45,23 @@ def test_it_needs_no_ray_and_starts_the_command(wheel):
         assert any(line.split()[1].startswith(package) for line in plain)
     [points] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     assert "slime = slime.cli.main:main" in wheel.read(points).decode()
+
+
+def test_the_page_opens_its_recorded_run_from_it(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    command = [sys.executable, "-m", "slime", "dashboard", "--demo", "--port", "0"]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            address = process.stdout.readline().split()[-1].partition("#")[0]
+            for path in ("", "js/main.js", "vendor/uPlot.min.js", "api/runs/demo/samples?limit=1"):
+                with urllib.request.urlopen(address + path, timeout=60) as response:
+                    assert response.status == 200 and len(response.read()) > 100
+        finally:
+            process.terminate()

@@ -168,10 +168,10 @@ class Requests:
             raise Refused("nothing is trained in this run")
         if setting == "lr" and args.lr_decay_style in _MIN_LR_STYLES and value < args.min_lr:
             raise Refused(f"it is below --min-lr {args.min_lr:g}, to which the rate decays")
-        if setting == "rollout_temperature" and (
-            args.partial_rollout or "fully_async" in args.rollout_function_path
-        ):
-            raise Refused("groups in flight have tokens of the old temperature, which the trainer must know")
+        if setting == "rollout_temperature" and args.partial_rollout:
+            raise Refused(
+                "answers that are continued have tokens of the old one, which the trainer must know"
+            )
         if setting == "rollout_temperature" and args.release_train:
             raise Refused("with --release-train it is part of what a run begins with")
         before = self._current.get(setting, getattr(args, setting))

@@ -23,6 +23,7 @@ from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.collection.versions import push_plan
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
+from slime.rollout.fully_async_rollout import restart_pool
 from slime.rollout.generation import turnstile
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.journal import CountingJournal
@@ -290,7 +291,9 @@ class RolloutManager:
         return {**metrics, **extra}
 
     def change_setting(self, name: str, value: float) -> None:
-        """Between two rollouts; plug-ins see it in their args."""
+        """Between two rollouts; plug-ins see it in their args. What is in flight across them begins again."""
+        if name == "rollout_temperature" and "fully_async" in self._args.rollout_function_path:
+            restart_pool(self._data_source)
         self._plugin_args.change(name, value)
 
     # -- evaluation

@@ -22,9 +22,14 @@ def log_files(folder: Path) -> list[dict[str, Any]]:
     """Plain files of RUN/logs, and the traceback beside them; never what a link leads to."""
     found = []
     for file in [folder / "error.txt", *sorted((folder / "logs").glob("*"))]:
-        if _NAME.fullmatch(file.name) and file.is_file() and not file.is_symlink():
+        if _NAME.fullmatch(file.name) and file.is_file() and not _is_elsewhere(file, folder):
             found.append({"name": file.name, "bytes": file.stat().st_size})
     return found
+
+
+def _is_elsewhere(file: Path, folder: Path) -> bool:
+    """Whether a link, of the file or of the folder it is in, leads out of the run."""
+    return file.is_symlink() or file.resolve().parent not in (folder.resolve(), folder.resolve() / "logs")
 
 
 def log_path(folder: Path, name: str) -> Path | None:
@@ -63,7 +68,7 @@ class LogTrouble:
     def read(self) -> list[dict[str, str]]:
         """Newest last; of a very long log its begin, its end and what is added from then on."""
         with self._lock, contextlib.suppress(OSError):
-            if not self._file.is_symlink():
+            if not _is_elsewhere(self._file, self._file.parent.parent):
                 self._read_on(self._file.stat().st_size)
             return [*self._advice, *self._errors]
         return []

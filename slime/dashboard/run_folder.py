@@ -30,7 +30,7 @@ HEADLINES = (
     ("cut at the limit", "rollout/truncated_ratio"),
     ("entropy", "train/entropy_loss"),
     ("grad norm", "train/grad_norm"),
-    ("step time", "perf/step_time"),
+    ("seconds a step", "perf/step_time"),
     ("tokens a second", "perf/tokens_per_gpu_per_sec"),
 )
 

@@ -373,6 +373,11 @@ def history(connection: sqlite3.Connection, prompt_hash: int, limit: int = 200) 
     ).fetchall()
     names = ("kind", "step", "dataset", "outcome", "samples", "reward", "best", "id", "length", "version")
     found = [dict(zip(names, row, strict=True)) for row in rows]
+    if found:  # the prompt is the same in all of them
+        [(found[0]["prompt"],)] = connection.execute(
+            "SELECT g.prompt FROM samples s JOIN groups g ON g.id = s.group_row WHERE s.id = ?",
+            (found[0]["id"],),
+        )
     for entry in found:
         [(entry["response"],)] = connection.execute(
             "SELECT response FROM samples WHERE id = ?", (entry["id"],)

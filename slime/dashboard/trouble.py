@@ -59,6 +59,10 @@ def _ending(run: RunFolder) -> list[dict[str, Any]]:
         )
         severity = "warning" if run.state == "interrupted" else "error"
         found.append(_entry(severity, title, "the last lines of the log say more", "logs"))
+    for again in record.last.restarts[-5:] if record is not None else ():
+        title = f"The trainer was lost and restarted at step {again.get('step')}: {again.get('cause')}"
+        text = f"{again.get('time')}; it began from {again.get('begins_from')}"
+        found.append(_entry("warning", title, text, "logs"))
     for start in record.earlier if record is not None else ():
         text = f"started {start.start}"
         found.append(_entry("note", f"An earlier start ended: {start.exit or LOST}", text, "settings"))

@@ -390,6 +390,22 @@ def stop_pool(data_source: Any) -> None:
     run(stop())
 
 
+def restart_pool(data_source: Any) -> None:
+    """What was begun with other settings, in the pool and in the buffer, begins again from its prompts."""
+
+    async def restart() -> None:
+        worker = _workers.pop(id(data_source), None)
+        if worker is not None:
+            origins = [ticket.origin for ticket in worker.tickets.values()]
+            await worker.stop()
+            data_source.add_samples(origins)
+        buffer = getattr(data_source, "buffer", None)
+        if buffer is not None:
+            buffer[:] = [_from_prompt(group) for group in buffer]
+
+    run(restart())
+
+
 def generate_rollout_fully_async(
     args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:

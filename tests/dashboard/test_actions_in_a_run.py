@@ -13,7 +13,7 @@ from slime.record.actions import ask
 from slime.utils.step_folders import step_path
 
 PATIENCE_S = 240
-pytestmark = pytest.mark.slow  # two real runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # real runs
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,71 @@ def _check_what_is_recorded(folder):
         found = samples.one(connection, answer.row)
     text = "".join(found["texts"][token] for token in found["tokens"])
     assert text == found["response"]
+
+
+def take_everything(world, run, **changes):
+    """A run that is asked for everything in turn, and does all of it."""
+    folder = world / run
+    process = start_train(
+        world,
+        run,
+        num_rollout=400,
+        lr=1e-6,  # so small that weights a push old make no difference: the temperature would
+        save=world / f"{run}-saved",
+        save_interval=1000,
+        eval_prompt_data=["held_out", world / "prompts.jsonl"],
+        eval_interval=1000,
+        skip_eval_before_train=True,
+        **changes,
+    )
+
+    def done(name, value=None):
+        ask(folder, name, value, "test")
+        row = wait_for(answered(folder, name), process, PATIENCE_S)
+        assert row["state"] == "done", row
+        return row
+
+    try:
+        wait_for(
+            lambda: (folder / "record.db").exists() and series(world, run, "perf/step_time"),
+            process,
+            PATIENCE_S,
+        )
+        done("pause")
+        done("lr", 5e-7)
+        done("clip", 0.3)
+        done("clip_high", 0.4)
+        done("temperature", 0.7)
+        done("resume")
+        before = max(series(world, run, "perf/step_time"))
+        wait_for(lambda: max(series(world, run, "train/loss")) > before + 3, process, PATIENCE_S)
+        done("evaluate")
+        saved = done("checkpoint")
+        done("stop")
+        assert process.wait(PATIENCE_S) == 0, (world / f"{run}.out").read_text()[-3000:]
+    finally:
+        process.kill()
+        process.wait()
+    assert series(world, run, "eval/held_out")
+    assert step_path(world / f"{run}-saved", saved["rollout_id"]).is_dir()
+    rates = series(world, run, "train/lr-pg_0")
+    assert rates[0] == pytest.approx(1e-6) and rates[max(rates)] == pytest.approx(5e-7)
+    # The trainer reads each sample at the temperature that it was drawn with.
+    differences = series(world, run, "train/train_rollout_logprob_abs_diff")
+    assert len(differences) > 4 and max(differences.values()) < 1e-3, differences
+
+
+@pytest.mark.parametrize("rollout", [None, "slime.rollout.fully_async_rollout.generate_rollout_fully_async"])
+def test_the_asynchronous_loops_take_every_action(world, rollout):
+    run = "overlapped" if rollout is None else "fully"
+    bound = {} if rollout is None else {"rollout_function_path": rollout, "max_weight_staleness": 1}
+    take_everything(world, run, script="train_async.py", **bound)
+
+
+@pytest.mark.megatron
+def test_the_megatron_trainer_takes_every_action(world):
+    pytest.importorskip("megatron.core", reason="needs megatron-core: `make test-megatron`")
+    take_everything(world, "megatron", train_backend="megatron")
 
 
 def test_a_resumed_run_keeps_what_was_changed_and_refuses_what_nobody_answered(world):

@@ -1,6 +1,8 @@
 """The page in a real browser: every view of every kind of run, live, hostile, narrow, dark, by keys alone."""
 
+import importlib.util
 import json
+import os
 import random
 import re
 import shutil
@@ -16,6 +18,8 @@ pytestmark = pytest.mark.browser
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: `make test-browser`")
 VIEWS = ("overview", "curves", "samples", "prompts", "timeline", "waste", "settings", "logs", "actions")
 PATIENCE_MS = 60_000
+ROOT = Path(__file__).parent.parent.parent
+STEPS = int(os.environ.get("PAGE_STEPS", "300"))  # of the huge run; 10000 make a million samples
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +92,15 @@ def test_every_view_of_every_run_is_drawn_or_says_why_not(open_page, world, view
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (820, "dark"), (1900, "dark")])
+@pytest.mark.parametrize("width", [400, 820, 1900])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_views_fit_narrow_and_wide_screens_in_light_and_dark(open_page, world, view, width, scheme):
     page = open_page(world[0], f"#/{view}?runs=good", width=width, scheme=scheme)
     assert is_narrower_than_the_window(page)
     assert page.get_attribute("html", "data-theme") == scheme
 
 
-@pytest.mark.parametrize("view", ["overview", "samples", "prompts", "logs", "settings"])
+@pytest.mark.parametrize("view", VIEWS)
 def test_what_a_model_wrote_is_never_run(open_page, world, view):
     page = open_page(world[0], f"#/{view}?runs=crashed&id=1&color=plain")
     page.wait_for_timeout(300)
@@ -162,38 +167,95 @@ def test_differences_between_settings_are_shown(open_page, world):
     assert "--lr" in text and "--loss-type" not in text
 
 
-def test_everything_is_reached_by_keys(open_page, world):
+def tab_to(page, selector, most=80):
+    """Press Tab until something is reached, as somebody without a mouse does."""
+    for _ in range(most):
+        page.keyboard.press("Tab")
+        if page.evaluate("selector => document.activeElement.matches(selector)", selector):
+            # What is reached can be seen to be.
+            style = "getComputedStyle(document.activeElement).outlineStyle"
+            assert page.evaluate(style) != "none", selector
+            return
+    raise AssertionError(f"Tab never came to {selector}")
+
+
+def test_everything_is_reached_by_keys_alone(open_page, world):
     page = open_page(world[0], "#/overview?runs=good")
     page.keyboard.press("3")
     page.wait_for_selector("body[data-view=samples] .vlist .row")
-    page.focus(".vlist")
+    tab_to(page, ".vlist")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
     page.wait_for_selector(".vlist .row[aria-selected=true]")
     page.wait_for_selector(".tokens")
-    page.focus(".tokens")
+    tab_to(page, "input[name=mode]")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("input[value=advantage]:checked")
+    tab_to(page, ".tokens")
     page.keyboard.press("ArrowRight")
     assert "token 1 of 6" in page.inner_text("main .legend[role=status]")
     page.keyboard.press("5")
     page.wait_for_selector("body[data-view=timeline] .lanes canvas")
-    page.focus(".lanes")
+    tab_to(page, ".lanes")
     page.keyboard.press("+")
-    page.focus("body")
-    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("0")
+    page.keyboard.press("2")
+    page.wait_for_selector("body[data-view=curves] .chart canvas")
+    tab_to(page, ".plot")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("+")
+    tab_to(page, ".tip")
+    page.wait_for_selector(".tipbox")
+    page.keyboard.press("Escape")
     page.keyboard.press("?")
     page.wait_for_selector("dialog[open]")
     page.keyboard.press("Escape")
     page.keyboard.press("t")
     assert page.get_attribute("html", "data-theme") == "dark"
-    # Tab reaches links, runs and controls, each with a visible mark.
-    seen = set()
-    for _ in range(25):
-        page.keyboard.press("Tab")
-        seen.add(page.evaluate("document.activeElement.tagName"))
-    assert {"A", "BUTTON", "INPUT"} <= seen
+    tab_to(page, "#nav a[href^='#/settings']")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("body[data-view=settings]")
     nameless = "e => !(e.textContent || e.labels?.length || e.getAttribute('aria-label'))"
     count = f"[...document.querySelectorAll('button, input, select')].filter({nameless}).length"
     assert page.evaluate(count) == 0
+
+
+def test_the_timeline_has_a_lane_for_each_engine_the_push_and_waits(open_page, world):
+    page = open_page(world[0], "#/timeline?runs=good&step=1")
+    text = page.inner_text("main")
+    for words in ("engine-0", "engine-1", "trainer-0", "Busy and idle", "push: engines take it", "waits: "):
+        assert words in text
+    whole = page.evaluate("document.querySelector('.lanes canvas').toDataURL()")
+    page.click("button[aria-label='Zoom in']")
+    assert page.evaluate("document.querySelector('.lanes canvas').toDataURL()") != whole
+    with page.expect_download() as download:
+        page.click("button[aria-label='Download as CSV']")
+    assert Path(download.value.path()).read_text().startswith("step,lane,name,start,end,seconds\n1,loop,")
+
+
+def test_a_huge_run_is_scrolled_sorted_and_opened(open_page, tmp_path):
+    spec = importlib.util.spec_from_file_location("made", ROOT / "benchmarks" / "dashboard.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    made.make_record(tmp_path / "huge", STEPS, 100)
+    with serving(tmp_path / "huge") as (url, _):
+        page = open_page(url, "#/samples?order=made")
+        see(page, ".bar", f"{STEPS * 100:,} answers")
+        assert page.locator(".vlist .row").count() < 100, "only what is seen exists"
+        page.evaluate("document.querySelector('.vlist').scrollTop = 1e9")
+        see(page, ".vlist .row .num", str(STEPS - 1))
+        page.locator(".vlist .row").last.click()
+        page.wait_for_selector(".tokens i")
+        page.select_option("select[aria-label=Sort]", "difference")
+        page.wait_for_selector(".vlist .row .rbar", state="attached")
+        page.fill("input[aria-label=Step]", str(STEPS // 2))
+        page.keyboard.press("Enter")
+        see(page, ".bar", "100 answers")
+        for view in VIEWS:
+            page.goto(f"{url}/#/{view}")
+            page.wait_for_selector(f"body[data-view={view}]", timeout=PATIENCE_MS)
+        page.close()
 
 
 def test_a_live_run_grows_on_the_page_and_takes_actions(open_page, tmp_path):

@@ -10,6 +10,7 @@ from page_world import HOSTILE, make_run, serving
 
 from slime.observability.wait_table import WaitRow, write_table
 from slime.utils.folder_lock import FolderLock
+from slime.utils.run_file import add_restart
 
 
 def ask(url, token=None, body=None, host=None):
@@ -132,6 +133,14 @@ def test_no_path_leads_out_of_the_folder(world):
         assert status_of(f"{world[0]}/api/runs/good/logs/{name}") == 404
     (world[2] / "good" / "logs" / "link.log").symlink_to(world[2] / "secret.txt")
     assert status_of(f"{world[0]}/api/runs/good/logs/link.log") == 404
+    (world[2] / "crashed" / "logs").rename(world[2] / "crashed" / "kept")
+    (world[2] / "outside").mkdir()
+    (world[2] / "outside" / "secret.log").write_text("secret")
+    (world[2] / "crashed" / "logs").symlink_to(world[2] / "outside")
+    assert answer(f"{world[0]}/api/runs/crashed/logs") == []
+    assert status_of(f"{world[0]}/api/runs/crashed/logs/secret.log") == 404
+    (world[2] / "crashed" / "logs").unlink()
+    (world[2] / "crashed" / "kept").rename(world[2] / "crashed" / "logs")
     for path in ("/../secret.txt", "/js/..%2f..%2frun_folder.py", "/api/runs/..%2f/settings"):
         assert status_of(world[0] + path) == 404
 
@@ -206,6 +215,14 @@ def test_what_is_logged_later_is_told_and_read(tmp_path):
             assert json.loads(events.readline()[6:]) == {"runs": ["live"]}
         [found] = answer(curve)
         assert found["x"] == [0, 1, 2] and found["y"] == [0.0, 0.9, 0.9]
+
+
+def test_restarts_of_the_trainer_are_told(tmp_path):
+    make_run(tmp_path / "run", 2)
+    add_restart(tmp_path / "run", {"step": 2, "cause": "rank 1 was killed", "begins_from": "step 1"})
+    with serving(tmp_path / "run") as (url, _):
+        trouble = answer(f"{url}/api/runs/run")["trouble"]
+    assert trouble[0]["severity"] == "warning" and "rank 1 was killed" in trouble[0]["title"]
 
 
 def test_overdue_waits_and_silent_processes_of_a_live_run_are_its_first_trouble(tmp_path):

@@ -17,7 +17,7 @@ from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.collection.collector import GroupFailed
 from slime.rollout.collection.versions import PushPlan
 from slime.rollout.data_source import RolloutDataSource
-from slime.rollout.fully_async_rollout import generate_rollout_fully_async, stop_pool
+from slime.rollout.fully_async_rollout import generate_rollout_fully_async, restart_pool, stop_pool
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.utils.types import Sample, flatten_samples
 
@@ -65,6 +65,25 @@ def test_the_pool_goes_on_between_rollouts_and_starts_no_more_than_the_bound_let
         sent = {r["rid"].partition("-")[0] for r in engine.requests[8:]}
         second = rollout(args, source, 1)
         assert {str(i) for i in ids(second)} <= sent  # made while nobody asked
+        stop_pool(source)
+    assert_conserved(source)
+
+
+def test_what_was_begun_with_another_temperature_begins_again(tmp_path):
+    def hold_late(payload, number):
+        return {"hold": True, "tokens": [33]} if 12 <= number < 16 else None
+
+    with FakeEngine(hold_late) as engine:
+        args = make_args(tmp_path, engine, num_rollout=9)
+        source = make_source(args)
+        first = rollout(args, source)
+        eventually(lambda: len(engine.requests) == 16 and engine.running == 4)  # some done, some in flight
+        restart_pool(source)
+        args.change("rollout_temperature", 0.5)
+        second = rollout(args, source, 1)
+        asked = [r["sampling_params"]["temperature"] for r in engine.requests]
+        assert set(asked[:16]) == {1.0} and len(asked) >= 24 and set(asked[16:]) == {0.5}
+        assert sorted(ids(first) + ids(second)) == list(range(16)), "nothing is lost and nothing made twice"
         stop_pool(source)
     assert_conserved(source)
 

@@ -3,6 +3,7 @@ import * as api from "../api.js";
 import { h, fill, empty } from "../dom.js";
 import { num } from "../format.js";
 import { note, link } from "../route.js";
+import { csv } from "../export.js";
 
 export const title = "Before / after";
 
@@ -20,8 +21,10 @@ export async function render(main, context) {
     note({ prompt: hash, kind });
     for (const item of list.querySelectorAll("button")) item.setAttribute("aria-current", item.value === hash ? "true" : "false");
     const found = await Promise.all(context.keys.map((run) => api.get(api.run(run, `/prompts/${hash}`)).catch(() => [])));
-    const text = prompts.find((p) => p.prompt_hash === hash)?.prompt;
-    fill(pane, text && h("pre", { class: "text mono" }, text), context.keys.map((run, i) => one(run, found[i])));
+    const text = found.find((groups) => groups.length)?.[0].prompt;
+    const rows = context.keys.flatMap((run, i) => found[i].map((g) => [run, g.kind, g.step, g.dataset, g.outcome, g.reward, g.best, g.length, g.response]));
+    const save = () => csv(`prompt-${hash}`, ["run", "kind", "step", "dataset", "became", "mean reward", "best reward", "tokens", "first answer"], rows);
+    fill(pane, text && h("pre", { class: "text mono" }, text), context.keys.map((run, i) => one(run, found[i])), rows.length > 0 && h("p", {}, h("button", { class: "small", type: "button", onclick: save }, "CSV")));
   }
   function one(run, groups) {
     if (!groups.length) return h("p", { class: "dim" }, `${run}: this prompt does not occur.`);
@@ -32,7 +35,7 @@ export async function render(main, context) {
       groups.length > 2 && h("details", {}, h("summary", {}, `all ${groups.length} times`), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Step", "Reward", "Tokens", "Became", "First answer"].map((name) => h("th", {}, name)))), h("tbody", {}, groups.map((entry) => h("tr", {}, h("td", {}, h("a", { href: link("samples", { runs: run, kind: entry.kind, step: entry.step, id: entry.id }) }, entry.step)), h("td", { class: "num" }, num(entry.reward, 3)), h("td", { class: "num" }, num(entry.length, 3)), h("td", {}, entry.outcome), h("td", {}, entry.response.slice(0, 200))))))))];
   }
   const list = h("div", { class: "scroll panel plist" }, prompts.map((p) => h("div", {}, h("button", { class: "small", type: "button", value: p.prompt_hash, onclick: () => show(p.prompt_hash) }, `${p.prompt.replace(/\s+/g, " ").slice(0, 70)} (${p.seen}×)`))));
-  fill(main, h("p", { class: "dim" }, kind === "eval" ? "Prompts of the last evaluation. Choose one to see how the answers changed." : "Prompts of the last rollout. Choose one to see how the answers changed."), h("div", { class: "split" }, list, pane));
+  fill(main, h("p", { class: "dim" }, kind === "eval" ? "Prompts of the last evaluation. Choose one to see how the answers changed." : "Prompts of the last rollout. Choose one to see how the answers changed."), h("div", { class: "split narrow" }, list, pane));
   await show(context.params.prompt || (prompts.find((p) => p.seen > 1) || prompts[0]).prompt_hash);
   return {};
 }

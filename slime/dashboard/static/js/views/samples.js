@@ -6,6 +6,7 @@ import { note } from "../route.js";
 import { VirtualList } from "../list.js";
 import { showAnswer } from "./answer.js";
 import { csv } from "../export.js";
+import { tip } from "../tip.js";
 
 export const title = "Samples";
 const ORDERS = { newest: "newest first", made: "oldest first", worst: "lowest reward", best: "highest reward", longest: "longest", shortest: "shortest", difference: "largest difference in a group" };
@@ -73,7 +74,7 @@ export async function render(main, context) {
   const query = h("input", { type: "search", placeholder: "search prompts and answers", value: state.q ?? "", "aria-label": "Search", oninput: debounce(() => { state.q = query.value; resume.stopped = false; again(); }, 250) });
   const save = () => csv(`${key}-samples`, ["step", "kind", "group", "sample", "reward", "length", "outcome", "prompt", "response"], [...list.pages.values()].flat().map((r) => [r.step, r.kind, r.group, r.sample, r.reward, r.length, r.outcome, r.prompt, r.response]));
   fill(main,
-    h("div", { class: "bar" }, pick("kind", { train: "training", eval: "evaluation", "": "both" }, "Of"), h("label", {}, "Step", step), pick("order", ORDERS, "Sort"), pick("outcome", { "": "any", trained: "trained", filtered: "filtered", failed: "failed", evaluated: "evaluated" }, "Became"), query, status, resume, h("button", { class: "small", type: "button", onclick: save }, "CSV")),
+    h("div", { class: "bar" }, pick("kind", { train: "training", eval: "evaluation", "": "both" }, "Of"), h("label", {}, "Step", step), pick("order", ORDERS, "Sort"), pick("outcome", { "": "any", trained: "trained", filtered: "filtered", failed: "failed", evaluated: "evaluated" }, "Became"), tip("What became of the group of an answer: trained on, dropped by a filter (all its answers were equally good, for example), failed, or only evaluated. A group is one prompt with all its answers; its difference is how far their rewards lie apart."), query, status, resume, h("button", { class: "small", type: "button", onclick: save }, "CSV")),
     h("div", { class: "split" }, h("div", {}, h("div", { class: "vhead", "aria-hidden": "true" }, ["step", "reward", "tokens", "became", "prompt", "answer"].map((name) => h("span", {}, name))), list.element), pane));
   await again();
   if (context.params.id) open(context.params.id);

@@ -3,6 +3,7 @@ import * as api from "../api.js";
 import { h, fill, empty } from "../dom.js";
 import { plainValue } from "../format.js";
 import { csv } from "../export.js";
+import { tip } from "../tip.js";
 
 export const title = "Settings";
 
@@ -26,11 +27,11 @@ export async function render(main, context) {
   function draw() {
     const shown = chosen();
     count.textContent = shown.length ? `${shown.length} of ${rows.length}` : several && only.value === "differs" ? "these runs have the same settings" : "no setting fits";
-    fill(body, shown.map((row) => h("tr", { class: several && row.differs ? "differs" : "" }, h("td", { class: "mono" }, `--${row.name.replaceAll("_", "-")}`), row.values.map((value, i) => [h("td", { class: "mono" }, value), h("td", { class: "dim" }, row.sources[i])]))));
+    fill(body, shown.map((row) => h("tr", { class: several && row.differs ? "differs" : "" }, h("td", { class: "mono name" }, `--${row.name.replaceAll("_", "-")}`), row.values.map((value, i) => [h("td", { class: "mono" }, value), h("td", { class: "dim" }, row.sources[i])]))));
   }
   const save = () => csv("settings", ["setting", ...context.keys.flatMap((key) => [key, `${key} source`])], chosen().map((row) => [row.name, ...row.values.flatMap((value, i) => [value, row.sources[i]])]));
   fill(main, h("div", { class: "bar" }, query, h("label", {}, "Show", only), count, h("button", { class: "small", type: "button", onclick: save }, "CSV")),
-    h("div", { class: "panel scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Setting"), context.keys.map((key) => [h("th", {}, several ? key : "Value"), h("th", {}, "From")]))), body)));
+    h("div", { class: "panel scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Setting"), context.keys.map((key) => [h("th", {}, several ? key : "Value"), h("th", {}, "From ", tip("Who set it: the command line, a file, the default, or slime itself, which then says why."))]))), body)));
   draw();
   return {};
 }
