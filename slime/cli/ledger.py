@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         return {"audit": _audit, "show": _show, "replay": _replay}[options.action](options)
-    except RecordError as error:
+    except ValueError as error:  # a RecordError, or what the training loop says of a replay
         print(f"error: {error}", file=sys.stderr)
         return 2
 

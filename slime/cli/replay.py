@@ -88,6 +88,7 @@ def _sample(record: Record, answer: Answer) -> Any:
     return Sample(
         group_index=answer.group_index,
         index=answer.sample_index,
+        rollout_id=tokens.execution,
         prompt=answer.prompt,
         tokens=tokens.ids,
         response=answer.response,
@@ -106,6 +107,11 @@ def _args(run: RunRecord, step: int, load: str | None, dump: str, run_dir: Path)
     from slime.arguments import parse_args
 
     known = {name: entry["value"] for name, entry in run.last.settings.items()}
+    if known.get("turn_discount") is not None:
+        raise RecordError(
+            f"--turn-discount is {known['turn_discount']}: rewards of single turns are not in the record, "
+            "and without them the advantages of a step cannot be computed again."
+        )
     words = ["--hf-checkpoint", str(known["hf_checkpoint"]), "--debug-train-only"]
     words += ["--disable-rollout-global-dataset"]
     words += ["--load-debug-rollout-data", dump, "--num-rollout", str(step + 1), "--run-dir", str(run_dir)]

@@ -55,6 +55,7 @@ class Tokens:
     log_probs: list[float] | None
     loss_mask: list[int] | None
     versions: list[tuple[str, int, int]]
+    execution: int | None  # siblings of one fan-out, and the two of a pair, share it
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +137,15 @@ class Record:
 
     def tokens(self, row: int) -> Tokens:
         """The tokens of the answer whose `row` this is."""
-        [(ids, log_probs, mask, versions)] = self._ask(
-            "SELECT tokens, log_probs, loss_mask, versions FROM samples WHERE id = ?", (row,)
+        [(ids, log_probs, mask, versions, execution)] = self._ask(
+            "SELECT tokens, log_probs, loss_mask, versions, execution FROM samples WHERE id = ?", (row,)
         )
         return Tokens(
             unpack_ids(ids or b""),
             None if log_probs is None else unpack_floats(log_probs),
             None if mask is None else unpack_mask(mask),
             [(str(v), int(a), int(b)) for v, a, b in json.loads(versions)] if versions else [],
+            execution,
         )
 
     def prompts_of_both(self, kind: str, early: int, late: int, limit: int) -> list[str]:

@@ -7,8 +7,10 @@ import sqlite3
 import pytest
 
 from slime.cli import ledger as command
-from slime.record import LedgerReader, RecordError, RecordWriter, group_entries
+from slime.cli import replay
+from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, open_record
 from slime.record.audit import audit
+from slime.rollout.dumps import load_rollout_dump
 from slime.rollout.groups import begin_again, copy_group
 from slime.rollout.ledger import Ledger, follow
 from slime.utils.types import RewardFailure, Sample
@@ -327,6 +329,17 @@ def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_
     assert command.main(["audit", str(tmp_path)]) == 1
     assert "VIOLATION: step 0 was trained twice" in capsys.readouterr().out
     assert command.main(["audit", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_replay_gets_pairs_and_siblings_as_they_were(world, tmp_path):
+    world.start()
+    world.make(0, [group_of(0, rollout_id=6), group_of(1)])
+    world.stop()
+    with open_record(tmp_path) as record:
+        replay._write_dump(record, 0, str(tmp_path / "{rollout_id}.pt"))
+    found = load_rollout_dump(str(tmp_path / "{rollout_id}.pt"), 0)
+    assert [(s.group_index, s.rollout_id) for s in found] == [(0, 6), (0, 6), (1, None), (1, None)]
+    assert found[0].tokens == [5, 6, 7] and found[0].rollout_log_probs == pytest.approx([-0.1, -0.25])
 
 
 def test_a_run_that_was_killed_before_its_first_event_has_lost_nothing(tmp_path, capsys):
