@@ -6,6 +6,7 @@ import concurrent.futures
 import datetime
 import logging
 import resource
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,7 @@ class TrainActor:
             if self._kept is not None and not args.finetune:
                 self._kept.load(checkpoint)
         self._sender: RankSender | None = None  # None: no engine gets weights, or none is known yet
+        self._copies: set[Path] = set()  # of --peer-copies, in the memory of this machine
         self._saved_in = Path()  # the folder of the last checkpoint; set by `save`
         self._recording: concurrent.futures.Future[dict[str, FileRecord]] | None = None  # of its checksums
         self._version: int | None = None  # of the current weights; None: engines never got any
@@ -245,6 +247,7 @@ class TrainActor:
         """All that a checkpoint holds, whole when every rank has returned; what was there before goes."""
         make_room(place, self._rank)
         path = place.of(self._rank)
+        self._copies.add(path)
         self._backend.save(path)
         self._backend.finish_save(wait=True)
         if self._kept is not None and self._rank == 0:
@@ -282,4 +285,6 @@ class TrainActor:
         if self._sender is not None:
             self._sender.close()
         self._profiler.close()
+        for path in self._copies:  # the driver cleans up its own machine alone
+            shutil.rmtree(path, ignore_errors=True)
         dist.destroy_process_group()

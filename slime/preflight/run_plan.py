@@ -138,8 +138,9 @@ def plan_run(args: Args, device: Device, prompt_tokens: float | None = None) -> 
         ) from None
     copies = 0.0
     if args.peer_copies:
-        ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
-        copies = 2.0 * ranks * (trainer.get("weights", 0.0) + trainer.get("optimizer", 0.0))
+        # Of this machine: what its ranks write, and what the machine before it does.
+        shares = (args.actor_num_gpus_per_node or 1) * (2 if args.actor_num_nodes > 1 else 1)
+        copies = 2.0 * shares * (trainer.get("weights", 0.0) + trainer.get("optimizer", 0.0))
     if not device.is_gpu:
         trainer, engine = (side and side | {"process": float(_PROCESS)} for side in (trainer, engine))
     generate_s, train_s = _seconds(args, shape, device, prompt_tokens)
