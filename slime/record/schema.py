@@ -142,6 +142,7 @@ class RecordError(ValueError):
 
 def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
     """For the one writer. A file of another run or another schema is a RecordError, and is never changed."""
+    _refuse_foreign(path, run_id)
     connection = _connect(f"{path.resolve().as_uri()}?mode=rwc", path)
     try:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
@@ -157,12 +158,7 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         if _check_schema(connection, path) == "1":
             number = f"UPDATE meta SET value = '{SCHEMA_NUMBER}' WHERE key = 'schema';"
             connection.executescript(f"BEGIN; {_ADDED_IN_2} {number} COMMIT;")
-        (owner,) = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
-        has_samples = connection.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone()
-        if owner != run_id and has_samples:
-            raise RecordError(
-                f"{path} is the record of run {owner}, this is run {run_id}; use another folder."
-            )
+        owner = _check_owner(connection, path, run_id)
         connection.executescript(f"BEGIN; {_LEDGER} COMMIT;")
         if owner != run_id:  # of a run that ended before its first rollout: nothing of it is in the way
             with connection:
@@ -176,6 +172,28 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _refuse_foreign(path: Path, run_id: str) -> None:
+    """Before it is opened for writing, which by itself changes counters in the first page of a file."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    connection = _connect(f"{path.resolve().as_uri()}?mode=ro", path)
+    try:
+        _check_schema(connection, path)
+        _check_owner(connection, path, run_id)
+    except sqlite3.Error:  # told by whoever opens it for writing
+        pass
+    finally:
+        connection.close()
+
+
+def _check_owner(connection: sqlite3.Connection, path: Path, run_id: str) -> str:
+    """The run whose record it is; a RecordError where that is another and has samples in it."""
+    (owner,) = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
+    if owner != run_id and connection.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone():
+        raise RecordError(f"{path} is the record of run {owner}, this is run {run_id}; use another folder.")
+    return str(owner)
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:

@@ -182,10 +182,12 @@ def test_a_record_of_another_run_is_refused_and_left_alone(tmp_path):
     writer = RecordWriter(tmp_path / "record.db", "run-1", MIB)
     writer.add("train", 0, group_entries([[make_sample(0)]], "trained"))
     writer.close()
+    before = (tmp_path / "record.db").read_bytes()
     with pytest.raises(
         RecordError, match=r"is the record of run run-1, this is run run-2; use another folder"
     ):
         RecordWriter(tmp_path / "record.db", "run-2", MIB)
+    assert (tmp_path / "record.db").read_bytes() == before
 
 
 def test_what_is_no_record_is_named(tmp_path):
