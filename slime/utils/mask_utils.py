@@ -97,7 +97,8 @@ class MultiTurnLossMaskGenerator:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            through = self._encode(self._render(messages[: i + 1], tools))
+            is_last = i + 1 == len(messages)
+            through = ids if is_last else self._encode(self._render(messages[: i + 1], tools))
             before = (
                 self._encode(self._render(messages[:i], tools, ask=True)) if i else self._opening(through)
             )

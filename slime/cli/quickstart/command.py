@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import Args, parse_args
+from slime.arguments.core.draft import ASYNCHRONOUS
 from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.data import DataFiles, write_data
@@ -124,7 +125,8 @@ def rehearse(options: Options, screen: Screen) -> None:
             args = parse_args(rl_argv(recipe, scratch, files, checkpoint))
             preflight(args).raise_errors()
             if recipe.warm_up:
-                preflight(parse_args(sft_argv(recipe, scratch, files, checkpoint))).raise_errors()
+                warm_up = sft_argv(recipe, scratch, files, checkpoint)
+                preflight(parse_args(warm_up, training_loop=ASYNCHRONOUS), overlapped=True).raise_errors()
     check_evaluations(args)
     why = (
         "as the recipe has it"
@@ -244,11 +246,18 @@ def sft_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Pat
 def run_warm_up(
     recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str, screen: Screen
 ) -> Path:
-    """SFT on the four habits; returns the folder of the warmed-up model."""
+    """SFT on the four habits; returns the folder of the warmed-up model.
+
+    In the asynchronous loop: a batch of written text is the same whatever the weights, and is made while the
+    one before is trained on.
+    """
+    from slime.loop_async import train  # late, as `run_loop` has it
+
     assert recipe.warm_up is not None, f"{recipe.model} has no warm-up"
     folder = options.run_dir / "sft"
+    args = parse_args(sft_argv(recipe, options, files, checkpoint), training_loop=ASYNCHRONOUS)
     with screen.following(Phase("SFT", recipe.warm_up.num_steps, LOSS, "loss"), folder / "metrics.jsonl"):
-        run_loop(parse_args(sft_argv(recipe, options, files, checkpoint)))
+        train(args)
     return warmed_up(recipe, folder)
 
 

@@ -24,6 +24,8 @@ MACHINE_FLAGS = (
 )
 
 
+_DEFAULT_CONCURRENCY = 512  # of --sglang-server-concurrency
+
 # What stands on top of the file that a user goes on with, and what to put there.
 _CHANGE_THESE = {
     "hf_checkpoint": "your model: a Hugging Face folder, or a name on the hub",
@@ -160,6 +162,7 @@ def build_sft_argv(
         "weight-decay": 0.0,
         "adam-beta2": 0.99,
         "max-tokens-per-gpu": recipe.max_tokens_per_gpu,
+        "trainer-threads": 1,  # steps of a thousand tokens; the next chunk is tokenised meanwhile
     } | _saving(run_dir, warm_up.num_chunks)
     switches = [
         "debug-train-only",
@@ -222,6 +225,9 @@ def build_rl_argv(
         "eval-config": files.eval_config,
         "eval-interval": recipe.eval_interval,
     }
+    in_flight = recipe.over_sampling_batch_size * recipe.n_samples_per_prompt
+    if in_flight > _DEFAULT_CONCURRENCY:  # a few that wait for a place would take as long as all others
+        settings["sglang-server-concurrency"] = in_flight
     if recipe.saves_model:
         settings |= _saving(run_dir, recipe.num_rollout)
     switches = ["use-dynamic-batch-size", "rollout-skip-special-tokens", "rollout-shuffle"]
