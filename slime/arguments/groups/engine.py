@@ -78,7 +78,7 @@ class EngineFlags:
         only_with=_read_by("embedded_dtype"),
     )
     embedded_max_running_requests: int = flag(
-        512,
+        1024,
         "requests decoded together; 1 computes each alone and keeps no prefixes, as --deterministic-mode "
         "does",
         ge=1,

@@ -136,6 +136,12 @@ class ModelRunner:
         logits: torch.Tensor = out.logits[0]
         return logits
 
+    def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Keys and values of some rows of the pool become those of others too."""
+        assert self.pool is not None, "nothing is computed without a pool"
+        for tensor in (*self.pool.keys.values(), *self.pool.values.values()):
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+
     def _forward_with_images(self, plan: BatchPlan) -> torch.Tensor:
         rows, features = self.features.rows(plan.images) if plan.images else (None, None)
         positions = plan.positions if plan.grid is None else plan.grid

@@ -4,6 +4,10 @@ Running sequences each decode one token per pass; waiting ones join as soon as a
 their prompts in the same pass, up to a token budget (long prompts take several passes). When pages run out
 the youngest running sequence is retracted: it loses its pages and waits at the front, to be computed again
 from its tokens.
+
+A prompt that several sequences wait with is computed once. They share its full pages; those that ask for the
+whole of it (*twins*: the samples of a group) join in the pass that computes its end, take the last page as a
+copy, and draw their first tokens from the same logits.
 """
 
 import itertools
@@ -39,6 +43,16 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Twins:
+    """Samplers of a pass whose prompt another sequence computes: the last of them, in this order."""
+
+    sequences: list[Sequence]
+    logit_rows: torch.Tensor  # [N] for each sampler of the pass, its row of the logits
+    source: torch.Tensor  # [R] pool rows of pages that are not full, and where their copies go
+    target: torch.Tensor  # [R]
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """One forward pass: the plan for the model, and who gets a token, in the order of the logits."""
 
@@ -47,6 +61,7 @@ class Pass:
     num_decoding: int
     chunks: list[Chunk]
     rows: SampleRows
+    twins: Twins | None = None  # None: every sampler has logits of its own
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -173,7 +188,7 @@ class Scheduler:
         chunks = self._chunks()
         if not decoding and not chunks:
             return None
-        return self._lay_out(decoding, chunks)
+        return self._lay_out(decoding, chunks, self._admit_twins(chunks))
 
     def _grow_running(self) -> None:
         """Give each decoding sequence the page that its newest token needs, or retract from the back."""
@@ -201,9 +216,13 @@ class Scheduler:
     def _admit_all_but(self, held_back: list[Sequence]) -> None:
         budget = self.prefill_budget - sum(s.num_tokens - s.num_computed for s in self.running)
         begun = {self._next_page(s, s.num_computed) for s in self.running} - {None}
+        leaders = {tuple(s.prompt) for s in self.running if self._may_lead(s)}
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
             tokens = sequence.tokens
+            if leaders and self._may_follow(sequence) and tuple(tokens) in leaders:
+                held_back.append(self.waiting.popleft())
+                continue
             shared = self.allocator.match(sequence.keys)
             page = self._next_page(sequence, len(shared) * self.allocator.block_size)
             if page is not None and page in begun:
@@ -227,6 +246,49 @@ class Scheduler:
             self.running.append(self.waiting.popleft())  # last: whatever raises above, it is in a queue
             budget -= len(tokens) - sequence.num_computed
             begun.add(page)
+            if self._may_lead(sequence):
+                leaders.add(tuple(tokens))
+
+    def _may_lead(self, sequence: Sequence) -> bool:
+        """Whether its twins can take what it computes: the whole prompt, under the weights of now."""
+        return (
+            self._may_follow(sequence)
+            and sequence.num_computed < len(sequence.prompt)
+            and sequence.epoch == self.allocator.epoch
+        )
+
+    def _may_follow(self, sequence: Sequence) -> bool:
+        return self.allocator.reuse and not sequence.output and sequence.pictures is None
+
+    def _admit_twins(self, chunks: list[Chunk]) -> list[tuple[Sequence, Chunk]]:
+        """Those that wait with a prompt whose end is computed in this pass, beside the chunk that does so."""
+        leading = {tuple(c.sequence.prompt): c for c in chunks if c.is_last and self._may_lead(c.sequence)}
+        if not leading or not self.waiting:
+            return []
+        admitted: list[tuple[Sequence, Chunk]] = []
+        for sequence in self.waiting:
+            chunk = leading.get(tuple(sequence.prompt)) if self._may_follow(sequence) else None
+            if chunk is not None and self._free_slots and self._take_pages_of(chunk.sequence, sequence):
+                admitted.append((sequence, chunk))
+        taken = {sequence for sequence, _ in admitted}
+        self.waiting = deque(s for s in self.waiting if s not in taken)
+        return admitted
+
+    def _take_pages_of(self, leader: Sequence, sequence: Sequence) -> bool:
+        """Share the leader's full pages and take one for the rest; False: there is none to take."""
+        full = len(leader.prompt) // self.allocator.block_size
+        missing = self.allocator.blocks_for(len(leader.prompt)) - full
+        if missing + len(self.running) > self.allocator.num_free:
+            return False
+        self.allocator.hold(leader.blocks[:full])
+        sequence.blocks = leader.blocks[:full] + self.allocator.take(missing)
+        sequence.epoch = self.allocator.epoch
+        if not sequence.num_retractions:
+            sequence.cached_tokens = len(leader.prompt) - 1  # as a prompt that is found whole is counted
+        sequence.slot = self._free_slots.pop()
+        self._slots.fill(sequence)
+        self.running.append(sequence)
+        return True
 
     def _next_page(self, sequence: Sequence, num_computed: int) -> tuple[int, ...] | None:
         """All tokens up to the end of the page that comes next, if others could take it over."""
@@ -249,7 +311,9 @@ class Scheduler:
         # so admission order holds inside a group.
         return sorted(chunks, key=lambda c: (c.end - c.start, c.start))
 
-    def _lay_out(self, decoding: list[Sequence], chunks: list[Chunk]) -> Pass:
+    def _lay_out(
+        self, decoding: list[Sequence], chunks: list[Chunk], followers: list[tuple[Sequence, Chunk]]
+    ) -> Pass:
         slots = np.array([s.slot for s in decoding], np.int64)
         length = self._slots.length[slots]
         order, bounds = self._split_decode(length)
@@ -279,7 +343,28 @@ class Scheduler:
             grid=self._grid(position + self._slots.shift[slots], chunks) if self.in_grid else None,
             images=tuple(_image_rows(chunks, len(decoding))),
         )
-        return Pass(plan, samplers, len(decoding), chunks, self._sample_rows(samplers))
+        twins = self._twins(samplers, followers) if followers else None
+        samplers = samplers + [sequence for sequence, _ in followers]
+        return Pass(plan, samplers, len(decoding), chunks, self._sample_rows(samplers), twins)
+
+    def _twins(self, samplers: list[Sequence], followers: list[tuple[Sequence, Chunk]]) -> Twins:
+        row_of = {sequence: row for row, sequence in enumerate(samplers)}
+        rows = [*range(len(samplers)), *(row_of[chunk.sequence] for _, chunk in followers)]
+        size = self.allocator.block_size
+        pages = [(c.sequence.blocks, s.blocks, len(s.prompt) % size) for s, c in followers]
+        copied = [(a[-1], b[-1], count) for a, b, count in pages if count]
+        source, target = (
+            np.concatenate(
+                [np.zeros(0, np.int64), *(np.arange(count) + size * page[which] for *page, count in copied)]
+            )
+            for which in (0, 1)
+        )
+        return Twins(
+            [sequence for sequence, _ in followers],
+            self._tensor(np.array(rows, np.int64)),
+            self._tensor(source),
+            self._tensor(target),
+        )
 
     def _grid(self, decoding: np.ndarray, chunks: list[Chunk]) -> torch.Tensor:
         """[3, 1, T] positions of all tokens of a pass: those that decode, then the chunks."""
@@ -387,6 +472,8 @@ class Scheduler:
                 self.allocator.keep(sequence.blocks, sequence.keys[: chunk.end])
         for sequence in done.samplers[: done.num_decoding]:
             sequence.num_computed += 1
+        for sequence in done.twins.sequences if done.twins is not None else ():
+            sequence.num_computed = len(sequence.prompt)
         for row, ids in draws.kept.items():
             done.samplers[row].kept_ids.append(ids)
             done.samplers[row].num_kept_ids += len(ids)

@@ -83,7 +83,7 @@ def test_siblings_share_the_pages_of_their_prompt(folder):
     for sequence in sequences[1:]:
         engine.add(sequence)
     engine.step()
-    assert [s.cached_tokens for s in sequences] == [0, 96, 96, 96]
+    assert [s.cached_tokens for s in sequences] == [0, 96, 99, 99]  # the last two compute nothing of it
     assert engine.allocator.num_free >= engine.allocator.num_blocks - 6 - 4 * 2
 
 
@@ -98,13 +98,44 @@ def test_siblings_that_come_together_compute_their_prompt_once(folder, monkeypat
     )
     run_all(engine, sequences)
     num_decoded = sum(len(s.output) - 1 for s in sequences)
-    # Two prompts of 50 and 51 tokens whole, and of each sibling what is behind its three full pages.
-    assert sum(computed) - num_decoded == 50 + 51 + 5 * (2 + 3)
-    assert [s.cached_tokens for s in sequences] == 2 * [0, 48, 48, 48, 48, 48]
+    assert sum(computed) - num_decoded == 50 + 51
+    assert [s.cached_tokens for s in sequences] == [0] + 5 * [49] + [0] + 5 * [50]
     model = load_model(folder)
     for sequence in sequences:
         expected = plain_log_probs(model, sequence.prompt, sequence.output)
         assert largest_difference(sequence.log_probs, expected) < 1e-4
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 17, 40, 64])
+def test_siblings_draw_what_each_would_draw_alone(folder, length):
+    """Shorter than a page, whole pages, and between; the pool is so small that some are retracted."""
+
+    def siblings(engine: Engine):
+        made = make_requests(engine, 14, new_tokens=30)
+        for number, sequence in enumerate(made):
+            sequence.prompt = [4 + (number // 5 + 3) * i % 90 for i in range(length)]
+        return made
+
+    alone, together = make_engine(folder, max_running=1), make_engine(folder, max_total_tokens=320)
+    expected, sequences = siblings(alone), siblings(together)
+    assert run_all(together, sequences) == run_all(alone, expected)
+    for sequence, one in zip(sequences, expected, strict=True):
+        assert largest_difference(sequence.log_probs, one.log_probs) < 1e-4
+
+
+def test_siblings_of_a_prompt_that_new_weights_came_amid_begin_anew(folder):
+    engine = make_engine(folder)
+    engine.scheduler.prefill_budget = 32
+    sequences = make_requests(engine, 3, new_tokens=4)
+    for sequence in sequences:
+        sequence.prompt = [5 + i % 90 for i in range(50)]
+        engine.add(sequence)
+    engine.step()
+    engine.allocator.flush()  # as new weights do
+    while engine.scheduler.has_work:
+        engine.step()
+    assert [len(s.output) for s in sequences] == [s.max_new_tokens for s in sequences]
+    assert sequences[1].cached_tokens == 0
 
 
 def test_a_half_applied_update_is_never_served(folder):
