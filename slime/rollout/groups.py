@@ -15,6 +15,8 @@ Entry: TypeAlias = Sample | list[Sample]
 Group: TypeAlias = list[Entry]
 
 _OF_PLAIN_TUPLES = ("version_spans", "image_spans", "turn_rewards")  # fields whose entries never change
+_MEDIA = ("multimodal_inputs", "multimodal_train_inputs")
+_UNCHANGING = frozenset({int, float, str, bool, type(None), Sample.Status})
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _EXCERPT = 80  # characters of either end
 # In Sample.metadata: how often this sample's generation was thrown away and begun again.
@@ -69,10 +71,12 @@ def copy_sample(sample: Sample) -> Sample:
     """An independent copy; media are shared, since nothing writes to them."""
     new = _bare_copy(sample)
     fields = vars(new)
-    for name, value in fields.items():
-        if isinstance(value, (list, dict)) and name not in ("multimodal_inputs", "multimodal_train_inputs"):
-            nested = name not in _OF_PLAIN_TUPLES and _is_nested(value)
-            fields[name] = copy.deepcopy(value) if nested else value.copy()
+    for name, value in vars(sample).items():
+        # Every sample is copied several times: most of its fields hold what needs no copy.
+        if type(value) in _UNCHANGING or not isinstance(value, (list, dict)) or name in _MEDIA:
+            continue
+        nested = bool(value) and name not in _OF_PLAIN_TUPLES and _is_nested(value)
+        fields[name] = copy.deepcopy(value) if nested else value.copy()
     new.spec_info = _bare_copy(sample.spec_info)
     new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
     return new
@@ -107,6 +111,20 @@ def without_response(sample: Sample) -> Sample:
     new.version_spans, new.weight_versions = [], []
     new.status, new.session_id = Sample.Status.PENDING, None
     _drop_later_images(new)
+    return new
+
+
+def mask_earlier_tokens(sample: Entry) -> None:
+    """What it has so far is not trained."""
+    for one in flatten_samples([sample]):
+        if one.response_length > 0:
+            one.loss_mask = [0] * one.response_length
+
+
+def beginning_of(sample: Sample) -> Sample:
+    """What a ledger names a sample by that began with its prompt: no independent copy."""
+    new = _bare_copy(sample)
+    new.response_length, new.status = 0, Sample.Status.PENDING
     return new
 
 

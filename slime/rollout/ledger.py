@@ -118,6 +118,11 @@ class Ledger:
 
     # -- samples
 
+    @property
+    def may_recall(self) -> bool:
+        """Whether anything is left of what was finished before a crash."""
+        return bool(self._known)
+
     def recall(self, entry: Entry) -> Entry | None:
         """The entry as it was finished before the crash; None: it was not."""
         key = _key(entry)

@@ -5,10 +5,11 @@ call and replace these names, so each is looked up in this module when it is use
 """
 
 import asyncio
+import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -27,6 +28,7 @@ from slime.rollout.collection.spares import first_to_end, is_fresh
 from slime.rollout.collection.tasks import all_or_none
 from slime.rollout.collection.versions import name_versions
 from slime.rollout.generation.concurrency import Limit, TokenLimit, make_limit, tokens_of
+from slime.rollout.generation.per_args import OnePerArgs
 from slime.rollout.generation.policy_requests import PolicyRequests, is_trained, not_trained
 from slime.rollout.generation.requests import (
     PromptError,
@@ -38,8 +40,20 @@ from slime.rollout.generation.requests import (
 )
 from slime.rollout.generation.returned import CUSTOM_GENERATE, check_returned
 from slime.rollout.generation.scope import RequestScope, current_scope
+from slime.rollout.generation.siblings import Ways, generate_siblings, go_together
 from slime.rollout.generation.turnstile import call_or_wait, can_be_kept
-from slime.rollout.groups import Entry, Group, copy_group, copy_sample, describe, describe_fully, is_finished
+from slime.rollout.groups import (
+    Entry,
+    Group,
+    beginning_of,
+    copy_group,
+    copy_sample,
+    describe,
+    describe_fully,
+    is_finished,
+    mask_earlier_tokens,
+    without_response,
+)
 from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.rm_hub.hub import waits_for_group
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
@@ -54,16 +68,8 @@ from slime.utils.types import Sample, flatten_samples
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, Generation
 
-__all__ = [
-    "GenerateState",
-    "abort",
-    "eval_rollout",
-    "generate",
-    "generate_and_rm",
-    "generate_and_rm_group",
-    "generate_rollout",
-    "get_model_url",
-]
+__all__ = ["GenerateState", "abort", "eval_rollout", "generate", "generate_and_rm", "generate_and_rm_group"]
+__all__ += ["generate_rollout", "get_model_url"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,27 +77,11 @@ ABORT_DEADLINE_S = 20.0
 _PAUSE_BETWEEN_ATTEMPTS_S = 2.5  # at least, once the back-off has grown
 MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
 
-
 T = TypeVar("T")
 _PerLoop = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, T]]
 
 
-class _StatePerArgs(type):
-    """`GenerateState(args)` gives the same state for the same args object; the last few are remembered."""
-
-    _states: list[tuple[Any, "GenerateState"]] = []  # noqa: RUF012 - shared on purpose
-
-    def __call__(cls, args: PluginArgs) -> "GenerateState":
-        for known, state in cls._states:
-            if known is args:
-                return state
-        made: GenerateState = super().__call__(with_defaults(args))
-        cls._states.append((args, made))
-        del cls._states[:-4]
-        return made
-
-
-class GenerateState(metaclass=_StatePerArgs):
+class GenerateState(metaclass=OnePerArgs):
     """What the generate functions of one run share: tokenizer, sampling parameters, the cap on requests."""
 
     def __init__(self, args: PluginArgs) -> None:
@@ -244,7 +234,7 @@ async def generate_and_rm(
     """Generate one sample and score it. A custom generate function may turn it into several (fan-out)."""
     with_defaults(args)
     if not evaluation and args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
-        _mask_earlier_tokens(sample)
+        mask_earlier_tokens(sample)
     if not is_finished(sample):
         assert isinstance(sample, Sample), "a fan-out that was cut short begins again from its prompt"
         state = GenerateState(args)
@@ -261,12 +251,6 @@ async def generate_and_rm(
     if not waits_for_group(args):
         await _score(args, flatten_samples([sample]), evaluation)
     return sample
-
-
-def _mask_earlier_tokens(sample: Entry) -> None:
-    for one in flatten_samples([sample]):
-        if one.response_length > 0:
-            one.loss_mask = [0] * one.response_length
 
 
 async def _call_until_ended(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Entry:
@@ -358,7 +342,34 @@ async def _generate_group(
         )
     if args.group_failure_action == "keep" and not evaluation:
         return await keep_the_rest(group, [attempt(entry) for entry in group])
+    state = GenerateState(args)
+    if not evaluation and _usual_way() and go_together(group, args, sampling_params, state.semaphore):
+        ways = Ways(state.client, state.semaphore, state.scope, state.engine_of)
+        finish = functools.partial(_finish_sibling, args, attempt)
+        return await generate_siblings(args, group, sampling_params, state.tokenizer, ways, finish, attempt)
     return await all_or_none([attempt(entry) for entry in group])
+
+
+def _usual_way() -> bool:
+    """As this file has it, and nothing waits in the ledger since a crash."""
+    durable = ledger.current()
+    return (generate, generate_and_rm) == _OWN and not (durable is not None and durable.may_recall)
+
+
+async def _finish_sibling(
+    args: PluginArgs, again: Callable[[Sample], Coroutine[Any, Any, Entry]], sample: Sample
+) -> Entry:
+    try:
+        if not waits_for_group(args):
+            await _score(args, [sample], evaluation=False)
+    except Exception as error:
+        if is_permanent(error) or isinstance(error, (RunStopped, RewardConfigError)):
+            raise
+        logger.warning("%s begins again (%s: %s)", describe(sample), type(error).__name__, error)
+        return await again(without_response(sample))
+    if (durable := ledger.current()) is not None:
+        durable.finished(beginning_of(sample), sample)
+    return sample
 
 
 async def _generate_with_retries(
@@ -384,6 +395,9 @@ async def _generate_with_retries(
             logger.warning("attempt %d of %d: %s", attempt, allowed, cause)
             entry = copy_group(origin)[0]
     raise AssertionError("the last attempt either returns or raises")
+
+
+_OWN = (generate, generate_and_rm)  # before any plug-in put its own in their place
 
 
 async def abort(args: PluginArgs, rollout_id: int) -> None:

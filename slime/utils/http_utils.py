@@ -18,7 +18,7 @@ import random
 import socket
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -275,7 +275,7 @@ def _with_engine(answer: Any, engine: str | None) -> Any:
 
 async def stream(
     url: str, payload: Any, headers: dict[str, str] | None = None, *, timeout_s: float | None = None
-) -> AsyncIterator[Any]:
+) -> AsyncGenerator[Any, None]:
     """POST JSON and yield the server-sent events as they come, decoded. Nothing is sent again.
 
     Raises `HttpError`: with the status of an error answer,

@@ -1,6 +1,8 @@
 """The data plane: send a prompt to an engine (or the router before several), get typed tokens back."""
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,8 @@ from slime.utils.errors import EngineAnswerError
 from slime.wire.dialects import ID_IS_TAKEN
 from slime.wire.grouped import GroupedRequests
 from slime.wire.protocol import GenerateRequest, Generation
+
+logger = logging.getLogger(__name__)
 
 _TAKEN_PAUSE_S = 0.5
 SESSION_HEADER = "X-SMG-Routing-Key"  # read by the router's consistent-hashing policy
@@ -52,6 +56,27 @@ class EngineClient:
             return Generation.from_json(answer)
         except ValueError as error:
             raise EngineAnswerError(str(error)) from error
+
+    async def generate_together(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[tuple[int, Generation], None]:
+        """(place, answer) of requests that differ in their seeds alone, as each is finished.
+
+        A request that is not told of has to be sent by itself, whatever went wrong. Whoever calls this keeps
+        to `max_running` itself.
+        """
+        name = f"POST {self.base_url}/generate ({len(requests)} requests, the first: {requests[0].rid})"
+        waited = waits.waiting(name, deadline_s=self.timeout_s, target=self.base_url)
+        headers = self._headers(requests[0], None)
+        with waited:
+            async with contextlib.aclosing(self._grouped.answers(requests, headers)) as answers:
+                async for place, event in answers:
+                    try:
+                        answer = Generation.from_json(event)
+                    except ValueError as error:
+                        logger.warning("an answer that cannot be read is asked for again: %s", error)
+                        continue
+                    yield place, answer
 
     async def stream(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None

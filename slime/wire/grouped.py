@@ -8,8 +8,9 @@ without an answer, and each of them is then sent alone, where its error is found
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from slime.utils import http_utils
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_MEMBERS = 64  # of one request
 # Refused one after another, with no list taken between them: these engines know no lists.
 MAX_REFUSALS = 3
+_SILENT = {"stream_interval": MAX_INT32}
 
 
 class GroupedRequests:
@@ -39,6 +41,30 @@ class GroupedRequests:
             and self._refusals < MAX_REFUSALS
             and not http_utils.is_observed()
         )
+
+    async def answers(
+        self, requests: Sequence[GenerateRequest], headers: Mapping[str, str]
+    ) -> AsyncGenerator[tuple[int, Any], None]:
+        """(place, answer) of requests that differ in their seeds alone, as each is finished; those that are
+        missing at the end have to be sent alone.
+        """
+        if not self.takes(requests[0]):
+            return
+        for start in range(0, len(requests), MAX_MEMBERS):
+            # More than that in turns: whoever has such groups has enough others in flight.
+            part = requests[start : start + MAX_MEMBERS]
+            try:
+                events = http_utils.stream(
+                    self._url, siblings_json(part), dict(headers), timeout_s=self._timeout_s
+                )
+                async with contextlib.aclosing(events) as read:
+                    async for event in read:
+                        place = _finished_member(event)
+                        if place is not None and place < len(part):
+                            self._refusals = 0
+                            yield start + place, event
+            except http_utils.HttpError as error:
+                self._note_refusal(error)
 
     async def answer(self, request: GenerateRequest, headers: Mapping[str, str]) -> Any:
         """The engine's answer; None: the request has to be sent alone."""
@@ -79,12 +105,15 @@ class GroupedRequests:
                 batch.settle(event)
                 self._refusals = 0
         except http_utils.HttpError as error:
-            if 400 <= error.status < 500:
-                self._refusals += 1
-                if self._refusals == MAX_REFUSALS:
-                    logger.info("samples are asked for one by one: the engines take no groups (%s)", error)
+            self._note_refusal(error)
         finally:
             batch.give_up()
+
+    def _note_refusal(self, error: http_utils.HttpError) -> None:
+        if 400 <= error.status < 500:
+            self._refusals += 1
+            if self._refusals == MAX_REFUSALS:
+                logger.info("samples are asked for one by one: the engines take no groups (%s)", error)
 
 
 class _Batch:
@@ -133,14 +162,26 @@ def _finished_member(event: Any) -> int | None:
     return place if meta.get("completion_tokens", count) == count else None
 
 
+def siblings_json(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """`group_json` of requests that differ in seed and id alone."""
+    first = requests[0].to_json()
+    sampling = {**first["sampling_params"], **_SILENT}
+    return {
+        **first,
+        "input_ids": [first["input_ids"]] * len(requests),
+        "sampling_params": [{**sampling, "sampling_seed": one.sampling.sampling_seed} for one in requests],
+        "rid": [one.rid for one in requests],
+        "stream": True,
+    }
+
+
 def group_json(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
     """One body for all. No event is asked for before a member is finished."""
     alone = [request.to_json() for request in requests]
-    silent = {"stream_interval": MAX_INT32}
     return {
         **alone[0],
         "input_ids": [one["input_ids"] for one in alone],
-        "sampling_params": [{**one["sampling_params"], **silent} for one in alone],
+        "sampling_params": [{**one["sampling_params"], **_SILENT} for one in alone],
         "rid": [one["rid"] for one in alone],
         "stream": True,
     }

@@ -30,6 +30,7 @@ class Limit:
         self.limit = limit
         self.in_use = 0
         self._waiters: collections.deque[asyncio.Future] = collections.deque()
+        self._entering = asyncio.Lock()  # who enters with many: two of them must not wait for each other
 
     @property
     def num_waiting(self) -> int:
@@ -47,13 +48,26 @@ class Limit:
             if future.cancelled():
                 self._waiters.remove(future)
             else:  # the slot was ours already
-                self._leave()
+                self.leave()
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    async def enter(self, count: int) -> None:
+        """Take so many slots, all or none; each is given back by `leave`."""
+        held = 0
+        try:
+            async with self._entering:
+                while held < count:
+                    await self.__aenter__()
+                    held += 1
+        except BaseException:
+            for _ in range(held):
+                self.leave()
+            raise
+
+    def leave(self) -> None:
         self.in_use -= 1
         self._wake()
 

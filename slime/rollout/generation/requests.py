@@ -1,6 +1,8 @@
 """One generate request for one sample: what is sent, with which seed, and what is refused before."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -203,6 +205,23 @@ def build_request(
         # Middlewares of the router are called with one sample's request and answer.
         group=None if args.router_middleware_paths else _group(sample),
     )
+
+
+def sibling_requests(
+    args: PluginArgs, samples: Sequence[Sample], sampling_params: dict[str, Any], budget: int | None
+) -> list[GenerateRequest]:
+    """Of fresh samples with one prompt, and no seed of the caller's: they differ in seed, id and session."""
+    first = build_request(args, samples[0], sampling_params, budget)
+    others = (
+        dataclasses.replace(
+            first,
+            sampling=first.sampling.with_seed(sampling_seed(args, sample)),
+            rid=f"{sample.index}-{uuid4().hex}",
+            session=sample.session_id,
+        )
+        for sample in samples[1:]
+    )
+    return [first, *others]
 
 
 def _sampling(params: dict[str, Any]) -> SamplingParams:

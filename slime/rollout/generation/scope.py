@@ -7,7 +7,7 @@ nothing that another rollout sent can be touched through it.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
 _POLL_S = 0.005
@@ -53,19 +53,25 @@ class RequestScope:
     @contextlib.contextmanager
     def sending(self, rid: str | None) -> Iterator[Callable[[int], None]]:
         """A request is in flight; one without an id cannot be aborted. Call what it gives with its tokens."""
-        scopes, began = self._with_parents(), _now()
-        for scope in scopes:
-            scope.num_sent += 1
-            if rid is not None:
-                scope.rids.add(rid)
+        began = self.begin([rid])
         try:
             yield self.note_tokens
         finally:
-            passed = _now() - began
-            for scope in scopes:
-                scope.seconds += passed
-                if rid is not None:
-                    scope.rids.discard(rid)
+            self.end(rid, began)
+
+    def begin(self, rids: Sequence[str | None]) -> float:
+        """These are in flight, until `end` is told of each and of what this returns."""
+        for scope in self._with_parents():
+            scope.num_sent += len(rids)
+            scope.rids.update(rid for rid in rids if rid is not None)
+        return _now()
+
+    def end(self, rid: str | None, began: float) -> None:
+        passed = _now() - began
+        for scope in self._with_parents():
+            scope.seconds += passed
+            if rid is not None:
+                scope.rids.discard(rid)
 
     def note_tokens(self, number: int) -> None:
         """Engines have made so many more."""

@@ -1,0 +1,177 @@
+"""Fresh samples of one prompt as one piece of work: one request, one task that reads its answers.
+
+It gives what the generate function gives for each of them, at a fraction of its cost; `generate` stays the
+definition of what that is. Whatever is unusual from the start (`go_together`) is left to it, and so is every
+sample that comes back without a whole answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from slime.arguments import PluginArgs
+from slime.observability.trace_utils import trace_stretch
+from slime.rollout.generation.concurrency import Limit
+from slime.rollout.generation.images import pictures_of
+from slime.rollout.generation.policy_requests import is_trained
+from slime.rollout.generation.requests import (
+    check_answer,
+    prepare_prompt,
+    sibling_requests,
+    token_budget,
+)
+from slime.rollout.generation.scope import RequestScope
+from slime.rollout.groups import Entry, Group, describe
+from slime.utils import http_utils
+from slime.utils.errors import EngineAnswerError
+from slime.utils.types import Sample
+from slime.wire.client import EngineClient
+from slime.wire.protocol import GenerateRequest, Generation
+
+logger = logging.getLogger(__name__)
+
+# Groups that the cap on requests has room for: a group enters as a whole, and what is left over stays empty.
+_GROUPS_AT_LEAST = 4
+
+Work = Callable[[Sample], Coroutine[Any, Any, Entry]]
+
+
+def go_together(
+    group: Group, args: PluginArgs, sampling_params: Mapping[str, Any], limit: Limit
+) -> TypeGuard[list[Sample]]:
+    """Whether nothing of the run looks at these samples one by one before they have their answers."""
+    return (
+        1 < len(group) <= limit.limit // _GROUPS_AT_LEAST
+        and type(limit) is Limit  # one that moves may become too small for a group
+        and args.custom_generate_function_path is None
+        and not args.rollout_sample_hook_path
+        and not args.router_middleware_paths
+        and args.max_tokens_in_flight is None
+        and args.group_failure_action != "keep"
+        and sampling_params.get("sampling_seed") is None
+        and not http_utils.is_observed()
+        and all(isinstance(sample, Sample) and _is_fresh(sample) for sample in group)
+        and len({_prompt_of(sample) for sample in group}) == 1
+    )
+
+
+def _is_fresh(sample: Sample) -> bool:
+    return (
+        sample.status is Sample.Status.PENDING
+        and not sample.response_length
+        and sample.generate_function_path is None
+        and isinstance(sample.prompt, str)
+        and not pictures_of(sample)
+    )
+
+
+def _prompt_of(entry: Entry) -> tuple[Any, ...]:
+    assert isinstance(entry, Sample)
+    return entry.prompt, tuple(entry.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """To the engines: who asks them, under which cap and scope, and the name of the one that answered."""
+
+    client: EngineClient
+    limit: Limit
+    scope: RequestScope
+    engine_of: Callable[[Generation], dict[str, str]]
+
+
+async def generate_siblings(
+    args: PluginArgs,
+    samples: list[Sample],
+    sampling_params: dict[str, Any],
+    tokenizer: Any,
+    ways: Ways,
+    finish: Work,
+    alone: Work,
+) -> Group:
+    """All of them. `finish`: what comes after an answer; `alone`: the way of a sample that got none."""
+    for sample in samples:
+        prepare_prompt(sample, tokenizer)
+    budget = token_budget(args, samples[0], sampling_params.get("max_new_tokens"), ways.scope.max_context_len)
+    work: list[asyncio.Task[Entry]] = []
+    places: list[int] = []
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            if budget != 0:
+                requests = sibling_requests(args, samples, sampling_params, budget)
+                told = _answers(args, samples, requests, ways)
+                async with contextlib.aclosing(told) as answers:
+                    async for place, is_whole in answers:
+                        follow = finish if is_whole else alone
+                        work.append(tasks.create_task(follow(samples[place])))
+                        places.append(place)
+            for place in set(range(len(samples))) - set(places):
+                work.append(tasks.create_task(alone(samples[place])))
+                places.append(place)
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None  # the first failure ended the others
+    made = dict(zip(places, (task.result() for task in work), strict=True))
+    return [made[place] for place in range(len(samples))]
+
+
+async def _answers(
+    args: PluginArgs,
+    samples: list[Sample],
+    requests: Sequence[GenerateRequest],
+    ways: Ways,
+) -> AsyncGenerator[tuple[int, bool], None]:
+    """(place, whether the sample has its answer) as they come; a sample that is not told of got none."""
+    limit, scope = ways.limit, ways.scope
+    await limit.enter(len(samples))
+    waiting, began = set(range(len(samples))), None
+    try:
+        if scope.aborted:
+            for place, sample in enumerate(samples):
+                sample.status = Sample.Status.ABORTED
+                yield place, True
+            return
+        began, started = scope.begin([request.rid for request in requests]), time.time()
+        async with contextlib.aclosing(ways.client.generate_together(requests)) as answers:
+            async for place, answer in answers:
+                if place in waiting:
+                    waiting.discard(place)
+                    limit.leave()
+                    scope.end(requests[place].rid, began)
+                    scope.note_tokens(len(answer.ids) if is_trained() else 0)
+                    attrs = {"tokens": len(answer.ids), **ways.engine_of(answer)}
+                    trace_stretch(samples[place], "generate", started, attrs)
+                    yield place, _take(args, requests[place], samples[place], answer, scope)
+    finally:
+        for place in waiting:
+            limit.leave()
+            if began is not None:
+                scope.end(requests[place].rid, began)
+
+
+def _take(
+    args: PluginArgs,
+    request: GenerateRequest,
+    sample: Sample,
+    answer: Generation,
+    scope: RequestScope,
+) -> bool:
+    """Write an answer into its sample; False: it goes on alone, from what it has then."""
+    try:
+        check_answer(args, request, answer)
+    except EngineAnswerError as error:
+        logger.warning("%s is asked for again: %s", describe(sample), error)
+        return False
+    sample.append_response_tokens(
+        args,
+        tokens=answer.ids,
+        log_probs=answer.log_probs or [],
+        meta_info=dict(answer.meta),
+        text=answer.text,
+    )
+    return answer.finish != "abort" or scope.aborted
