@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import compress
+from statistics import fmean
 
 from slime.backends.base import Layout
 from slime.record.additions import Advantage
@@ -36,11 +38,12 @@ def _advantages(step: TrainingStep) -> list[Advantage]:
         return []
     by_token = sum(len(values) for values in lists) <= _MAX_TOKENS
     found = []
-    for index, values, mask in zip(indices, lists, batch["loss_masks"], strict=True):
-        trained = values[mask.bool()] if len(mask) == len(values) else values
-        if index is None or not len(trained):
+    for index, row, mask in zip(indices, lists, batch["loss_masks"], strict=True):
+        values = row.tolist()  # in Python: a few numbers each, of hundreds of samples
+        trained = list(compress(values, mask.tolist())) if len(mask) == len(values) else values
+        if index is None or not trained:
             continue
-        low, high = float(trained.min()), float(trained.max())
-        tokens = values.tolist() if by_token and high - low > 1e-6 else None
-        found.append(Advantage(int(index), low if high == low else float(trained.mean()), tokens))
+        low, high = min(trained), max(trained)
+        mean = low if high == low else fmean(trained)
+        found.append(Advantage(int(index), mean, values if by_token and high - low > 1e-6 else None))
     return found

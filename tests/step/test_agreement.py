@@ -238,3 +238,41 @@ def test_samples_of_a_custom_loss_are_compared_where_a_pass_saw_them(model, tmp_
     agreement = Agreement()
     train(backend, args, engine_samples(backend, args, noise=1.0), weight_version=3, agreement=agreement)
     assert ["custom_loss has no pass of ours" in hint for hint in agreement.hints.told.values()] == [True]
+
+
+def test_what_is_measured_over_a_batch_is_the_sum_over_its_tokens():
+    """Against a slow, obvious count: rows of no token, tokens that are not trained or name no version."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [4, 0, 1, 7, 0]
+    rows = {name: [torch.randn(n, generator=generator) for n in lengths] for name in ("trainer", "engine")}
+    masks = [torch.randint(0, 2, (n,), generator=generator, dtype=torch.int32) for n in lengths]
+    versions = [torch.randint(-1, 9, (n,), generator=generator, dtype=torch.int32) for n in lengths]
+    batch = {"rollout_log_probs": rows["engine"], "loss_masks": masks, "versions": versions}
+    batch["response_lengths"] = lengths
+    found = measure(OneRank(), batch, dict(enumerate(rows["trainer"])), 7)
+
+    totals, counts, lags, signed, near = [0.0] * 5, [0] * 5, 0, 0.0, {-1: [], 1: []}
+    for sample, length in enumerate(lengths):
+        trainer, engine = rows["trainer"][sample].tolist(), rows["engine"][sample].tolist()
+        lag = [max(0, 7 - v) if v >= 0 else 0 for v in versions[sample].tolist()]
+        fresh = [bool(m) and behind == 0 for m, behind in zip(masks[sample].tolist(), lag, strict=True)]
+        for t in range(length):
+            if masks[sample][t]:
+                counts[min(lag[t], 4)] += 1
+                totals[min(lag[t], 4)] += abs(trainer[t] - engine[t])
+                lags += lag[t]
+                signed += (trainer[t] - engine[t]) * fresh[t]
+            for other in (t - 1, t + 1):
+                if 0 <= other < length and fresh[t] and fresh[other]:
+                    near[other - t].append(abs(trainer[t] - engine[other]))
+    assert found.counts.tolist() == counts and found.totals.tolist() == pytest.approx(totals)
+    assert (found.lags, found.signed) == (lags, pytest.approx(signed))
+    assert found.shifted == pytest.approx([sum(n) / max(len(n), 1) for n in near.values()])
+    assert measure(OneRank(), batch, {}, 7).counts.sum() == 0
+
+
+class OneRank:
+    """All that is asked of a backend here."""
+
+    def sum_over_ranks(self, values):
+        return values
