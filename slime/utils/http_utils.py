@@ -35,6 +35,7 @@ _TELL_EVERY_S = 30.0  # that requests are answered by errors
 _END_S = 1.0  # at exit: for tasks to take note that they are cancelled
 # Shorter than servers keep an idle connection (uvicorn: 5 s), or a call
 # would meet one that is just being closed.
+_LAST_BYTES_S = 1.0  # behind the last event of a stream
 _KEEPALIVE_S = 2.0
 # Failures of the connection itself: the request may be sent again.
 _RETRYABLE = (
@@ -273,6 +274,13 @@ def _with_engine(answer: Any, engine: str | None) -> Any:
     return answer
 
 
+async def _read_to_end(response: aiohttp.ClientResponse) -> None:
+    """What follows a last event is the end of the answer: a connection that is read to it serves again."""
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(_LAST_BYTES_S):
+            await response.read()
+
+
 async def stream(
     url: str, payload: Any, headers: dict[str, str] | None = None, *, timeout_s: float | None = None
 ) -> AsyncGenerator[Any, None]:
@@ -296,6 +304,7 @@ async def stream(
                 raise HttpError(response.status, await response.text(errors="replace"), url)
             async for line in _lines(response.content):
                 if line == b"data: [DONE]":
+                    await _read_to_end(response)
                     return
                 if line.startswith(b"data:"):
                     event = _with_engine(json.loads(line[5:]), response.headers.get(ANSWERED_BY))
