@@ -8,6 +8,7 @@ few times only. Engines that ask for a token get it (`authorize`).
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import atexit
 import contextlib
@@ -361,6 +362,6 @@ def get_host_info() -> tuple[str, str]:
             return hostname, "127.0.0.1"
 
 
-def get_rollout_num_engines(args: Any) -> int:
+def get_rollout_num_engines(args: argparse.Namespace) -> int:
     """How many engines serve the policy."""
     return max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
