@@ -8,6 +8,7 @@ inference engine.
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -94,7 +95,7 @@ def plan_trainer(model: dict[str, Any], sizes: Sizes, options: argparse.Namespac
     _check(model, sizes)
     counts = layers_per_stage(sizes, layers)
     stages = tuple(_stage_memory(model, sizes, stage, counts, options) for stage in range(sizes.pp))
-    all_layers = sum((layer_parameters(model, layer).total for layer in range(layers)), 0.0)
+    all_layers = parameters_of(model, range(layers)).total
     around = sum(p.total for p in outside_parameters(model).values())
     experts = number_of_experts(model)
     imbalance = expert_imbalance(experts, sizes.ep, options.moe_load_max_over_mean) if experts else None
@@ -221,6 +222,22 @@ def layer_parameters(model: dict[str, Any], layer: int) -> Parameters:
     )
 
 
+def parameters_of(model: dict[str, Any], layers: Sequence[int]) -> Parameters:
+    """All these layers together; those with experts are alike, and so are those without."""
+    held = Parameters()
+    for alike in _alike(model, layers):
+        one = layer_parameters(model, alike[0])
+        held += Parameters(*(len(alike) * count for count in (one.cut, one.whole, one.experts)))
+    return held
+
+
+def _alike(model: dict[str, Any], layers: Sequence[int]) -> list[list[int]]:
+    kinds: dict[bool, list[int]] = {}
+    for layer in layers:
+        kinds.setdefault(has_experts(model, layer), []).append(layer)
+    return list(kinds.values())
+
+
 def outside_parameters(model: dict[str, Any]) -> dict[str, Parameters]:
     """Parameters of the embedding, and of output matrix and last norm; a tied one has no matrix."""
     matrix = model["vocab_size"] * model["hidden_size"]
@@ -235,7 +252,7 @@ def _stage_memory(
     model: dict[str, Any], sizes: Sizes, stage: int, counts: list[int], options: argparse.Namespace
 ) -> RankMemory:
     layers = _layers_of(stage, counts, sizes.vpp)
-    held = sum((layer_parameters(model, layer) for layer in layers), Parameters())
+    held = parameters_of(model, layers)
     outside = outside_parameters(model)
     if stage == 0:
         held += outside["first"]
@@ -281,12 +298,12 @@ def _activations(
 ) -> float:
     """Activations that a stage keeps: of one micro-batch, times those that are on their way through it."""
     tokens = options.max_tokens_per_gpu  # of one context-parallel rank
-    per_layer = [kept_per_token(model, sizes, layer) for layer in layers]
+    kinds = [(kept_per_token(model, sizes, alike[0]), len(alike)) for alike in _alike(model, layers)]
     if options.activation_checkpointing == "full":
         inputs = len(layers) * model["hidden_size"] / (sizes.tp if sizes.sequence_parallel else 1)
-        one = _ACTIVATION * tokens * (inputs + max(per_layer))
+        one = _ACTIVATION * tokens * (inputs + max(kept for kept, _ in kinds))
     else:
-        one = _ACTIVATION * tokens * sum(per_layer)
+        one = _ACTIVATION * tokens * sum(kept * count for kept, count in kinds)
     return one * most_kept(stage, sizes.pp, sizes.vpp, options.num_micro_batches)
 
 
