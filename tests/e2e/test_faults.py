@@ -83,7 +83,7 @@ def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_double
     settings = {
         "custom_rm_path": f"{world}/slow.py:reward",
         "num_rollout": 3,
-        "rollout_max_response_len": 120,
+        "rollout_max_response_len": 60,
     }
     run_train(world, "calm", **settings, save_debug_rollout_data=f"{world}/calm-dump/{{rollout_id}}.pt")
     process = start_train(
