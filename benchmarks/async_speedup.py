@@ -6,7 +6,7 @@
 The task of the tiny quick start, one engine and one trainer rank on the CPU, the same number of steps and
 samples; runs take turns, and begin from the same weights. Two loads:
 
-long-tail  an answer takes as long as one of a large model (0.5 s in the median, log-normal with sigma 1, at
+long-tail  an answer takes as long as one of a large model (0.75 s in the median, log-normal with sigma 1, at
            most 16 times the median), and so does its reward, a grader that somebody waits for
 even       answers and rewards take the time that they take here, about the same for all: nothing to wait for
 
@@ -40,7 +40,7 @@ from slime.cli.quickstart.rewards import exact_match
 GOAL = 2.0
 SAME_ACCURACY = 0.03  # of the means over seeds
 LOADS = {
-    "long-tail": {"answer_s": 0.5, "reward_s": 0.5, "sigma": 1.0, "longest": 16.0},
+    "long-tail": {"answer_s": 0.75, "reward_s": 0.75, "sigma": 1.0, "longest": 16.0},
     "even": {"answer_s": 0.0, "reward_s": 0.0, "sigma": 0.0, "longest": 1.0},
 }
 LOAD_VARIABLE = "SLIME_BENCHMARK_LOAD"
@@ -201,7 +201,7 @@ def main() -> int:
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--steps", type=int, default=40)
     add("--prompts", type=int, default=8, help="of a step")
-    add("--samples", type=int, default=16, help="of a prompt")
+    add("--samples", type=int, default=8, help="of a prompt")
     add("--lr", type=float, default=6e-4)
     add("--staleness", type=int, default=4, help="--max-weight-staleness of the asynchronous runs")
     add("--at-once", type=int, default=1, help="runs side by side; only where waiting is all that they do")

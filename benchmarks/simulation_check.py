@@ -14,6 +14,7 @@ Goal: every mean step time within 15%.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from async_speedup import LEFT_OUT, train
 
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.cli.quickstart.rewards import exact_match
@@ -37,14 +37,15 @@ GRADER = RewardModel(REWARD_S, SIGMA)
 
 async def slow_match(args: Any, sample: Any, **kwargs: Any) -> float:
     """--custom-rm-path: the same seconds for a sample as in the simulation."""
-    import asyncio
-
     await asyncio.sleep(GRADER.seconds(sample))
     return await exact_match(args, sample)
 
 
 def real_run(options: argparse.Namespace, mode: str) -> Path:
     """The folder of a run that is made here."""
+    # Here, since the processes of a run, which load the reward from this file, do not find its neighbours.
+    from async_speedup import LEFT_OUT, train
+
     folder = options.folder / mode
     given = yaml.safe_load((options.quickstart / "run.yaml").read_text())
     settings = {name: value for name, value in given.items() if name not in (*LEFT_OUT, "eval-config")} | {

@@ -38,7 +38,10 @@ def embedded_fleet(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet,
     fleet = EngineFleet([server], WatchPolicy(8, 3600.0))
     weights = EngineWeights(
         SimpleNamespace(
-            check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=60.0
+            pause_generation_mode="auto",
+            check_weight_update_equal=False,
+            weight_checksum_interval=1,
+            update_weight_timeout_s=60.0,
         ),
         prefix,
         ((),),

@@ -76,6 +76,17 @@ def test_slow_rewards_cost_the_pool_less_than_the_synchronous_loop(args):
     assert max(pool.staleness) <= 3
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("bound", [1, 2])
+def test_in_both_loops_no_trained_token_is_older_than_the_bound(args, overlapped, bound):
+    """The real loops; ages are those that the trainer sees. Slow rewards keep groups in flight for long."""
+    pool = args.replace(rollout_function_path=FULLY_ASYNC, max_weight_staleness=bound)
+    rewards = RewardModel(mean_s=6.0, sigma=1.2)
+    measured = simulate(pool, overlapped=overlapped, rewards=rewards)
+    assert len(measured.step_ends) == 5
+    assert max(measured.staleness) == bound  # it is used, and not exceeded
+
+
 def test_a_request_slows_down_with_those_beside_it():
     clock = Clock()
     with clock.running():

@@ -61,7 +61,10 @@ def engines(request, model, tmp_path_factory):
     command = (embedded if request.param == "embedded" else sglang)(model, prefix)
     server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 900.0))
     settings = SimpleNamespace(
-        check_weight_update_equal=True, weight_checksum_interval=1, update_weight_timeout_s=60.0
+        pause_generation_mode="auto",
+        check_weight_update_equal=True,
+        weight_checksum_interval=1,
+        update_weight_timeout_s=60.0,
     )
     fleet = EngineFleet([server], WatchPolicy(8, 3600.0))
     weights = EngineWeights(settings, prefix, ((),), fleet)

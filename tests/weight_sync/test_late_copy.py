@@ -138,7 +138,10 @@ def member(monkeypatch):
     monkeypatch.setattr(EngineWeights, "info", lambda self, url: info)
     server = Server()
     args = SimpleNamespace(
-        check_weight_update_equal=False, weight_checksum_interval=None, update_weight_timeout_s=60.0
+        pause_generation_mode="auto",
+        check_weight_update_equal=False,
+        weight_checksum_interval=None,
+        update_weight_timeout_s=60.0,
     )
     fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02))
     weights = EngineWeights(args, "slime-x", ((),), fleet)

@@ -44,7 +44,10 @@ def served(models, tmp_path_factory):
         for i in range(2)
     ]
     args = SimpleNamespace(
-        check_weight_update_equal=False, weight_checksum_interval=1, update_weight_timeout_s=DEADLINE_S
+        pause_generation_mode="auto",
+        check_weight_update_equal=False,
+        weight_checksum_interval=1,
+        update_weight_timeout_s=DEADLINE_S,
     )
     fleet = EngineFleet([EngineServer(plan) for plan in plans], WatchPolicy(8, 3600.0))
     weights = EngineWeights(args, prefix, ((), ()), fleet)
