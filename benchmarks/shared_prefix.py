@@ -2,8 +2,9 @@
 
 One on-policy GRPO step of the FSDP trainer on random weights, with `--share-prefix` and without it in turn,
 on the same samples: once where prompts are long and answers short, once where answers dominate and sharing
-stays off by itself. Tokens per second count every sample's tokens, as if nothing were shared. The largest
-difference of a log-prob between both is printed too.
+stays off by itself. With `--share-prefix` the budget of a micro-batch counts a prompt once. Tokens per second
+count every sample's tokens, as if nothing were shared. The largest difference of a log-prob between both is
+printed too.
 
     python benchmarks/shared_prefix.py --shape 0.6b                  # one GPU; goals: 3, and at least 0.98
     python benchmarks/shared_prefix.py --shape tiny --device cpu     (does the script work?)
@@ -45,6 +46,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=8, help="prompts of a step, of 8 samples each")
     parser.add_argument("--max-tokens", type=int, default=40960, help="tokens of a micro-batch's samples")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--by-default", dest="share", action="store_const", const=None, default=True,
+        help="share where that pays, in micro-batches as small as without; else as --share-prefix does",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/shared_prefix.json"))
     return parser.parse_args()
 
@@ -80,7 +85,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, dict
         samples = make_samples(options.groups, *sizes, config.vocab_size)
         rows: dict[str, Any] = {}
         log_probs = []
-        for label, share in (("plain", False), ("shared", None)):
+        for label, share in (("plain", False), ("shared", options.share)):
             # The trainer reads its own settings, the split those that it is given.
             backend.args = settings = args.replace(share_prefix=share)
             (data,) = split_for_ranks(settings, samples_to_batch(settings, samples), 1)

@@ -80,10 +80,12 @@ def plan_steps(
     cp_size: int = 1,
     cost: Callable[[int], float] = typical_cost,
     prompts: Sequence[Hashable] | None = None,
+    prompt_sizes: Sequence[int] | None = None,
 ) -> list[StepPlan]:
     """Split samples into steps of `--global-batch-size` rollouts, and steps into micro-batches, equally many.
 
     `prompts`: what samples of one prompt have in common; they stay together where a micro-batch holds them.
+    `prompt_sizes`: tokens of each sample's prompt, where those that stay together count them once.
 
     A last step with fewer rollouts is kept and has its own, smaller count: nothing is dropped.
     """
@@ -102,8 +104,9 @@ def plan_steps(
         # What a micro-batch holds whole or not at all: a sample, or both answers of a pair that is compared.
         units = chosen if args.loss_type in PAIR_LOSSES else [[p] for rollout in chosen for p in rollout]
         if prompts is not None:
-            units = _siblings([p for unit in units for p in unit], prompts, batch_lengths, args, dp_size)
-        ranks = _split_step(args, units, batch_lengths, dp_size, cp_size, cost)
+            positions = [p for unit in units for p in unit]
+            units = _siblings(positions, prompts, batch_lengths, prompt_sizes, args, dp_size)
+        ranks = _split_step(args, units, batch_lengths, prompt_sizes, dp_size, cp_size, cost)
         steps.append(StepPlan(ranks=ranks, num_rollouts=len(chosen)))
     if len(rollouts) % size:
         logger.warning(
@@ -117,8 +120,19 @@ def plan_steps(
     return steps
 
 
+def _unit_size(unit: Sequence[int], lengths: Sequence[int], prompt_sizes: Sequence[int] | None) -> int:
+    """Tokens of samples that stay together; with `prompt_sizes` those of their common prompt count once."""
+    repeated = (len(unit) - 1) * prompt_sizes[unit[0]] if prompt_sizes is not None else 0
+    return sum(lengths[p] for p in unit) - repeated
+
+
 def _siblings(
-    positions: list[int], prompts: Sequence[Hashable], lengths: Sequence[int], args: Flags, dp_size: int
+    positions: list[int],
+    prompts: Sequence[Hashable],
+    lengths: Sequence[int],
+    prompt_sizes: Sequence[int] | None,
+    args: Flags,
+    dp_size: int,
 ) -> list[list[int]]:
     """Samples of one prompt in runs that fit a micro-batch, short enough that all ranks get a like share."""
     most = len(positions) if dp_size == 1 else max(1, len(positions) // (_UNITS_PER_RANK * dp_size))
@@ -130,7 +144,8 @@ def _siblings(
     for family in families.values():
         unit: list[int] = []
         for position in family:
-            if unit and (len(unit) == most or sum(lengths[p] for p in (*unit, position)) > budget):
+            grown = _unit_size((*unit, position), lengths, prompt_sizes)
+            if unit and (len(unit) == most or grown > budget):
                 units.append(unit)
                 unit = []
             unit.append(position)
@@ -142,11 +157,12 @@ def _split_step(
     args: Flags,
     units: list[list[int]],
     lengths: Sequence[int],
+    prompt_sizes: Sequence[int] | None,
     dp_size: int,
     cp_size: int,
     cost: Callable[[int], float],
 ) -> list[list[list[int]]]:
-    sizes = [sum(lengths[p] for p in unit) for unit in units]
+    sizes = [_unit_size(unit, lengths, prompt_sizes) for unit in units]
     everything = list(range(len(units)))
     if args.balance_data or args.balance_by_flops:
         costs = [sum(cost(lengths[p]) for p in unit) for unit in units]
@@ -229,8 +245,18 @@ def split_for_ranks(
     """Each data-parallel rank's own samples and steps."""
     lengths = sample_sizes(batch)
     prompts = _prompts(batch) if _keeps_siblings(args, cp_size) else None
+    # Who asks for it knows that every pass shares; by default a pass that cannot must fit too.
+    once = prompts is not None and args.share_prefix is True
+    response_lengths = batch["response_lengths"]
     plans = plan_steps(
-        args, lengths, batch["rollout_ids"], dp_size=dp_size, cp_size=cp_size, cost=cost, prompts=prompts
+        args,
+        lengths,
+        batch["rollout_ids"],
+        dp_size=dp_size,
+        cp_size=cp_size,
+        cost=cost,
+        prompts=prompts,
+        prompt_sizes=[n - r for n, r in zip(lengths, response_lengths, strict=True)] if once else None,
     )
     mask_totals = [float(sum(mask.tolist())) for mask in batch["loss_masks"]]
     shares: list[RankData] = []

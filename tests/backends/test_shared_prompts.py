@@ -136,6 +136,17 @@ def test_siblings_meet_in_a_micro_batch_and_ranks_get_like_shares():
     assert sorted(apart.steps[0].positions) == sorted(rank.steps[0].positions)
 
 
+def test_a_shared_prompt_counts_once_where_sharing_is_asked_for():
+    samples = families_of_samples([(20, [5, 6, 7, 8])] * 4)
+    args = trainer_args("unused", use_dynamic_batch_size=True, max_tokens_per_gpu=110)
+    batch = samples_to_batch(args, samples)
+    counts = {
+        share: len(split_for_ranks(args.replace(share_prefix=share), batch, 1)[0].steps[0].micro_batches)
+        for share in (None, True)
+    }
+    assert counts == {None: 4, True: 2}  # a family has 106 tokens, 46 with its prompt once
+
+
 def test_layers_of_one_kind_are_compiled_once_for_all(folders, monkeypatch):
     from torch._dynamo.testing import CompileCounter
 

@@ -56,7 +56,8 @@ class FSDPFlags:
     share_prefix: bool | None = flag(
         None,
         "samples of one prompt in a micro-batch share its tokens, which are computed once; gradients are the "
-        "same to rounding; default: where it saves at least an eighth of the tokens",
+        "same to rounding; default: where it saves at least an eighth of the tokens. Where it is given, "
+        "--max-tokens-per-gpu counts a shared prompt once, so that as much memory holds more samples",
         only_with=FSDP,
     )
     router_aux_loss_coef: float | None = flag(

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.families import family_of
+from slime.backends.megatron.experts import GroupedExperts
 from slime.backends.megatron.hooks import provide_model
 from slime.backends.megatron.layer_specs import block_spec
 from slime.backends.megatron.layers import PackedCoreAttention
@@ -139,6 +140,10 @@ def wrap_for_training(
         )
         for index, chunk in enumerate(chunks)
     ]
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, GroupedExperts):
+                module.adds_gradients = not ddp.overlap_grad_reduce
     # The denominators are in the loss already: without a token count
     # gradients are summed and left as they are.
     config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(

@@ -23,6 +23,8 @@ class GroupedExperts(SequentialMLP):
 
     # Tests compare the operator with Megatron's own code on a CPU, where that is as fast.
     on_any_device = False
+    # Whether a pass back adds to Megatron's gradient buffers itself. Not where their hooks start a reduction.
+    adds_gradients = False
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -43,9 +45,29 @@ class GroupedExperts(SequentialMLP):
 
     def compute(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """hidden [T, H], chosen and weights [T, k] -> [T, H]: the weighted sum of each token's experts."""
-        gate_up = torch.stack([expert.linear_fc1.weight for expert in self.local_experts])
-        down = torch.stack([expert.linear_fc2.weight for expert in self.local_experts])
+        gate_up = self._side_by_side([expert.linear_fc1.weight for expert in self.local_experts])
+        down = self._side_by_side([expert.linear_fc2.weight for expert in self.local_experts])
         return gated_experts(hidden, gate_up, down, chosen, weights)
+
+    def _side_by_side(self, weights: list[Tensor]) -> Tensor:
+        trained = self.adds_gradients and torch.is_grad_enabled()
+        if trained and all(hasattr(weight, "main_grad") for weight in weights):
+            return _Stacked.apply(*weights)
+        return torch.stack(weights)
+
+
+class _Stacked(torch.autograd.Function):
+    """Weights side by side; their gradients go to Megatron's buffers in one call instead of a hook each."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.weights = weights
+        return torch.stack(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        torch._foreach_add_([weight.main_grad for weight in ctx.weights], list(grads[0].unbind()))
+        return (None,) * len(ctx.weights)
 
 
 def look_up_experts(layer: MoELayer) -> None:
