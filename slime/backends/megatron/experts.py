@@ -4,6 +4,7 @@ Parameters stay Megatron's, one pair per expert, so that checkpoints, gradient b
 nothing of it. They are copied side by side for a pass, which takes less time than one expert's products.
 """
 
+import itertools
 import types
 from typing import Any
 
@@ -66,8 +67,31 @@ class _Stacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        torch._foreach_add_([weight.main_grad for weight in ctx.weights], list(grads[0].unbind()))
+        buffers = [weight.main_grad for weight in ctx.weights]
+        if (view := _one_view(buffers)) is not None:
+            view.add_(grads[0])
+        elif (view := _one_view(buffers[::-1])) is not None:
+            view.add_(grads[0].flip(0))
+        else:
+            torch._foreach_add_(buffers, list(grads[0].unbind()))
         return (None,) * len(ctx.weights)
+
+
+def _one_view(parts: list[Tensor]) -> Tensor | None:
+    """Tensors that stand at like distances in one buffer as a single view of it; else None.
+
+    So stand the gradients of a layer's experts, last expert first, unless a bucket ends between them.
+    """
+    first, offsets = parts[0], [part.storage_offset() for part in parts]
+    step = offsets[1] - offsets[0] if len(parts) > 1 else first.numel()
+    spaced = all(after - before == step for before, after in itertools.pairwise(offsets))
+    alike = all(
+        part.is_contiguous() and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for part in parts
+    )
+    if not (spaced and alike and step >= first.numel()):
+        return None
+    return first.as_strided((len(parts), *first.shape), (step, *first.stride()), offsets[0])
 
 
 def look_up_experts(layer: MoELayer) -> None:

@@ -42,3 +42,17 @@ def test_grouped_experts_train_like_megatrons_own(tmp_path, kind, ranks, setting
     for name, tensor in own["after"].items():
         # Adam makes a step of 0.01 of any gradient, also of one that is all rounding.
         torch.testing.assert_close(grouped["after"][name], tensor, rtol=1e-4, atol=5e-4, msg=name)
+
+
+def test_gradients_at_like_distances_are_one_view():
+    from slime.backends.megatron.experts import _one_view
+
+    buffer = torch.zeros(100)
+    parts = [buffer[10 * i + 3 : 10 * i + 9].view(2, 3) for i in range(4)]
+    view = _one_view(parts)
+    assert view is not None
+    view.add_(torch.arange(4.0)[:, None, None].expand(4, 2, 3))
+    assert [float(part.sum()) for part in parts] == [0.0, 6.0, 12.0, 18.0]
+    assert _one_view(parts[::-1]) is None
+    assert _one_view([parts[0], parts[1], parts[3]]) is None
+    assert _one_view([parts[0], torch.zeros(2, 3)]) is None
