@@ -75,7 +75,7 @@ def _check_what_is_recorded(folder):
         lanes = dict(
             connection.execute("SELECT lane, count(*) FROM spans WHERE rollout_id = 0 GROUP BY lane")
         )
-        assert lanes["engines"] == lanes["reward"] == 16 and lanes["trainer-0"] >= 2
+        assert lanes["engine-0"] == lanes["reward"] == 16 and lanes["trainer-0"] >= 2
         names = {name for (name,) in connection.execute("SELECT name FROM spans WHERE lane = 'loop'")}
         assert {"generating", "training", "pushing weights", "saving", "paused"} <= names
         [(trained, known)] = connection.execute(
