@@ -24,6 +24,7 @@ from slime.cluster.train_actor import RankProcess  # noqa: E402
 POINTS = {
     "backward": ("slime.backends.fsdp.backend:FSDPBackend._accumulate", True),
     "optimizer": ("slime.backends.fsdp.backend:FSDPBackend._apply", True),
+    "megatron's optimizer": ("slime.backends.megatron.backend:MegatronBackend._apply", True),
     "push": ("slime.weight_sync.shared_memory:SharedMemorySender.send", True),
     "checkpoint": ("slime.backends.fsdp.dcp_checkpoint:_write", True),
     "checksums": ("slime.cluster.train_actor:TrainActor.finish_save", False),

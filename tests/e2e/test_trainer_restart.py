@@ -73,8 +73,8 @@ TRAPS = [
 ]
 
 
-def check_mode(world, mode, traps=TRAPS, **changes):
-    name = mode.replace(" ", "-")
+def check_mode(world, mode, traps=TRAPS, *, tag="", **changes):
+    name = f"{mode}{tag}".replace(" ", "-")
     code, said, _ = start(world, f"calm-{name}", mode=mode, **changes)
     assert code == 0, said[-4000:]
     code, said, struck = start(world, f"struck-{name}", traps, mode, **changes)
@@ -100,6 +100,16 @@ def test_a_trainer_that_is_killed_four_times_changes_nothing(world, capsys):
 @pytest.mark.parametrize("mode", ["train_async.py", "fully asynchronous"])
 def test_so_it_is_in_the_asynchronous_loops(world, mode):
     check_mode(world, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize("peer_copies", [0, 1])
+def test_so_it_is_with_megatrons_tensor_parallel_ranks(world, peer_copies):
+    pytest.importorskip("megatron.core", reason="Megatron is an extra: make test-megatron installs it")
+    traps = [{"point": "push", "nth": 2}, {"point": "megatron's optimizer", "nth": 3, "rank": 1}]
+    more = {"peer_copies": peer_copies, "save_interval": 3}
+    check_mode(world, "Megatron, two tensor-parallel ranks", traps, tag=f"-{peer_copies}", **more)
 
 
 @pytest.mark.slow
