@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,10 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         found = self.measured
-        about = asdict(self) | {"measured": None}
-        return about | {
+        return {
+            "train_gpus": self.train_gpus,
+            "rollout_gpus": self.rollout_gpus,
+            "engines": self.engines,
             "step_s": found.step_s,
             "engine_busy": found.engine_busy,
             "engine_running": found.engine_running,
