@@ -17,9 +17,11 @@ ROOT = Path(__file__).parents[2]
 LEARNT = {
     "retool": {"held_out": (0.55, 0.70)},
     "search_r1": {"town": (0.30, 0.45), "land": (0.30, 0.30)},
+    "judge": {"judge": (0.30, 0.40), "rule": (0.30, 0.35)},
+    "textarena": {"Nim-v0": (0.15, 0.25)},
     "reasoning_gym": {"number_sorting": (0.50, 0.55), "spell_backward": (0.74, 0.74)},
 }
-NEEDS = {"search_r1": "bm25s", "reasoning_gym": "reasoning_gym"}
+NEEDS = {"search_r1": "bm25s", "reasoning_gym": "reasoning_gym", "textarena": "textarena"}
 
 
 @pytest.mark.slow
