@@ -38,7 +38,7 @@ def loop(args):
         command.warmed_up = lambda recipe, folder: folder.parent / "model"
     print("a line that a plug-in prints")
 
-command.run_loop = loop
+command.run_loop = command.run_overlapped = loop
 sys.exit(command.main(["--run-dir", sys.argv[1]]))
 """
 )

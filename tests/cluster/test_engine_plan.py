@@ -25,6 +25,7 @@ def plan_of(tmp_path, slot, run=None, **changes):
         "sglang_options": ("--mem-fraction-static", "0.5"),
         "dtype": "auto",
         "seed": 7,
+        "deterministic_mode": False,
         "offload_rollout": False,
         "lora_sync": "merged",
         "use_rollout_routing_replay": False,

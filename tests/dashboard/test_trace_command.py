@@ -14,9 +14,9 @@ def test_the_file_has_a_process_for_each_lane_and_no_overlap_in_a_thread(tmp_pat
     assert main(["trace", str(tmp_path / "run"), "--steps", "1-2"]) == 0
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert set(names.values()) == {"loop", "engines", "trainer-0"}
+    assert set(names.values()) == {"loop", "engine-0", "engine-1", "push", "trainer-0", "waits: rollout"}
     spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == 2 * 8 and {span["args"]["step"] for span in spans} == {1, 2}
+    assert len(spans) == 2 * 10 and {span["args"]["step"] for span in spans} == {1, 2}
     for a in spans:
         for b in spans:
             if a is not b and (a["pid"], a["tid"]) == (b["pid"], b["tid"]):
@@ -45,8 +45,8 @@ def test_a_collector_gets_the_spans_with_a_trace_for_each_step(tmp_path):
         server.shutdown()
     [(path, body)] = got
     spans = body["resourceSpans"][0]["scopeSpans"][0]["spans"]
-    assert path == "/v1/traces" and len(spans) == 16 and len({span["traceId"] for span in spans}) == 2
-    assert len({span["spanId"] for span in spans}) == 16
+    assert path == "/v1/traces" and len(spans) == 20 and len({span["traceId"] for span in spans}) == 2
+    assert len({span["spanId"] for span in spans}) == 20
 
 
 def test_a_run_without_spans_says_why(tmp_path, capsys):

@@ -30,6 +30,7 @@ from slime.cli.quickstart.plan import (
 )
 from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.train import run_loop
+from slime.cli.train_async import run_loop as run_overlapped
 
 RANDOM_REWARD = "random-reward"
 
@@ -251,13 +252,11 @@ def run_warm_up(
     In the asynchronous loop: a batch of written text is the same whatever the weights, and is made while the
     one before is trained on.
     """
-    from slime.loop_async import train  # late, as `run_loop` has it
-
     assert recipe.warm_up is not None, f"{recipe.model} has no warm-up"
     folder = options.run_dir / "sft"
     args = parse_args(sft_argv(recipe, options, files, checkpoint), training_loop=ASYNCHRONOUS)
     with screen.following(Phase("SFT", recipe.warm_up.num_steps, LOSS, "loss"), folder / "metrics.jsonl"):
-        train(args)
+        run_overlapped(args)
     return warmed_up(recipe, folder)
 
 
