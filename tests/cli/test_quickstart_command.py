@@ -24,6 +24,7 @@ def no_training(monkeypatch):
         raise Reached
 
     monkeypatch.setattr(command, "run_loop", reached)
+    monkeypatch.setattr(command, "run_overlapped", reached)
     # The conversations of the warm-up are most of the data; here some of them do.
     short = replace(RECIPES["tiny"].warm_up, num_chunks=1)
     monkeypatch.setitem(RECIPES, "tiny", replace(RECIPES["tiny"], warm_up=short))
