@@ -239,7 +239,7 @@ def test_a_run_is_sent_after_its_end(tmp_path, capsys):
 
 def test_what_cannot_be_sent_is_refused_in_one_line(tmp_path, capsys, monkeypatch):
     assert track.main([str(tmp_path / "none"), "tensorboard"]) == 2
-    assert "no folder of a run" in capsys.readouterr().err
+    assert "there is no such folder" in capsys.readouterr().err
     write_run(tmp_path, RunRecord("r1", "mine", Start("now", {}, {}, {})))
     monkeypatch.setattr("slime.cli.track.is_installed", lambda package: False)
     assert track.main([str(tmp_path), "wandb"]) == 2
