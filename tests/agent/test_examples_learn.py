@@ -18,6 +18,7 @@ LEARNT = {
     "retool": {"held_out": (0.55, 0.70)},
     "search_r1": {"town": (0.30, 0.45), "land": (0.30, 0.30)},
     "judge": {"judge": (0.30, 0.40), "rule": (0.30, 0.35)},
+    "geo_shapes": {"held_out": (0.65, 0.70)},
     "textarena": {"Nim-v0": (0.15, 0.25)},
     "reasoning_gym": {"number_sorting": (0.50, 0.55), "spell_backward": (0.74, 0.74)},
 }
