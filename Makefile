@@ -11,7 +11,7 @@ SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
 BROWSER_VENV := .venv-browser
 # The parts of the long suites that `make ci` runs.
-MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py)
+MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py grouped_experts.py)
 SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py
 # What needs no model, no engine and no run of training.
 FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire)
