@@ -16,7 +16,7 @@ export class Chart {
     this.holder = h("div", { class: "plot", tabIndex: 0, role: "img", onkeydown: (e) => this.key(e) });
     this.element = h("section", { class: "panel chart" }, this.head(), this.holder);
     this.range = null;
-    this.refine = debounce(() => this.load(), 80);
+    this.refine = debounce(() => this.load(), 50);
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.holder);
   }
