@@ -207,11 +207,8 @@ def _start(
 
     limit = args.max_restarts if placement.trainer else 0
     ledgered = args.save is not None and args.record_max_mib > 0 and not args.no_save_optim
-    redo = Redo(
-        SafeState(args, folder, beginning.rollout_id - 1),
-        is_on=limit > 0,
-        num_states=None if ledgered else 2,
-    )
+    start = SafeState(args, folder, beginning.rollout_id - 1)
+    redo = Redo(start, is_on=limit > 0, num_states=None if ledgered else 2)
     release = TrainerRelease(args, ranks, folder, prepare_again) if args.release_train else None
     manager = process.part(RolloutProcess.manager)
 
@@ -225,11 +222,6 @@ def _start(
 
     recovery = Recovery(limit, ranks, runtime, redo, restore, lambda restart: _tell_restart(run, restart))
     batches = _open_batches(manager if ledgered else None)
-
-    def commit(rollout_id: int) -> None:
-        redo.commit(rollout_id)
-        batches.forget(redo.oldest.rollout_id)
-
     recording = process.part(RolloutProcess.recording) if args.record_max_mib else None
     return Cluster(
         args,
@@ -239,9 +231,7 @@ def _start(
         trainer,
         residency,
         push,
-        Saver(Path(args.save), args.save_hf, args.keep_last_n, trainer.ranks, manager, models, commit)
-        if args.save
-        else None,
+        _open_saver(args, trainer, manager, models, redo, batches),
         tracker,
         _open_advisor(args, overlapped),
         recovery,
@@ -251,11 +241,42 @@ def _start(
         Timeline(recording),
         Requests(recording),
         PeerCopies(args, run.shm_prefix, ranks, redo) if args.peer_copies and limit else None,
-        Canary(args, trainer, engines, residency, facts.probe)
-        if facts.probe and isinstance(push, WeightPush)
-        else None,
+        _open_canary(args, trainer, engines, residency, facts, push),
         release,
     )
+
+
+def _open_saver(
+    args: Args,
+    trainer: TrainGroup,
+    manager: Handle[RolloutManager],
+    models: Models,
+    redo: Redo,
+    batches: Batches,
+) -> Saver | None:
+    """Writes checkpoints; what lies before one that stands need not be done again."""
+    if not args.save:
+        return None
+
+    def commit(rollout_id: int) -> None:
+        redo.commit(rollout_id)
+        batches.forget(redo.oldest.rollout_id)
+
+    return Saver(Path(args.save), args.save_hf, args.keep_last_n, trainer.ranks, manager, models, commit)
+
+
+def _open_canary(
+    args: Args,
+    trainer: TrainGroup,
+    engines: Handle[EngineWeights],
+    residency: Residency,
+    facts: RolloutFacts,
+    push: WeightPush | PushToNobody | None,
+) -> Canary | None:
+    """Compares engines and trainer, where engines get the trainer's weights."""
+    if not facts.probe or not isinstance(push, WeightPush):
+        return None
+    return Canary(args, trainer, engines, residency, facts.probe)
 
 
 def _load_both(
