@@ -29,26 +29,6 @@ gc.disable()
 warm_start.install()
 
 
-# Files that take longest, which begin first: one that begins last would keep the other workers waiting.
-LONGEST = (
-    "cli/test_quickstart_learns.py",
-    "e2e/test_faults.py",
-    "runtime/test_runtimes.py",
-    "e2e/test_replay.py",
-    "rollout/test_rm_hub_hostile.py",
-    "cluster/test_engine_hosts.py",
-    "backends/test_fsdp_ranks.py",
-    "backends/test_flag_effects.py",
-    "backends/test_fsdp_parallel.py",
-    "e2e/test_checkpoint_faults.py",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file all of whose tests are left out by `-m` is not imported: Megatron alone takes seconds.
 
