@@ -68,6 +68,7 @@ _READ_AT_IMPORT = (
 _READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONBREAKPOINT")
 _LONGEST = 100_000  # bytes of a request
 _ROOM = 16_384  # for the command line that a process shows
+_IGNORED: set[signal.Signals] = set()  # by whoever started the tests (nohup): new processes ignore them too
 _PR_SET_CHILD_SUBREAPER = 36
 _WORKER = "from slime.runtime.worker import main; main()"
 _SPAWNED = "from multiprocessing.spawn import spawn_main; "
@@ -284,7 +285,8 @@ def _job(
 def _serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Returns in each new process, with its job; the template itself never returns."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # what is sent to the group of the owner
+        if signal.signal(number, signal.SIG_IGN) is signal.SIG_IGN:  # what is sent to the group of the owner
+            _IGNORED.add(number)
     while True:
         request, fds, _, _ = socket.recv_fds(owner, _LONGEST, 64)
         if not request:
@@ -309,7 +311,7 @@ def _serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _become(job: dict[str, Any], fds: list[int]) -> None:
     """Files, folder, environment and signals of a process that `exec` had started."""
     _take_files(dict(zip(job["numbers"], fds, strict=True)))
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT} - _IGNORED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if job["new_session"]:

@@ -77,10 +77,15 @@ def pids(folder: Path) -> list[int]:
     return [int(pid) for pid in (folder / "pids").read_text().split()]
 
 
+def is_gone(number: int) -> bool:
+    try:
+        return psutil.Process(number).status() == "zombie"
+    except psutil.NoSuchProcess:
+        return True
+
+
 def all_gone(numbers: list[int]) -> bool:
-    return eventually(
-        lambda: not any(psutil.pid_exists(n) and psutil.Process(n).status() != "zombie" for n in numbers)
-    )
+    return eventually(lambda: all(map(is_gone, numbers)))
 
 
 def test_it_is_ready_when_the_server_answers_a_probe(start, tmp_path):
