@@ -42,7 +42,8 @@ class GroupedExperts(SequentialMLP):
     def can_group(self, hidden: Tensor) -> bool:
         """Whether the operator computes for these tokens what Megatron's own code would."""
         on_gpu = hidden.is_cuda and hidden.dtype == torch.bfloat16
-        return (on_gpu or self.on_any_device) and _is_plain(self)
+        # A rank whose experts nobody chose has no rows, which grouped products may not take.
+        return (on_gpu or self.on_any_device) and hidden.numel() > 0 and _is_plain(self)
 
     def compute(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """hidden [T, H], chosen and weights [T, k] -> [T, H]: the weighted sum of each token's experts."""
