@@ -238,8 +238,8 @@ def prefix_cache(sessions: int = 8) -> dict[str, float]:
     from slime.cli.quickstart import tiny
     from slime.engines.embedded.command import embedded_command
     from slime.engines.server import EngineServer, LaunchPlan
-    from slime.utils import shm
-    from slime.utils.processes import thread_environment
+    from slime.utils.machine import shm
+    from slime.utils.machine.processes import thread_environment
     from slime.utils.processing_utils import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ from shapes import SHAPES, write_model
 from slime.arguments import parse_args
 from slime.cli.convert import main as convert_main
 from slime.cli.quickstart.tiny import CHARACTERS
-from slime.utils.accelerator import device_count
+from slime.utils.machine.accelerator import device_count
 
 LEARNING_RATES = {"tiny": 5e-3, "0.6b": 1e-4, "4b": 5e-5, "8b": 5e-5}
 CHANCE, MOVED = 0.5, 0.05

@@ -24,7 +24,7 @@ import psutil
 
 from slime.record import schema
 from slime.record.packed import pack_floats, pack_ids
-from slime.utils.run_file import RunRecord, Start, write_run
+from slime.utils.files.run_file import RunRecord, Start, write_run
 
 TRIES = 5
 # What somebody does -> the view, the act, and when what it asks for is not yet seen. Measured in the page

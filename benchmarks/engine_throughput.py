@@ -27,7 +27,7 @@ from slime.engines.embedded.command import embedded_command
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.processes import thread_environment
+from slime.utils.machine.processes import thread_environment
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 

@@ -37,8 +37,8 @@ from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.runtime import create_runtime
 from slime.runtime.placement import plan_placement
 from slime.utils import http_utils
-from slime.utils.accelerator import device_count
 from slime.utils.async_utils import run
+from slime.utils.machine.accelerator import device_count
 from slime.utils.types import flatten_samples
 
 NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"

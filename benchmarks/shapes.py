@@ -87,7 +87,7 @@ def write_model(
 
     from slime.cli.quickstart import tiny
     from slime.cli.quickstart.checkpoint_files import widen_readers
-    from slime.utils.accelerator import empty_cache
+    from slime.utils.machine.accelerator import empty_cache
 
     config = qwen3_config(shape, vocab_size)
     config.dtype = torch.bfloat16 if shape != "tiny" else torch.float32

@@ -31,19 +31,19 @@ from typing import Any
 from shapes import SHAPES, write_model
 
 from slime.arguments import Args, parse_args
+from slime.cluster.checkpoints.run_ledger import find_resume
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import RolloutProcess
 from slime.cluster.run import open_run
-from slime.cluster.run_ledger import find_resume
-from slime.cluster.train_actor import TrainActor
-from slime.cluster.train_group import RankProcesses, Ranks
+from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_group import RankProcesses, Ranks
 from slime.cluster.weight_push import WeightPush
 from slime.runtime import create_runtime
 from slime.runtime.base import Handle, WorkerSpec
 from slime.runtime.placement import plan_placement
-from slime.utils import shm
-from slime.utils.accelerator import device_count
 from slime.utils.async_utils import run
+from slime.utils.machine import shm
+from slime.utils.machine.accelerator import device_count
 from slime.weight_sync import Site, choose_transport
 from slime.wire.control import EngineControl
 

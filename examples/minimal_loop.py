@@ -24,9 +24,9 @@ from slime.engines.embedded.command import embedded_command
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.rollout.data_source import RolloutDataSource
 from slime.step.training_step import TrainingStep
-from slime.utils import shm
 from slime.utils.http_utils import close_session
-from slime.utils.processes import thread_environment
+from slime.utils.machine import shm
+from slime.utils.machine.processes import thread_environment
 from slime.utils.types import Sample
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import Sender, SenderOptions, check_receipt

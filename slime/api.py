@@ -26,9 +26,9 @@ from slime.data.copies import forget_copies
 from slime.observability.tracking import read_metrics
 from slime.record import Answer, Select, open_record
 from slime.utils.errors import FolderTaken
+from slime.utils.files.run_file import choose_run_folder, is_used, resumption_of
+from slime.utils.files.step_folders import step_folders
 from slime.utils.misc import load_function, plugin_module_name
-from slime.utils.run_file import choose_run_folder, is_used, resumption_of
-from slime.utils.step_folders import step_folders
 
 Rows = str | Path | Iterable[Any]
 

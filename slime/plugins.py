@@ -253,7 +253,7 @@ PLUGIN_POINTS = (
         "custom_model_provider_path",
         positional=("pre_process", "post_process"),
         style="sync",
-        returns="a slime.backends.megatron.model.PackedGPTModel",
+        returns="a slime.backends.megatron.modules.model.PackedGPTModel",
         when="for each chunk that a rank builds; `build` makes the usual one, a critic's head is put in "
         "afterwards",
         optional=("vp_stage", "config", "build"),

@@ -10,7 +10,7 @@ from tiny_model import make_tiny_tokenizer
 
 from slime.arguments import parse_args
 from slime.record import RECORD_FILE, RecordWriter, group_entries
-from slime.utils.run_file import METRICS_FILE, close_run_file, open_run_file
+from slime.utils.files.run_file import METRICS_FILE, close_run_file, open_run_file
 from slime.utils.types import Sample
 
 ROOT = Path(__file__).parents[1]

@@ -19,9 +19,10 @@ from patience import PATIENCE_S
 from slime.catalog.transports import TRANSPORTS
 from slime.engines.embedded.command import embedded_command
 from slime.engines.server import Command, EngineServer, LaunchPlan
-from slime.utils import http_utils, shm
+from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.processes import LifePipe, stop_process, thread_environment
+from slime.utils.machine import shm
+from slime.utils.machine.processes import LifePipe, stop_process, thread_environment
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
 from slime.wire.client import EngineClient

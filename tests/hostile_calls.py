@@ -6,8 +6,8 @@ from contextlib import ExitStack
 import aiohttp
 import torch
 
-from slime.utils import shm
 from slime.utils.async_utils import run
+from slime.utils.machine import shm
 from slime.wire.manifest import WeightManifest, fill_bucket
 
 VOCAB, CONTEXT = 128, 256

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from slime.utils import shm
+from slime.utils.machine import shm
 from slime.weight_sync import cuda_ipc
 from slime.weight_sync.base import SenderOptions, Target
 from slime.wire.manifest import TensorEntry

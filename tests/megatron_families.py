@@ -219,7 +219,7 @@ def family_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]],
                 build_micro_batches(batch, [[0, 3, 4], [1, 2], [5]])
             ).log_probs
             if module is megatron:
-                from slime.backends.megatron.compiled import is_plain  # asks for megatron-core
+                from slime.backends.megatron.modules.compiled import is_plain  # asks for megatron-core
 
                 found["plain"] = sum(is_plain(part) for chunk in backend.model for part in chunk.modules())
                 backend.save_hf(Path(folder) / "saved" / name.replace(" ", "-"))

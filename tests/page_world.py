@@ -16,7 +16,7 @@ from slime.dashboard.server import Page
 from slime.record import RecordWriter, group_entries
 from slime.record.additions import Advantage, PieceBook, write_advantages
 from slime.record.spans import Span, write_spans
-from slime.utils.run_file import RunRecord, Start, write_run
+from slime.utils.files.run_file import RunRecord, Start, write_run
 from slime.utils.types import Sample
 
 HOSTILE = '<script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">'

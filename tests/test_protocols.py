@@ -175,8 +175,8 @@ FLEETS = [PACKAGE / "engines/fleet.py", PACKAGE / "engines/router.py", *(PACKAGE
         (Server, ("server",), FLEETS),
         (Rotation, ("rotation", "_rotation"), FLEETS),
         (Runtime, ("runtime", "_runtime"), (PACKAGE / "cluster").rglob("*.py")),
-        (Sender, ("_sender",), [PACKAGE / "cluster/rank_sender.py"]),
-        (LiveSender, ("_live_sender",), [PACKAGE / "cluster/rank_sender.py"]),
+        (Sender, ("_sender",), [PACKAGE / "cluster/training/rank_sender.py"]),
+        (LiveSender, ("_live_sender",), [PACKAGE / "cluster/training/rank_sender.py"]),
     ],
 )
 def test_callers_use_only_what_is_declared(protocol, names, files):

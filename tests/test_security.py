@@ -17,12 +17,13 @@ from fake_engine import FakeEngine
 import slime
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.backends.shared.checkpoint_errors import CodeInCheckpoint, unreadable_named
-from slime.cli import dashboard, weight_agent, weight_publisher
+from slime.cli import weight_agent, weight_publisher
+from slime.cli.inspect import dashboard
 from slime.engines.embedded.__main__ import parse
 from slime.engines.router import Balancer
 from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.pickled_names import foreign_name
+from slime.utils.files.pickled_names import foreign_name
 from slime.weight_sync.delta.weight_agent import publisher_app, serve
 
 SLIME = Path(slime.__file__).parent
@@ -124,8 +125,8 @@ PICKLES = {
     "rollout/rm_hub/workers/pool.py",
     "runtime/local.py",
     "runtime/worker.py",
-    "utils/pickled_names.py",  # stand-ins for every class
-    "utils/tensor_pickle.py",  # writes
+    "utils/files/pickled_names.py",  # stand-ins for every class
+    "utils/files/tensor_pickle.py",  # writes
     "weight_sync/sglang_format.py",  # writes
 }
 LOADS_ANYTHING = {"cli/verify_model/trainer_job.py"}  # what its own trainer has just written

@@ -18,7 +18,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-from slime.cluster.train_actor import RankProcess  # noqa: E402
+from slime.cluster.training.train_actor import RankProcess  # noqa: E402
 
 # Point -> a function of a rank, and whether the strike comes after it.
 POINTS = {
@@ -27,7 +27,7 @@ POINTS = {
     "megatron's optimizer": ("slime.backends.megatron.backend:MegatronBackend._apply", True),
     "push": ("slime.weight_sync.shared_memory:SharedMemorySender.send", True),
     "checkpoint": ("slime.backends.fsdp.dcp_checkpoint:_write", True),
-    "checksums": ("slime.cluster.train_actor:TrainActor.finish_save", False),
+    "checksums": ("slime.cluster.training.train_actor:TrainActor.finish_save", False),
 }
 _TRAPS = "SLIME_TEST_TRAPS"
 
@@ -88,7 +88,7 @@ def damage_copies(how: str) -> None:
 
 def main() -> None:
     os.environ[_TRAPS], script, flags = sys.argv[1], sys.argv[2], sys.argv[3:]
-    importlib.import_module("slime.cluster.train_group").RankProcess = TrappedRank
+    importlib.import_module("slime.cluster.training.train_group").RankProcess = TrappedRank
     module = "slime.cli.train_async" if "async" in script else "slime.cli.train"
     raise SystemExit(importlib.import_module(module).main(flags) or 0)
 

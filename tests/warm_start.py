@@ -45,7 +45,7 @@ IMPORTS = (
     "slime.api",
     "slime.backends.fsdp.backend",
     "slime.cluster.run",
-    "slime.cluster.train_actor",
+    "slime.cluster.training.train_actor",
     "slime.engines.embedded.server",
     "slime.loop_async",
 )

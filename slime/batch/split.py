@@ -15,7 +15,7 @@ from slime.arguments.groups.objectives import PAIR_LOSSES
 from slime.batch.flops import sample_sizes, typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
 from slime.catalog.backends import BACKENDS
-from slime.utils.tensor_pickle import pack_rows, unpack_rows
+from slime.utils.files.tensor_pickle import pack_rows, unpack_rows
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)

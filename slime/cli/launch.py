@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.catalog.backends import BACKENDS
-from slime.utils.model_config import read_config
+from slime.utils.models.model_config import read_config
 
 SCRIPTS = {"train.py": "train", "train_async.py": "train-async"}
 

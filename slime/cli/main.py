@@ -42,7 +42,9 @@ COMMANDS = {
         "look at the flags, model, data and reward of a run without starting it",
         goal="look before you start",
     ),
-    "track": Command("slime.cli.track", "send a run to TensorBoard, W&B, trackio or MLflow after its end"),
+    "track": Command(
+        "slime.cli.inspect.track", "send a run to TensorBoard, W&B, trackio or MLflow after its end"
+    ),
     "migrate": Command("slime.cli.migrate", "print the run.yaml that a launch script of slime amounts to"),
     "plan": Command(
         "slime.cli.plan",
@@ -63,33 +65,35 @@ COMMANDS = {
         goal="train a model",
     ),
     "status": Command(
-        "slime.cli.status",
+        "slime.cli.inspect.status",
         "how a run is doing: step, reward, times, how it ended",
         goal="see what a run does",
     ),
-    "watch": Command("slime.cli.watch", "the same, renewed until the run ends", goal="see what a run does"),
+    "watch": Command(
+        "slime.cli.inspect.watch", "the same, renewed until the run ends", goal="see what a run does"
+    ),
     "samples": Command(
-        "slime.cli.samples",
+        "slime.cli.inspect.samples",
         "show what the model was asked and what it answered, from a run's folder",
         goal="see what a run does",
     ),
     "ledger": Command(
-        "slime.cli.ledger",
+        "slime.cli.inspect.ledger",
         "prove that no sample was lost or trained twice; show one with its tokens",
         goal="see what a run does",
     ),
     "plot": Command(
-        "slime.cli.plot",
+        "slime.cli.inspect.plot",
         "curves of any metrics of one run or several, in the terminal or as a picture",
         goal="see what a run does",
     ),
     "dashboard": Command(
-        "slime.cli.dashboard",
+        "slime.cli.inspect.dashboard",
         "the page of one run or several: curves, samples, timeline, actions, in a browser",
         goal="see what a run does",
     ),
     "trace": Command(
-        "slime.cli.trace",
+        "slime.cli.inspect.trace",
         "what of each step took how long, as a file for Perfetto",
         goal="see what a run does",
     ),

@@ -17,9 +17,9 @@ from slime.arguments import Args, explain_batch
 from slime.observability.terminal.progress import Progress, duration, short
 from slime.preflight.trainer_plan import layer_parameters, outside_parameters, read_model
 from slime.record import RECORD_FILE
+from slime.utils.files.run_file import read_run
+from slime.utils.files.step_folders import step_folders
 from slime.utils.printable import printable
-from slime.utils.run_file import read_run
-from slime.utils.step_folders import step_folders
 
 Rows = list[tuple[str, str]]
 
@@ -118,7 +118,7 @@ def _device() -> str:
 
 
 def _num_gpus() -> int:
-    from slime.utils.accelerator import device_count  # here: it loads torch, which takes a while
+    from slime.utils.machine.accelerator import device_count  # here: it loads torch, which takes a while
 
     return device_count()
 

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.cli.inspect.samples import show_answer
 from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows
-from slime.cli.samples import show_answer
 from slime.observability import phases
 from slime.observability.logging_utils import FORMAT
 from slime.observability.terminal.capture import Capture, Lines
@@ -32,8 +32,8 @@ from slime.observability.terminal.progress import LOSS, REWARD, Progress, live_l
 from slime.observability.terminal.terminal import Terminal
 from slime.record import Answer, RecordError, Select, open_record
 from slime.utils.errors import RunStopped
+from slime.utils.files.run_file import METRICS_FILE
 from slime.utils.printable import cut_lines, printable
-from slime.utils.run_file import METRICS_FILE
 from slime.utils.waits import WaitTimeout
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ def main(
             return dry_run(args, overlapped=training_loop == ASYNCHRONOUS)
     with user_errors(traceback_file=Path(args.run_dir) / "error.txt"):
         # Here, because --help and a misspelt flag need no screen.
-        from slime.cli.page_process import page_beside
+        from slime.cli.inspect.page_process import page_beside
         from slime.cli.screen import RunScreen
 
         with RunScreen(args), page_beside(args.run_dir) if args.dashboard else contextlib.nullcontext():

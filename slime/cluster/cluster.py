@@ -12,7 +12,8 @@ from typing import Any
 
 from slime.arguments import Args
 from slime.cluster.canary.canary import Canary
-from slime.cluster.release import OF_THE_FIRST_START, TrainerRelease
+from slime.cluster.checkpoints.run_ledger import was_evaluated
+from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.requests import Requests
 from slime.cluster.residency import GENERATE, TRAIN, Residency
 from slime.cluster.restart.batches import Batches
@@ -21,11 +22,10 @@ from slime.cluster.restart.recovery import Recovery
 from slime.cluster.restart.redo import Deed, Redo, SafeState
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
-from slime.cluster.run_ledger import was_evaluated
-from slime.cluster.saving import Saver
 from slime.cluster.timeline import Timeline
-from slime.cluster.train_actor import TrainActor
-from slime.cluster.train_group import TrainGroup
+from slime.cluster.training.release import OF_THE_FIRST_START, TrainerRelease
+from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability import phases
 from slime.observability.advisories import Advisor
@@ -34,8 +34,8 @@ from slime.preflight.run_plan import RunPlan
 from slime.runtime.base import Future, Handle, Ready
 from slime.step.metrics import StepReport
 from slime.utils.errors import RunStopped
-from slime.utils.run_identity import Run
-from slime.utils.step_folders import TRAINER, Manifest, step_path
+from slime.utils.files.step_folders import TRAINER, Manifest, step_path
+from slime.utils.machine.run_identity import Run
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,10 @@ from slime.observability.wait_table import (
 )
 from slime.runtime.base import Runtime, WorkerDied
 from slime.runtime.notes import Notes
-from slime.utils import stacks, waits
+from slime.utils import waits
 from slime.utils.errors import RunStopped
-from slime.utils.vital_signs import Signs, SilenceClock, family_of, signs_of
+from slime.utils.machine import stacks
+from slime.utils.machine.vital_signs import Signs, SilenceClock, family_of, signs_of
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from slime.record.spans import Span, forget_spans, spans_of_samples, spans_of_wa
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.journal import Settled
 from slime.utils import waits
+from slime.utils.machine.run_identity import Run
 from slime.utils.processing_utils import load_tokenizer
-from slime.utils.run_identity import Run
 from slime.utils.types import Sample
 
 

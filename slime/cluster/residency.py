@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from slime.arguments import Args
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.cluster.train_actor import TrainActor
-from slime.cluster.train_group import Ranks
+from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_group import Ranks
 from slime.runtime.base import Handle, WorkerDied
 from slime.wire.control import Tag
 

@@ -11,8 +11,8 @@ from typing import Any
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.batch.convert import samples_to_batch
 from slime.cluster.canary.probe import probe_tokens, why_no_canary
+from slime.cluster.checkpoints.run_ledger import Resume, open_ledger, plain_of
 from slime.cluster.recording import Recording
-from slime.cluster.run_ledger import Resume, open_ledger, plain_of
 from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.observability import phases
@@ -32,12 +32,12 @@ from slime.rollout.rm_hub.answers import share_with_ending
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Placement
-from slime.utils import stacks
 from slime.utils.column_rewards import takes_columns
+from slime.utils.machine import stacks
+from slime.utils.machine.run_identity import Run
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.processing_utils import load_tokenizer
-from slime.utils.run_identity import Run
 from slime.utils.types import RolloutBatch, Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)

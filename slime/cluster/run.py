@@ -6,16 +6,16 @@ import logging
 from pathlib import Path
 
 from slime.arguments import Args
-from slime.utils import shm
-from slime.utils.run_file import (
+from slime.utils.files.run_file import (
     add_restart,
     changed_settings,
     close_run_file,
     open_run_file,
     resumption_of,
 )
-from slime.utils.run_identity import Run
-from slime.utils.step_folders import StepFolder
+from slime.utils.files.step_folders import StepFolder
+from slime.utils.machine import shm
+from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
 

@@ -16,13 +16,15 @@ from typing import Any
 from slime.arguments import Args, explain_batch
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.cluster.canary.canary import Canary
-from slime.cluster.checkpoint import resolve_load, rollout_state
+from slime.cluster.checkpoints.checkpoint import resolve_load, rollout_state
+from slime.cluster.checkpoints.in_flight import read_in_flight, tell_differences
+from slime.cluster.checkpoints.published import Models
+from slime.cluster.checkpoints.run_ledger import Resume, find_resume
+from slime.cluster.checkpoints.save_folder import naming_full_disks, open_save_folder, prepare_folder
+from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
 from slime.cluster.hang_watch import HangWatch
-from slime.cluster.in_flight import read_in_flight, tell_differences
-from slime.cluster.published import Models
-from slime.cluster.release import TrainerRelease
 from slime.cluster.requests import Requests
 from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.batches import Batches
@@ -35,14 +37,12 @@ from slime.cluster.restart.redo import Redo, SafeState
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run import close_run, note_restart, open_run
-from slime.cluster.run_ledger import Resume, find_resume
-from slime.cluster.save_folder import naming_full_disks, open_save_folder, prepare_folder
-from slime.cluster.saving import Saver
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.served_model import trains_on_every_gpu
 from slime.cluster.timeline import Timeline
-from slime.cluster.train_actor import TrainActor
-from slime.cluster.train_group import RankProcesses, Ranks, TrainGroup
+from slime.cluster.training.release import TrainerRelease
+from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_group import RankProcesses, Ranks, TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability import phases
 from slime.observability.advisories import Advisor, Advisory, Facts
@@ -55,13 +55,14 @@ from slime.runtime import create_runtime
 from slime.runtime.base import Future, Handle, Runtime, WorkerDied, WorkerSpec, gather, in_background
 from slime.runtime.janitor import Janitor
 from slime.runtime.placement import Placement, plan_placement
-from slime.utils import shm, waits
-from slime.utils.accelerator import device_count, has_bfloat16
+from slime.utils import waits
 from slime.utils.errors import NotStarted
-from slime.utils.folder_lock import FolderLock
-from slime.utils.model_config import context_of
-from slime.utils.run_identity import Run
-from slime.utils.step_folders import StepFolder
+from slime.utils.files.folder_lock import FolderLock
+from slime.utils.files.step_folders import StepFolder
+from slime.utils.machine import shm
+from slime.utils.machine.accelerator import device_count, has_bfloat16
+from slime.utils.machine.run_identity import Run
+from slime.utils.models.model_config import context_of
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import Site, choose_adapter_transport, choose_transport
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from slime.cluster.rank_notes import RankNotes
 from slime.cluster.recording import Recording
+from slime.cluster.training.rank_notes import RankNotes
 from slime.observability import phases
 from slime.record.spans import LOOP, PUSH, Span, spans_of_waits
 from slime.runtime.base import Handle

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 
 from slime.catalog.transports import TRANSPORTS
-from slime.cluster.rank_sender import RankSender
 from slime.cluster.residency import SYNC, Residency
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.cluster.train_actor import TrainActor
-from slime.cluster.train_group import Ranks
+from slime.cluster.training.rank_sender import RankSender
+from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_group import Ranks
 from slime.runtime.base import Handle, WorkerDied
 from slime.weight_sync import LiveReport, Parcel
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slime.utils.run_file import METRICS_FILE
+from slime.utils.files.run_file import METRICS_FILE
 
 _OF_THE_LINE = {"time", "run", "start", "step_key", "step"}
 _NUMBERS = {float, int}

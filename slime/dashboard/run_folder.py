@@ -18,8 +18,8 @@ from slime.dashboard.samples import Positions
 from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import read_actions
 from slime.record.schema import open_for_reading
-from slime.utils.folder_lock import is_locked
-from slime.utils.run_file import RUN_FILE, RunRecord, read_run
+from slime.utils.files.folder_lock import is_locked
+from slime.utils.files.run_file import RUN_FILE, RunRecord, read_run
 
 RUNNING, LOST = "running", "lost: the process ended without a word"
 _LOOK_S = 1.0  # how long the state of a run is believed

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from slime.engines.server import EngineStartError, LaunchPlan
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
-from slime.utils.model_config import read_config
+from slime.utils.models.model_config import read_config
 from slime.wire.control import EngineControl
 from slime.wire.dialects import version_tuple
 from slime.wire.protocol import EngineInfo

@@ -18,7 +18,7 @@ from slime.engines.server import LaunchPlan, MachineLost
 from slime.utils import waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
-from slime.utils.vital_signs import Signs
+from slime.utils.machine.vital_signs import Signs
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from slime.observability.wait_table import SIGN_OF_LIFE
 from slime.utils import waits
-from slime.utils.vital_signs import Signs, SilenceClock
+from slime.utils.machine.vital_signs import Signs, SilenceClock
 
 _ROUNDS = 4  # questions within the limit
 ENGINE_PATH = "/model_info"  # SGLang answers `/health` with a generation

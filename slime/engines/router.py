@@ -29,7 +29,7 @@ from slime.engines.fleet import Server
 from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, chain
 from slime.utils.async_utils import run
 from slime.utils.http_utils import ANSWERED_BY, get_session, with_token
-from slime.utils.open_files import raise_limit, refusing_too_many, tell_of_scarcity
+from slime.utils.machine.open_files import raise_limit, refusing_too_many, tell_of_scarcity
 
 logger = logging.getLogger(__name__)
 

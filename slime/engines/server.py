@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime.engines.pulse import ENGINE_PATH
-from slime.utils import http_utils, stacks, waits
+from slime.utils import http_utils, waits
 from slime.utils.errors import RunStopped
-from slime.utils.processes import LifePipe, open_log, stop_process
-from slime.utils.vital_signs import Signs, signs_of_group
+from slime.utils.machine import stacks
+from slime.utils.machine.processes import LifePipe, open_log, stop_process
+from slime.utils.machine.vital_signs import Signs, signs_of_group
 from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.observability.tracking import Tracker
-from slime.utils.folder_lock import is_locked
+from slime.utils.files.folder_lock import is_locked
 
 FORMAT = "[%(asctime)s{prefix}] %(filename)s:%(lineno)d - %(levelname)s: %(message)s"
 

@@ -21,8 +21,8 @@ from typing import Any
 from slime.catalog.trackers import TRACKERS, chosen_trackers, missing_package, tracker_options
 from slime.observability.trackers.feed import Feed
 from slime.utils.errors import RunStopped
+from slime.utils.files.run_file import METRICS_FILE, read_run
 from slime.utils.misc import is_installed
-from slime.utils.run_file import METRICS_FILE, read_run
 
 
 class Tracker:

@@ -16,8 +16,8 @@ from slime.engines.external import read_address
 from slime.preflight.prompts import usual_length
 from slime.preflight.report import COST, Finding
 from slime.preflight.run_plan import Device, RunPlan, plan_run
-from slime.utils import shm
-from slime.utils.accelerator import device_count
+from slime.utils.machine import shm
+from slime.utils.machine.accelerator import device_count
 
 _LITTLE_DISK = 1 << 30
 _ROUTER_PATIENCE_S = 3.0

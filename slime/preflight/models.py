@@ -10,8 +10,8 @@ from slime.arguments import Args
 from slime.backends.families import COMPUTED_AS
 from slime.preflight.report import Finding, error_of
 from slime.rollout.prompt_formats import is_conversation
-from slime.utils.model_config import read_config, vocabulary_of
-from slime.utils.model_files import check_model
+from slime.utils.models.model_config import read_config, vocabulary_of
+from slime.utils.models.model_files import check_model
 from slime.utils.processing_utils import load_tokenizer
 
 FLAG = "--hf-checkpoint"

@@ -16,7 +16,7 @@ from slime.data.reader import read_rows
 from slime.data.row_checks import PromptUse
 from slime.preflight.report import Finding, error_of
 from slime.rollout.prompt_formats import EARLY_ROWS, prompt_files, training_format
-from slime.utils.model_config import context_of
+from slime.utils.models.model_config import context_of
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 

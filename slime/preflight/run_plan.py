@@ -30,7 +30,7 @@ from slime.preflight.trainer_plan import (
     plan_trainer,
     read_model,
 )
-from slime.utils.accelerator import device_count
+from slime.utils.machine.accelerator import device_count
 
 # Operations in bfloat16 that one multiprocessor makes in a cycle, by compute capability.
 _OPERATIONS = {8.0: 2048, 8.6: 512, 8.9: 512, 9.0: 4096, 10.0: 8192, 12.0: 1024}

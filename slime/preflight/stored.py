@@ -12,10 +12,10 @@ from slime.backends.torch_dist.pieces import UnknownLayout, stored_tensors, why_
 from slime.backends.torch_dist.reading import TorchDistFolder
 from slime.catalog.engines import ENGINES
 from slime.preflight.report import Finding, error_of
+from slime.utils.files.torch_dist_folder import is_release, is_torch_dist
 from slime.utils.misc import load_function
-from slime.utils.model_config import read_config
-from slime.utils.model_files import why_no_upload
-from slime.utils.torch_dist_folder import is_release, is_torch_dist
+from slime.utils.models.model_config import read_config
+from slime.utils.models.model_files import why_no_upload
 
 
 def check_megatron_folders(args: Args) -> Iterator[Finding]:

@@ -16,8 +16,8 @@ from slime.data.dataset import Dataset
 from slime.rollout.groups import Group, copy_sample, describe, group_from_plain, group_to_plain
 from slime.rollout.journal import CountingJournal, Journal, Outcome
 from slime.rollout.prompt_formats import training_format
+from slime.utils.files.plain_files import load_plain
 from slime.utils.misc import load_function
-from slime.utils.plain_files import load_plain
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.utils.plain_files import load_plain
+from slime.utils.files.plain_files import load_plain
 from slime.utils.types import Sample, flatten_samples
 
 

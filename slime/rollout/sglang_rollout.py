@@ -60,7 +60,7 @@ from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_r
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
-from slime.utils.loop_watch import loop_watch
+from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.processing_utils import load_processor, load_tokenizer

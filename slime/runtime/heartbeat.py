@@ -19,7 +19,7 @@ from slime.observability.wait_table import SIGN_OF_LIFE
 from slime.runtime.base import WorkerDied
 from slime.runtime.worker import BEAT_S
 from slime.utils import waits
-from slime.utils.vital_signs import Signs, SilenceClock
+from slime.utils.machine.vital_signs import Signs, SilenceClock
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,11 @@ from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilen
 from slime.runtime.notes import Notes
 from slime.runtime.placement import Placement, Slot
 from slime.runtime.worker import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
-from slime.utils import shm, stacks, tensor_pickle, waits
-from slime.utils.processes import import_environment, last_lines, open_log, stop_process
-from slime.utils.vital_signs import Signs, signs_of
+from slime.utils import waits
+from slime.utils.files import tensor_pickle
+from slime.utils.machine import shm, stacks
+from slime.utils.machine.processes import import_environment, last_lines, open_log, stop_process
+from slime.utils.machine.vital_signs import Signs, signs_of
 
 
 class LocalFuture(Generic[R]):

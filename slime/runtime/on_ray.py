@@ -22,11 +22,12 @@ from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilen
 from slime.runtime.notes import Notebook, Notes, working
 from slime.runtime.placement import Machine, Placement, Slot
 from slime.runtime.worker import BEAT_S, CONTROL, WORK, invoke
-from slime.utils import stacks, waits
+from slime.utils import waits
 from slime.utils.errors import RunStopped
-from slime.utils.processes import import_environment, last_lines, open_log
-from slime.utils.run_identity import LOOPBACK
-from slime.utils.vital_signs import Signs, signs_of
+from slime.utils.machine import stacks
+from slime.utils.machine.processes import import_environment, last_lines, open_log
+from slime.utils.machine.run_identity import LOOPBACK
+from slime.utils.machine.vital_signs import Signs, signs_of
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from slime.arguments import Args
 from slime.engines.topology import Gpu, gpu_pool, place_engines
-from slime.utils.run_identity import LOOPBACK
+from slime.utils.machine.run_identity import LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from slime.runtime.notes import Notebook, working
-from slime.utils import stacks, waits
+from slime.utils import waits
+from slime.utils.machine import stacks
 
 WORK, CONTROL = "work", "control"  # the lanes
 BEAT, BEAT_S = b"beat", 1.0  # a pickle begins otherwise
@@ -71,7 +72,7 @@ class _Worker:
             try:
                 frame = self._connection.recv_bytes()
             except (EOFError, OSError):
-                from slime.utils import shm  # as below
+                from slime.utils.machine import shm  # as below
 
                 shm.unlink_prefix(self._shm_prefix)  # the driver is gone: nobody else will
                 os._exit(1)

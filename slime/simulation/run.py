@@ -16,7 +16,9 @@ from typing import Any
 
 from slime import loop, loop_async
 from slime.arguments import Args
-from slime.cluster.checkpoint import resolve_load
+from slime.cluster.checkpoints.checkpoint import resolve_load
+from slime.cluster.checkpoints.run_ledger import open_ledger
+from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.cluster import Cluster
 from slime.cluster.recording import Recording
 from slime.cluster.requests import Requests
@@ -26,8 +28,6 @@ from slime.cluster.restart.recovery import Recovery
 from slime.cluster.restart.redo import Redo, SafeState
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
-from slime.cluster.run_ledger import open_ledger
-from slime.cluster.saving import Saver
 from slime.cluster.start import Beginning, begin_at
 from slime.cluster.timeline import Timeline
 from slime.cluster.weight_push import WeightPush
@@ -42,7 +42,7 @@ from slime.simulation.costs import Costs
 from slime.simulation.engines import ROUTER, ModelledEngine, ModelledFleet
 from slime.simulation.trainer import ModelledProcesses, ModelledTrainGroup
 from slime.utils import http_utils
-from slime.utils.run_identity import Run
+from slime.utils.machine.run_identity import Run
 
 _MAX_STARTS = 40
 _GATHER_S = 0.02  # as in slime.record.writer: what is not written yet is lost with the process

@@ -14,15 +14,15 @@ from slime.arguments import Args
 from slime.backends.base import Layout
 from slime.batch.flops import sample_sizes
 from slime.batch.split import split_for_ranks
-from slime.cluster.checkpoint import files_of_rank
-from slime.cluster.rank_notes import RankNotes
-from slime.cluster.train_actor import Memory
-from slime.cluster.train_group import Presence, Ranks, TrainGroup
+from slime.cluster.checkpoints.checkpoint import files_of_rank
+from slime.cluster.training.rank_notes import RankNotes
+from slime.cluster.training.train_actor import Memory
+from slime.cluster.training.train_group import Presence, Ranks, TrainGroup
 from slime.runtime.base import Future, WorkerDied
 from slime.simulation.clock import Clock, ModelledHandle
 from slime.step.agreement import Agreement
 from slime.step.metrics import StepReport
-from slime.utils.checksums import FileRecord, record_files
+from slime.utils.files.checksums import FileRecord, record_files
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import Parcel
 
@@ -48,7 +48,7 @@ class TrainerCosts(Protocol):
 
 
 class ModelledRank:
-    """What the driver asks of trainer ranks beside training; see `slime.cluster.train_actor.TrainActor`."""
+    """What the driver asks of a rank beside training, as of a `TrainActor` of `cluster.training`."""
 
     def __init__(self, clock: Clock, costs: TrainerCosts):
         self._clock, self._costs, self._saved_in = clock, costs, Path()
@@ -127,7 +127,7 @@ class _RankHandle(ModelledHandle[ModelledRank]):
 
 
 class ModelledProcesses:
-    """The rank's process as the recovery of a run sees it (`slime.cluster.train_group.RankProcesses`)."""
+    """The rank's process as recovery sees it (`slime.cluster.training.train_group.RankProcesses`)."""
 
     def __init__(self, trainer: ModelledTrainGroup):
         self._trainer = trainer

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slime.arguments import Flags
-from slime.utils import accelerator
+from slime.utils.machine import accelerator
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from slime.utils.open_files import most_requests, raise_limit
+from slime.utils.machine.open_files import most_requests, raise_limit
 
 CLIENT = "slime"  # how servers know requests whose sampling parameters were seen here
 _MAX_CONNECTIONS = 4096

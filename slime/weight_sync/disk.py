@@ -10,9 +10,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.utils import shm, waits
+from slime.utils import waits
 from slime.utils.errors import RunStopped
-from slime.utils.safetensors_files import all_files, read_tensors, write_index, write_tensors
+from slime.utils.files.safetensors_files import all_files, read_tensors, write_index, write_tensors
+from slime.utils.machine import shm
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl, Receipt

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.async_utils import get_loop
-from slime.utils.process_groups import group_beside_the_default, open_store
+from slime.utils.machine.process_groups import group_beside_the_default, open_store
 from slime.weight_sync.base import LiveReport, NamedTensors, SenderOptions, Target
 from slime.wire.control import EngineControl
 from slime.wire.manifest import DTYPE_NAMES

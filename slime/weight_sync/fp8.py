@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from slime.utils.fp8 import SCALE_SUFFIX, quantize_blocks, uniform_noise
-from slime.utils.fp8_config import quantization_config
-from slime.utils.safetensors_files import files_by_tensor
+from slime.utils.files.safetensors_files import files_by_tensor
+from slime.utils.models.fp8 import SCALE_SUFFIX, quantize_blocks, uniform_noise
+from slime.utils.models.fp8_config import quantization_config
 
 _WEIGHT = ".weight"
 SERVED_BLOCK = (128, 128)  # what kernels of engines are made for

@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from slime.utils import shm
-from slime.utils.safetensors_files import write_tensors
+from slime.utils.files.safetensors_files import write_tensors
+from slime.utils.machine import shm
 from slime.weight_sync.base import Parcel, Transport
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.weight_sync.shared_memory import SharedMemorySender

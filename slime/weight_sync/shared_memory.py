@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.utils import shm
+from slime.utils.machine import shm
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import BucketManifest, WeightManifest, fill_bucket, plan_bucket

@@ -6,7 +6,7 @@ import pytest
 from argument_helpers import parse
 
 from slime.arguments.groups import cluster, precision
-from slime.utils.precision import bfloat16_units
+from slime.utils.machine.precision import bfloat16_units
 
 AMX = (True, "has amx_bf16")
 OLD = (False, "has no amx_bf16, avx512_bf16")
@@ -86,7 +86,7 @@ def test_a_model_on_the_hub_is_computed_in_float32_on_a_cpu(laptop):
 @pytest.mark.parametrize(("has_units", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_auto_on_gpus_asks_them(laptop, monkeypatch, has_units, dtype):
     laptop(gpus=1)
-    monkeypatch.setattr("slime.utils.accelerator.has_bfloat16", lambda: has_units)
+    monkeypatch.setattr("slime.utils.machine.accelerator.has_bfloat16", lambda: has_units)
     assert parse().dtype == dtype
 
 
@@ -122,7 +122,7 @@ def test_gpus_that_are_not_there_are_told(laptop):
 
 def test_fewer_gpus_than_was_said_are_told(laptop, monkeypatch):
     laptop(gpus=2)
-    monkeypatch.setattr("slime.utils.accelerator.has_bfloat16", lambda: True)
+    monkeypatch.setattr("slime.utils.machine.accelerator.has_bfloat16", lambda: True)
     [told] = parse(num_gpus_per_node=8).warnings
     assert told == "--num-gpus-per-node is 8, but this machine shows 2 GPU(s): the run has those 2 alone."
     assert parse(num_gpus_per_node=2).warnings == ()

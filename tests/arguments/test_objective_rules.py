@@ -3,7 +3,7 @@
 import pytest
 from argument_helpers import parse
 
-from slime.utils.step_folders import Manifest
+from slime.utils.files.step_folders import Manifest
 
 
 def test_the_critic_has_flags_of_its_own_only_where_there_is_one():

@@ -13,7 +13,7 @@ from slime.backends.fsdp import families, loading
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.cli.verify_model import shrink, survey
 from slime.cli.verify_model.cases import documents
-from slime.utils.safetensors_files import all_files, tensor_names
+from slime.utils.files.safetensors_files import all_files, tensor_names
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

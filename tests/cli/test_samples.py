@@ -6,8 +6,8 @@ import pytest
 
 from slime.cli.main import main
 from slime.record import RECORD_FILE, RecordWriter, group_entries
+from slime.utils.files.run_file import open_run_file
 from slime.utils.printable import cut_lines, printable
-from slime.utils.run_file import open_run_file
 from slime.utils.types import Sample
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07[bold]red[/bold] \u202eevil\x00"

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from slime.cli import status
+from slime.cli.inspect import status
 from slime.cli.main import main
 from slime.observability.wait_table import WaitRow, write_table
-from slime.utils.folder_lock import FolderLock
-from slime.utils.run_file import close_run_file, open_run_file
+from slime.utils.files.folder_lock import FolderLock
+from slime.utils.files.run_file import close_run_file, open_run_file
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.cluster.checkpoint import (
+from slime.cluster.checkpoints.checkpoint import (
     ROLLOUT,
     files_of_rank,
     resolve_load,
@@ -18,10 +18,10 @@ from slime.cluster.checkpoint import (
     stage_checkpoint,
     write_checkpoint,
 )
-from slime.utils.checksums import find_damage, record_files
 from slime.utils.errors import RunStopped
-from slime.utils.plain_files import save_plain
-from slime.utils.step_folders import (
+from slime.utils.files.checksums import find_damage, record_files
+from slime.utils.files.plain_files import save_plain
+from slime.utils.files.step_folders import (
     Manifest,
     by_content,
     check_trainer_folder,
@@ -353,7 +353,7 @@ def test_a_kill_at_any_point_of_completing_leaves_only_whole_checkpoints(tmp_pat
 
 
 def test_large_files_are_read_in_blocks_and_any_block_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("slime.utils.checksums.BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr("slime.utils.files.checksums.BLOCK_BYTES", 1 << 12)
     (tmp_path / "large").write_bytes(os.urandom(5 * (1 << 12) + 7))
     records = record_files(tmp_path, ["large"])
     assert find_damage(tmp_path, records) == []

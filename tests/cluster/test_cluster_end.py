@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.closing import Closing
-from slime.cluster.saving import Saver
 from slime.cluster.start import _finish
-from slime.cluster.train_group import Ranks
+from slime.cluster.training.train_group import Ranks
 from slime.runtime.base import Ready
 
 

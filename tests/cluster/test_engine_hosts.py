@@ -23,9 +23,10 @@ from slime.engines.server import EngineStartError, LaunchPlan
 from slime.runtime.base import WorkerSpec
 from slime.runtime.local import LocalRuntime
 from slime.runtime.placement import Machine, Placement, Slot, plan_placement
-from slime.utils import http_utils, shm
+from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.run_identity import Run
+from slime.utils.machine import shm
+from slime.utils.machine.run_identity import Run
 from slime.wire.control import EngineControl
 
 SCRIPT = Path(__file__).parents[1] / "fake_engine_process.py"

@@ -11,7 +11,7 @@ from slime.arguments.groups.topology import plain_topology
 from slime.cluster.serving.engine_plan import plan_engines
 from slime.runtime.placement import Slot
 from slime.utils import http_utils
-from slime.utils.run_identity import Run
+from slime.utils.machine.run_identity import Run
 
 
 def plan_of(tmp_path, slot, run=None, **changes):

@@ -14,7 +14,7 @@ from slime.observability.wait_table import read_table
 from slime.runtime.heartbeat import WorkerSilent
 from slime.runtime.notes import NotedWait, Notes
 from slime.utils import waits
-from slime.utils.vital_signs import Signs
+from slime.utils.machine.vital_signs import Signs
 
 
 class FakeRuntime:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from slime.cluster.checkpoint import write_checkpoint
-from slime.cluster.in_flight import read_in_flight, tell_differences, write_in_flight
+from slime.cluster.checkpoints.checkpoint import write_checkpoint
+from slime.cluster.checkpoints.in_flight import read_in_flight, tell_differences, write_in_flight
 from slime.cluster.rollout_manager import Generated
 from slime.runtime.base import Ready
-from slime.utils.step_folders import Manifest, StepFolder
+from slime.utils.files.step_folders import Manifest, StepFolder
 
 BATCH = {
     "tokens": [torch.arange(5), torch.arange(3)],

@@ -11,7 +11,7 @@ import huggingface_hub.constants
 import pytest
 from argument_helpers import parse
 
-from slime.cluster.published import Models, model_card
+from slime.cluster.checkpoints.published import Models, model_card
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

@@ -6,7 +6,7 @@ from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.faults import cause_of
 from slime.cluster.restart.recovery import Recovery, _Budget
 from slime.cluster.restart.redo import Deed, Redo, SafeState, UnreadableState
-from slime.cluster.train_group import TrainerLost
+from slime.cluster.training.train_group import TrainerLost
 from slime.runtime.base import WorkerDied
 from slime.utils.errors import RunStopped
 

@@ -10,13 +10,13 @@ import pytest
 from argument_helpers import parse
 from small_disk import mounted
 
-from slime.cluster.checkpoint import write_checkpoint
+from slime.cluster.checkpoints.checkpoint import write_checkpoint
 from slime.cluster.run import close_run, open_run
 from slime.observability.tracking import Tracker, read_metrics
 from slime.utils.errors import FolderTaken, RunStopped
-from slime.utils.folder_lock import FolderLock
-from slime.utils.run_file import read_run
-from slime.utils.step_folders import Manifest, find_step
+from slime.utils.files.folder_lock import FolderLock
+from slime.utils.files.run_file import read_run
+from slime.utils.files.step_folders import Manifest, find_step
 
 
 def start(folder, *, log=True, error=None, **flags):

@@ -5,10 +5,16 @@ from types import SimpleNamespace
 import pytest
 from argument_helpers import parse
 
+from slime.cluster.checkpoints.run_ledger import (
+    find_resume,
+    open_ledger,
+    plain_of,
+    settings_digest,
+    was_evaluated,
+)
 from slime.cluster.recording import Recording
 from slime.cluster.rollout_manager import Generated
-from slime.cluster.run_ledger import find_resume, open_ledger, plain_of, settings_digest, was_evaluated
-from slime.utils.run_identity import Run
+from slime.utils.machine.run_identity import Run
 
 torch = pytest.importorskip("torch")
 BATCH = {"tokens": [torch.arange(5)], "rewards": [0.5], "rollout_log_probs": [torch.tensor([-0.1, -1e-8])]}

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from small_disk import mounted
 
-from slime.cluster.save_folder import (
+from slime.cluster.checkpoints.save_folder import (
     disk_error,
     naming_disk_errors,
     naming_full_disks,
@@ -20,7 +20,7 @@ from slime.cluster.save_folder import (
     prepare_folder,
 )
 from slime.utils.errors import RunStopped
-from slime.utils.folder_lock import FolderLock
+from slime.utils.files.folder_lock import FolderLock
 
 
 def saving(folder, **changes):
@@ -95,7 +95,7 @@ def test_so_is_a_folder_of_hugging_face_models(tmp_path):
 
 def test_a_file_size_limit_is_told(tmp_path):
     code = (
-        "import resource, sys; from pathlib import Path; from slime.cluster.save_folder import "
+        "import resource, sys; from pathlib import Path; from slime.cluster.checkpoints.save_folder import "
         "prepare_folder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); prepare_folder('--save', Path(sys.argv[1]))"
     )
@@ -120,7 +120,7 @@ def test_a_new_run_does_not_write_into_the_checkpoints_of_another(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from slime.utils.folder_lock import FolderLock
+from slime.utils.files.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "--save")
 print("held", flush=True)
 time.sleep(600)

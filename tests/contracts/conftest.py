@@ -13,9 +13,9 @@ from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.engines.sglang.command import SGLangOptions, sglang_command
-from slime.utils import shm
 from slime.utils.async_utils import run
-from slime.utils.processes import thread_environment
+from slime.utils.machine import shm
+from slime.utils.machine.processes import thread_environment
 
 TOKEN = "a-secret-of-this-suite"  # the engines that are started here ask for it, as they do beyond loopback
 

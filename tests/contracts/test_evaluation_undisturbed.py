@@ -17,9 +17,9 @@ from slime.engines.router import Balancer
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils import shm
 from slime.utils.async_utils import run
-from slime.utils.processes import thread_environment
+from slime.utils.machine import shm
+from slime.utils.machine.processes import thread_environment
 from slime.utils.types import Sample
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions

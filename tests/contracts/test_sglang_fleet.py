@@ -16,8 +16,8 @@ from slime.engines.router import Balancer
 from slime.engines.server import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils import shm
 from slime.utils.async_utils import run
+from slime.utils.machine import shm
 from slime.utils.types import Sample, flatten_samples
 from slime.utils.waits import until
 from slime.weight_sync import LiveReport, transport_of

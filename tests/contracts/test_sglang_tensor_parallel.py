@@ -9,9 +9,9 @@ from live_ranks import push_from_ranks
 from slime.arguments.passthrough.sglang import find_python
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.engines.sglang.command import SGLangOptions, sglang_command
-from slime.utils import shm
 from slime.utils.async_utils import run
-from slime.utils.processes import thread_environment
+from slime.utils.machine import shm
+from slime.utils.machine.processes import thread_environment
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
 from slime.weight_sync.verify import reload_and_compare

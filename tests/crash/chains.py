@@ -33,7 +33,7 @@ from tiny_model import make_tiny_model  # noqa: E402
 
 from slime.record import RECORD_FILE  # noqa: E402
 from slime.record.audit import Audit, audit  # noqa: E402
-from slime.utils.run_file import read_run  # noqa: E402
+from slime.utils.files.run_file import read_run  # noqa: E402
 
 POOL = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 MODES = {

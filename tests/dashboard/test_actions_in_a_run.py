@@ -10,7 +10,7 @@ from slime.dashboard import samples
 from slime.dashboard.run_folder import open_runs
 from slime.record import Select, open_record
 from slime.record.actions import ask
-from slime.utils.step_folders import step_path
+from slime.utils.files.step_folders import step_path
 
 PATIENCE_S = 240
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # real runs

@@ -12,7 +12,7 @@ import pytest
 from page_world import HOSTILE, START, make_run, make_sample, metric_lines, serving
 
 from slime.record import RecordWriter, group_entries
-from slime.utils.folder_lock import FolderLock
+from slime.utils.files.folder_lock import FolderLock
 
 pytestmark = pytest.mark.browser
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: `make test-browser`")

@@ -10,10 +10,10 @@ import psutil
 import pytest
 from page_world import make_run
 
+from slime.cli.inspect.page_process import page_beside
 from slime.cli.main import main
-from slime.cli.page_process import page_beside
 from slime.dashboard.curves import moving_average
-from slime.utils.folder_lock import FolderLock
+from slime.utils.files.folder_lock import FolderLock
 
 
 def answer(address, path):

@@ -9,8 +9,8 @@ import pytest
 from page_world import HOSTILE, make_run, serving
 
 from slime.observability.wait_table import WaitRow, write_table
-from slime.utils.folder_lock import FolderLock
-from slime.utils.run_file import add_restart
+from slime.utils.files.folder_lock import FolderLock
+from slime.utils.files.run_file import add_restart
 
 
 def ask(url, token=None, body=None, host=None):

@@ -21,7 +21,7 @@ from slime.arguments.passthrough import sglang
 from slime.arguments.passthrough.megatron import is_megatron_flag
 from slime.cli import launch
 from slime.preflight.run import preflight
-from slime.utils.fp8_config import quantization_config
+from slime.utils.models.fp8_config import quantization_config
 
 pytest.importorskip("megatron.core", reason="flags of Megatron's are known where it is: make install")
 pytest.importorskip("pyarrow", reason="a script reads parquet")

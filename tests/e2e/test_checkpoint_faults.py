@@ -8,7 +8,7 @@ import pytest
 from loop_helpers import make_world, run_train, series, start_train, wait_for
 from small_disk import mounted
 
-from slime.utils.step_folders import by_content, find_step, read_step
+from slime.utils.files.step_folders import by_content, find_step, read_step
 
 pytestmark = pytest.mark.timeout(1200)
 

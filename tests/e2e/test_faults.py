@@ -12,7 +12,7 @@ from loop_helpers import ROOT, make_world, run_train, series, start_train, wait_
 from patience import PATIENCE_S
 
 from slime.rollout.dumps import load_rollout_dump
-from slime.utils import shm
+from slime.utils.machine import shm
 
 SLOW_REWARD = '''
 """A reward that takes a while, so that there is time to kill something."""

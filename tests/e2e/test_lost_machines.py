@@ -8,8 +8,8 @@ from loop_helpers import make_world, run_train, series, start_train, wait_for
 from patience import PATIENCE_S
 from ray_nodes import THIRD_HOST, ray_cluster
 
-from slime.utils import shm
-from slime.utils.run_file import read_run
+from slime.utils.files.run_file import read_run
+from slime.utils.machine import shm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SIZES = {"num_rollout": 4, "update_weight_transport": "disk"}

@@ -10,11 +10,11 @@ from crash.chains import MODES, metric_names, same, weights_of
 from loop_helpers import ROOT, flags, make_world, series
 from patience import PATIENCE_S
 
-from slime.cli.status import status_main
+from slime.cli.inspect.status import status_main
 from slime.record import RECORD_FILE
 from slime.record.audit import audit
-from slime.utils import shm
-from slime.utils.run_file import read_run
+from slime.utils.files.run_file import read_run
+from slime.utils.machine import shm
 
 pytestmark = pytest.mark.timeout(1800)
 ROLLOUTS = 5

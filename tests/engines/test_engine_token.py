@@ -8,10 +8,11 @@ from tiny_model import make_tiny_model
 
 from slime.engines.router import Balancer
 from slime.engines.server import EngineServer, LaunchPlan
-from slime.utils import http_utils, shm
+from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.processes import import_environment, thread_environment
-from slime.utils.run_identity import EngineToken
+from slime.utils.machine import shm
+from slime.utils.machine.processes import import_environment, thread_environment
+from slime.utils.machine.run_identity import EngineToken
 from slime.wire.control import EngineControl
 
 

@@ -21,11 +21,11 @@ from slime.observability.tracking import read_metrics
 from slime.record import LedgerReader, Record, Select, plain_bytes
 from slime.record.audit import audit
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
-from slime.utils.plain_files import load_plain, save_plain
-from slime.utils.run_file import read_run
-from slime.utils.safetensors_files import INDEX, files_by_tensor, read_tensors
-from slime.utils.step_folders import Manifest, find_step
-from slime.utils.torch_dist_folder import find_iteration
+from slime.utils.files.plain_files import load_plain, save_plain
+from slime.utils.files.run_file import read_run
+from slime.utils.files.safetensors_files import INDEX, files_by_tensor, read_tensors
+from slime.utils.files.step_folders import Manifest, find_step
+from slime.utils.files.torch_dist_folder import find_iteration
 from slime.utils.types import Sample
 
 MOST_BYTES = 768 << 20  # that any of these files may cost

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from slime.catalog.trackers import TRACKERS, chosen_trackers
-from slime.cli import track
+from slime.cli.inspect import track
 from slime.observability.trackers import services
 from slime.observability.trackers.base import COLUMNS, TrackedRun
 from slime.observability.trackers.follow import Follower, follow, read_progress, tracked_run
 from slime.record import RECORD_FILE, Entry, RecordWriter
-from slime.utils.folder_lock import FolderLock
+from slime.utils.files.folder_lock import FolderLock
+from slime.utils.files.run_file import METRICS_FILE, RunRecord, Start, write_run
 from slime.utils.misc import load_function
-from slime.utils.run_file import METRICS_FILE, RunRecord, Start, write_run
 from slime.utils.types import Sample
 
 HOSTILE = "a|b\n# head <script>\x1b[31m \u202e \ud800 " + "x" * 100_000
@@ -241,7 +241,7 @@ def test_what_cannot_be_sent_is_refused_in_one_line(tmp_path, capsys, monkeypatc
     assert track.main([str(tmp_path / "none"), "tensorboard"]) == 2
     assert "there is no such folder" in capsys.readouterr().err
     write_run(tmp_path, RunRecord("r1", "mine", Start("now", {}, {}, {})))
-    monkeypatch.setattr("slime.cli.track.is_installed", lambda package: False)
+    monkeypatch.setattr("slime.cli.inspect.track.is_installed", lambda package: False)
     assert track.main([str(tmp_path), "wandb"]) == 2
     assert "slime[wandb]" in capsys.readouterr().err
     lock = FolderLock(tmp_path, "--run-dir")

@@ -6,8 +6,8 @@ import sqlite3
 
 import pytest
 
-from slime.cli import ledger as command
-from slime.cli import replay
+from slime.cli.inspect import ledger as command
+from slime.cli.inspect import replay
 from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, open_record
 from slime.record.audit import audit
 from slime.rollout.dumps import load_rollout_dump

@@ -14,8 +14,8 @@ from slime.rollout.generation.images import append_messages, append_with_images
 from slime.rollout.generation.requests import PromptError, build_request, check_answer, prepare_prompt
 from slime.rollout.groups import copy_sample, group_from_plain, group_to_plain, without_response
 from slime.utils.errors import EngineAnswerError
+from slime.utils.files.plain_files import foreign_value
 from slime.utils.media.pictures import picture_key
-from slime.utils.plain_files import foreign_value
 from slime.utils.processing_utils import build_processor_kwargs, load_processor, load_tokenizer
 from slime.utils.types import Sample
 from slime.wire.protocol import Generation

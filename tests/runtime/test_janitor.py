@@ -6,7 +6,7 @@ import sys
 from patience import eventually
 
 from slime.runtime.janitor import Janitor
-from slime.utils import shm
+from slime.utils.machine import shm
 
 DRIVER = """
 import sys, time

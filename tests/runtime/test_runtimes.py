@@ -16,7 +16,8 @@ from slime.runtime.base import Guarded, WorkerDied, WorkerSpec, gather
 from slime.runtime.heartbeat import WorkerSilent
 from slime.runtime.local import LocalFuture, LocalRuntime
 from slime.runtime.placement import Slot
-from slime.utils import shm, waits
+from slime.utils import waits
+from slime.utils.machine import shm
 
 LIMIT_S = 2.0
 

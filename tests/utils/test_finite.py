@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from slime.cluster.rank_sender import RankSender, WeightsNotFinite
-from slime.utils.finite import first_non_finite, is_finite
+from slime.cluster.training.rank_sender import RankSender, WeightsNotFinite
+from slime.utils.models.finite import first_non_finite, is_finite
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

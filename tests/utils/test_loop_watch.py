@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 from patience import PATIENCE_S, eventually
 
-from slime.utils import loop_watch as module
-from slime.utils.loop_watch import LoopWatch
+from slime.utils.machine import loop_watch as module
+from slime.utils.machine.loop_watch import LoopWatch
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_exceptions_and_cancellations_go_through(watch):
 def test_a_regular_expression_that_lets_nobody_run_is_shown_by_the_interpreter():
     script = """
 import asyncio, re
-from slime.utils import loop_watch as module
+from slime.utils.machine import loop_watch as module
 module._NOBODY_RUNS_S, module._LOOK_EVERY_S = 1.0, 0.1
 
 async def my_reward():

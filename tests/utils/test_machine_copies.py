@@ -7,9 +7,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from patience import PATIENCE_S
 
-from slime.utils.checksums import files_below
+from slime.utils.files.checksums import files_below
+from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spread
 from slime.utils.http_utils import find_available_port
-from slime.utils.machine_copies import CopyPlace, complete, make_room, spread
 
 MACHINES = (0, 0, 1, 2)  # of four ranks
 

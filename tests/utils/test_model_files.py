@@ -8,7 +8,7 @@ import time
 import pytest
 from huggingface_hub import constants
 
-from slime.utils.model_files import check_model
+from slime.utils.models.model_files import check_model
 
 HELD = ("/gpt2/", "/owner/model/")
 
@@ -82,7 +82,7 @@ def test_a_hub_that_cannot_be_reached_is_told(monkeypatch):
 
 
 def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("slime.utils.model_files.HUB_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("slime.utils.models.model_files.HUB_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint(monkeypatch, silent.getsockname()[1])
         started = time.monotonic()

@@ -8,12 +8,12 @@ import sys
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from slime.utils import open_files
+from slime.utils.machine import open_files
 
 _ASK = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 400))
-from slime.utils.open_files import most_requests, raise_limit
+from slime.utils.machine.open_files import most_requests, raise_limit
 print(most_requests(), raise_limit(), most_requests(), most_requests(files_each=2))
 """
 

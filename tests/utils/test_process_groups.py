@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from patience import PATIENCE_S
 
-from slime.utils.process_groups import limit_every_group, open_store
+from slime.utils.machine.process_groups import limit_every_group, open_store
 
 
 def listening() -> set[tuple[str, int]]:

@@ -7,11 +7,12 @@ import time
 import pytest
 from patience import PATIENCE_S, eventually
 
-from slime.utils import stacks
+from slime.utils.machine import stacks
 
 ANSWERS = """
 import asyncio, threading
-from slime.utils import async_utils, stacks
+from slime.utils import async_utils
+from slime.utils.machine import stacks
 stacks.answer_signal()
 
 async def the_task_that_waits():

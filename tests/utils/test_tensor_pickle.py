@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from slime.utils.tensor_pickle import dumps, pack_rows, unpack_rows
+from slime.utils.files.tensor_pickle import dumps, pack_rows, unpack_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32, torch.bfloat16])

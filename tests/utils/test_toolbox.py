@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 from patience import LONG_S
 
-from slime.utils import async_utils, http_utils, misc, shm, waits
+from slime.utils import async_utils, http_utils, misc, waits
+from slime.utils.machine import shm
 
 
 def test_functions_load_from_modules_and_from_files(tmp_path):

@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from slime.arguments import parse_args
 from slime.cluster.serving.served_model import trains_on_every_gpu
 from slime.runtime.placement import Placement, Slot
-from slime.utils import shm
 from slime.utils.async_utils import run
+from slime.utils.machine import shm
 from slime.weight_sync.sglang_format import seen_by_reader
 
 

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from slime.utils.fp8 import FP8, LARGEST, dequantize_blocks, dequantize_part, quantize_blocks, uniform_noise
+from slime.utils.models.fp8 import (
+    FP8,
+    LARGEST,
+    dequantize_blocks,
+    dequantize_part,
+    quantize_blocks,
+    uniform_noise,
+)
 from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, quantize_state, served_config
 
 BLOCK = (128, 128)

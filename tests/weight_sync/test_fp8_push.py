@@ -13,11 +13,11 @@ from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, trainer_args
 
 from slime.backends.fsdp import create_backend
-from slime.cluster.rank_sender import RankSender
+from slime.cluster.training.rank_sender import RankSender
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.weights import DiskSource, WeightStore
 from slime.utils.async_utils import run
-from slime.utils.fp8 import FP8, dequantize_blocks
+from slime.utils.models.fp8 import FP8, dequantize_blocks
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions, check_receipt
 from slime.weight_sync.fp8 import checkpoint_format, quantize_state

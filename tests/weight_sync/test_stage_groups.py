@@ -13,9 +13,9 @@ from tiny_model import make_tiny_model
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan
-from slime.utils import shm
 from slime.utils.async_utils import run
-from slime.utils.processes import thread_environment
+from slime.utils.machine import shm
+from slime.utils.machine.processes import thread_environment
 from slime.utils.waits import until
 from slime.weight_sync import LiveReport, Parcel
 from slime.weight_sync.base import SenderOptions

@@ -10,9 +10,9 @@ from engine_under_test import served_by_embedded
 from safetensors.torch import load_file, safe_open
 from tiny_model import make_tiny_model
 
-from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
+from slime.utils.machine import shm
 from slime.weight_sync import choose_transport, transport_of
 from slime.weight_sync.base import SenderOptions, check_receipt
 from slime.wire.manifest import byte_checksum

@@ -17,7 +17,7 @@ from typing import Any
 
 from slime.agent.environments.protocol import EnvironmentFailure
 from slime.utils.errors import RunStopped
-from slime.utils.loop_watch import loop_watch
+from slime.utils.machine.loop_watch import loop_watch
 
 MAX_HANGING = 64  # threads whose environment did not come back
 _ABOUT_ERRORS = 300  # characters

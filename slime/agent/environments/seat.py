@@ -19,7 +19,7 @@ from slime.rollout.generation.requests import PromptError, token_budget
 from slime.utils.errors import RunStopped
 from slime.utils.media.image_tokens import encoder_of
 from slime.utils.media.pictures import NotAnImage, open_picture, picture_key
-from slime.utils.model_config import read_config
+from slime.utils.models.model_config import read_config
 from slime.utils.processing_utils import load_processor
 from slime.utils.types import Sample
 

@@ -11,6 +11,6 @@ def visible_gpus() -> int:
     if not any(os.path.exists(node) for node in DEVICE_NODES):
         return 0
     # Loads torch, seconds that a machine without GPUs need not spend on --help or a misspelt flag.
-    from slime.utils.accelerator import device_count
+    from slime.utils.machine.accelerator import device_count
 
     return device_count()

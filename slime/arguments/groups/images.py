@@ -8,7 +8,7 @@ from slime.arguments.groups.trainer import FSDP
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 from slime.catalog.vision import VISION_FAMILIES, why_no_images
-from slime.utils.model_config import read_config
+from slime.utils.models.model_config import read_config
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from slime.arguments.core.draft import Draft, Refused
 from slime.arguments.core.flag import flag, needs, specs_of
 from slime.catalog.backends import BACKENDS
-from slime.utils.model_config import read_config
+from slime.utils.models.model_config import read_config
 
 # Fields of megatron-core's configuration that are not the user's to set, and what decides them.
 OWNED = {

@@ -9,8 +9,8 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.backends import BACKENDS
-from slime.utils.fp8_config import block_size_of
-from slime.utils.precision import bfloat16_units
+from slime.utils.machine.precision import bfloat16_units
+from slime.utils.models.fp8_config import block_size_of
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 # Flags of SGLang that --rollout-quantization fp8 sets itself.
@@ -29,7 +29,7 @@ def derive_precision(draft: Draft, count_gpus: Callable[[], int]) -> None:
 
 def _on_gpu(draft: Draft) -> None:
     # Loads torch, which counting the GPUs has done already.
-    from slime.utils.accelerator import has_bfloat16
+    from slime.utils.machine.accelerator import has_bfloat16
 
     if draft.dtype == "auto" and has_bfloat16():
         draft.derive("dtype", "bfloat16", "GPUs compute in it")

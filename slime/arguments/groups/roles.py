@@ -13,7 +13,7 @@ from typing import Any
 from slime.arguments.core.draft import Draft, Refused
 from slime.arguments.core.files import read_yaml_mapping
 from slime.arguments.groups.objectives import CRITIC
-from slime.utils.torch_dist_folder import is_megatron_folder
+from slime.utils.files.torch_dist_folder import is_megatron_folder
 
 FLAG = "--megatron-config-path"
 ROLES = ("actor", "critic")

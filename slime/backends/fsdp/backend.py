@@ -54,7 +54,7 @@ from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
 from slime.batch.flops import ModelShape, total_forward_flops
-from slime.utils.torch_dist_folder import is_torch_dist
+from slime.utils.files.torch_dist_folder import is_torch_dist
 
 _COMPILE_FROM_WIDTH = 1024
 

@@ -35,7 +35,7 @@ from slime.backends.shared.trainer_folder import (
     random_state,
     read_manifest,
 )
-from slime.utils.torch_dist_folder import is_torch_dist
+from slime.utils.files.torch_dist_folder import is_torch_dist
 
 
 class CheckpointedTrainer(Protocol):

@@ -16,7 +16,7 @@ from slime.backends.fsdp import vision
 from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import merged
 from slime.backends.shared import hf_folder
-from slime.utils.hub_names import hub_tensors, saved_tensors
+from slime.utils.models.hub_names import hub_tensors, saved_tensors
 
 
 def buckets(lm: HFModel, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:

@@ -24,11 +24,11 @@ from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.backends.shared.placed_adam import local
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
-from slime.utils.fp8 import SCALE_SUFFIX, dequantize_part
-from slime.utils.fp8_config import block_size_of
-from slime.utils.hub_names import folder_of, is_converted, saved_tensors
-from slime.utils.safetensors_files import files_by_tensor, model_files
-from slime.utils.torch_dist_folder import is_torch_dist
+from slime.utils.files.safetensors_files import files_by_tensor, model_files
+from slime.utils.files.torch_dist_folder import is_torch_dist
+from slime.utils.models.fp8 import SCALE_SUFFIX, dequantize_part
+from slime.utils.models.fp8_config import block_size_of
+from slime.utils.models.hub_names import folder_of, is_converted, saved_tensors
 
 Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
 

@@ -12,8 +12,8 @@ from slime.backends.fsdp.layers import HFModel
 from slime.backends.fsdp.model import PackedCausalLM, run_decoder
 from slime.backends.shared.scalar_head import HEAD, draw_head
 from slime.backends.torch_dist.reading import TorchDistFolder
-from slime.utils.safetensors_files import files_by_tensor, read_tensors
-from slime.utils.torch_dist_folder import is_torch_dist
+from slime.utils.files.safetensors_files import files_by_tensor, read_tensors
+from slime.utils.files.torch_dist_folder import is_torch_dist
 
 
 class PackedScalarLM(nn.Module):

@@ -29,12 +29,12 @@ def create_backend(
             f"--train-backend megatron needs megatron-core ({error}): pip install 'slime[megatron]'."
         ) from error
     if device.type == "cpu":
-        from slime.backends.megatron import cpu_shims  # patches torch: only where there is no CUDA
+        from slime.backends.megatron.fixes import cpu_shims  # patches torch: only where there is no CUDA
 
         cpu_shims.install()
     # After the shims: megatron-core asks for the device while it is imported.
-    from slime.backends.megatron import without_transformer_engine
     from slime.backends.megatron.backend import MegatronBackend
+    from slime.backends.megatron.fixes import without_transformer_engine
     from slime.backends.megatron.teacher import critic_args
 
     without_transformer_engine.install()

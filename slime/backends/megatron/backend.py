@@ -25,10 +25,8 @@ from slime.backends.base import (
     TokenOutputs,
 )
 from slime.backends.families import dims_of, family_of
-from slime.backends.megatron import dist_checkpoint, hooks, lora
+from slime.backends.megatron import dist_checkpoint, hooks
 from slime.backends.megatron import optimizer as optimizer_module
-from slime.backends.megatron.builder import build_chunks, wrap_for_training
-from slime.backends.megatron.compiled import compile_layers, should_compile
 from slime.backends.megatron.config import (
     check_layout,
     check_mtp,
@@ -41,20 +39,23 @@ from slime.backends.megatron.config import (
     transformer_config,
 )
 from slime.backends.megatron.groups import current_layout, from_last_stage, init_groups
-from slime.backends.megatron.model import ModelCall
-from slime.backends.megatron.passes import Passes
-from slime.backends.megatron.random_weights import draw_weights
-from slime.backends.megatron.routing import (
+from slime.backends.megatron.modules import lora
+from slime.backends.megatron.modules.builder import build_chunks, wrap_for_training
+from slime.backends.megatron.modules.compiled import compile_layers, should_compile
+from slime.backends.megatron.modules.model import ModelCall
+from slime.backends.megatron.modules.random_weights import draw_weights
+from slime.backends.megatron.modules.routing import (
     RecordedByBatch,
     RoutingPlan,
     balance_coefficient,
     routers_of,
     take_metrics,
 )
-from slime.backends.megatron.te_attention import choose_attention
+from slime.backends.megatron.modules.te_attention import choose_attention
+from slime.backends.megatron.modules.vocab_parallel import VocabSlice
+from slime.backends.megatron.passes import Passes
 from slime.backends.megatron.teacher import TeacherModel, output_matrix_of
 from slime.backends.megatron.trainable import freeze
-from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights, SharedOut
 from slime.backends.shared import adapters, hf_folder
 from slime.backends.shared.checkpoint_errors import plain_errors
@@ -66,7 +67,7 @@ from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
 from slime.batch.flops import ModelShape, total_forward_flops
-from slime.utils.torch_dist_folder import is_torch_dist
+from slime.utils.files.torch_dist_folder import is_torch_dist
 
 
 class MegatronBackend(TrainerBase):

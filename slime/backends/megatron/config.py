@@ -17,7 +17,7 @@ from torch import nn
 from slime.arguments import Args
 from slime.arguments.passthrough.megatron import MODEL_FACTS
 from slime.backends.families import family_of, num_mtp_heads, register_configs
-from slime.backends.megatron.mla import MLAConfig
+from slime.backends.megatron.modules.mla import MLAConfig
 
 # Fields of TransformerConfig that change what a layer computes and that none of these models uses: our
 # attention and norms do not read some of them, and would leave them without effect.

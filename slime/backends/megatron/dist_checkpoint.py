@@ -19,7 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.arguments import Args
-from slime.backends.megatron import checkpoint_fixes, optimizer_fixes
+from slime.backends.megatron.fixes import checkpoint_fixes, optimizer_fixes
 from slime.backends.megatron.optimizer import reload_copies
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
 from slime.backends.shared.trainer_folder import (

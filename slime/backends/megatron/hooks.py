@@ -10,7 +10,7 @@ from torch import nn
 
 from slime.arguments import Args
 from slime.backends.base import StepPlace
-from slime.backends.megatron.model import PackedGPTModel
+from slime.backends.megatron.modules.model import PackedGPTModel
 from slime.backends.shared.learning_rate import learning_rate
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
@@ -82,7 +82,7 @@ def provide_model(
     if not isinstance(model, PackedGPTModel):
         raise ValueError(
             f"--custom-model-provider-path {path} returned a {type(model).__name__}: the trainer runs "
-            "packed samples, so it needs a slime.backends.megatron.model.PackedGPTModel (a GPTModel); take "
-            "the `build` keyword and change what it returns."
+            "packed samples, so it needs a slime.backends.megatron.modules.model.PackedGPTModel (a GPTModel); "
+            "take the `build` keyword and change what it returns."
         )
     return model

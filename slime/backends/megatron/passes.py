@@ -11,8 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slime.backends.base import Layout, MicroBatch, TokenOutputs
-from slime.backends.megatron.model import ModelCall, PackedGPTModel
-from slime.backends.megatron.routing import RoutingPlan, build_routes, check_engine_choices
+from slime.backends.megatron.modules.model import ModelCall, PackedGPTModel
+from slime.backends.megatron.modules.routing import RoutingPlan, build_routes, check_engine_choices
 from slime.backends.megatron.stream import PackedStream, build_stream
 from slime.backends.shared.microbatch import empty_micro_batch
 

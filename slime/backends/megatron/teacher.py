@@ -10,7 +10,6 @@ from torch import Tensor
 from slime.arguments import Args
 from slime.backends.base import Layout, MicroBatch
 from slime.backends.families import dims_of, family_of
-from slime.backends.megatron.builder import build_chunks
 from slime.backends.megatron.config import (
     architecture,
     check_layout,
@@ -18,10 +17,11 @@ from slime.backends.megatron.config import (
     rotary_embedding,
     transformer_config,
 )
-from slime.backends.megatron.model import ModelCall, PackedGPTModel
+from slime.backends.megatron.modules.builder import build_chunks
+from slime.backends.megatron.modules.model import ModelCall, PackedGPTModel
+from slime.backends.megatron.modules.te_attention import choose_attention
+from slime.backends.megatron.modules.vocab_parallel import VocabSlice
 from slime.backends.megatron.passes import Passes
-from slime.backends.megatron.te_attention import choose_attention
-from slime.backends.megatron.vocab_parallel import VocabSlice
 from slime.backends.megatron.weights import HubWeights
 
 

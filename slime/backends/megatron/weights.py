@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from slime.backends.base import Bucket
 from slime.backends.families.base import SCALAR_HEAD, Dims, Family, Rule, to_hub, to_local
-from slime.backends.megatron.model import PackedGPTModel
+from slime.backends.megatron.modules.model import PackedGPTModel
 from slime.backends.shared.hub_folder import CheckpointFolder
 from slime.backends.shared.scalar_head import draw_head
 from slime.backends.torch_dist.reading import TorchDistFolder
-from slime.utils.torch_dist_folder import is_torch_dist
+from slime.utils.files.torch_dist_folder import is_torch_dist
 
 _SHOWN = 8
 

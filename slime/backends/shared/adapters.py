@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slime.arguments import Args
-from slime.utils.safetensors_files import write_tensors
+from slime.utils.files.safetensors_files import write_tensors
 
 NAME = "default"  # what peft calls an adapter that was given no other name
 ALL_LINEAR = ["all-linear"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slime.utils.pickled_names import foreign_name
+from slime.utils.files.pickled_names import foreign_name
 
 _METADATA = ".metadata"  # of torch's distributed checkpoints, a pickle
 _SAFE_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch.load at every call

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from slime.backends.base import Bucket
 from slime.backends.shared.mtp_heads import unbuilt_heads
-from slime.utils.safetensors_files import SINGLE, write_index, write_tensors
+from slime.utils.files.safetensors_files import SINGLE, write_index, write_tensors
 
 TOKENIZER_FILES = (
     "tokenizer.json",

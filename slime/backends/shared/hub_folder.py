@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.utils.safetensors_files import files_by_tensor
+from slime.utils.files.safetensors_files import files_by_tensor
 
 
 class CheckpointFolder:

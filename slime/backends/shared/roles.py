@@ -10,7 +10,7 @@ from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.backends.shared import old_policy
 from slime.backends.shared.weight_copies import WeightCopies
 from slime.catalog.estimators import ESTIMATORS
-from slime.utils.torch_dist_folder import is_torch_dist
+from slime.utils.files.torch_dist_folder import is_torch_dist
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from slime.backends.shared.roles import (
 )
 from slime.backends.shared.trainer_folder import check_content, is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
-from slime.utils import accelerator
+from slime.utils.machine import accelerator
 
 
 class TrainerBase(ABC):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slime.arguments import Args
 from slime.backends.shared.checkpoint_errors import unreadable_named
-from slime.utils.step_folders import check_trainer_folder
+from slime.utils.files.step_folders import check_trainer_folder
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.utils.torch_dist_folder import TENSORS
+from slime.utils.files.torch_dist_folder import TENSORS
 
 _READ = (torch.float32, torch.bfloat16, torch.float16)
 

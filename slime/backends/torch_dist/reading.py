@@ -12,7 +12,7 @@ from slime.backends.families import dims_of, family_of
 from slime.backends.families.base import SCALAR_HEAD, Rule, to_hub
 from slime.backends.torch_dist.keys import Slice, slices_of
 from slime.backends.torch_dist.pieces import UnknownLayout, read_slice, stored_tensors
-from slime.utils.torch_dist_folder import is_release, is_torch_dist
+from slime.utils.files.torch_dist_folder import is_release, is_torch_dist
 
 logger = logging.getLogger(__name__)
 _SHOWN = 4

@@ -20,7 +20,7 @@ from slime.backends.families import dims_of, family_of
 from slime.backends.families.base import LAYER, Dims, Rule, to_local
 from slime.backends.shared.hub_folder import CheckpointFolder
 from slime.backends.torch_dist.keys import BRANCH_NORMS, FUSED_ATTENTION, FUSED_MLP, LATENT_NORMS
-from slime.utils.torch_dist_folder import CONFIG, RELEASE, TRACKER
+from slime.utils.files.torch_dist_folder import CONFIG, RELEASE, TRACKER
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cli.main import user_errors
-from slime.utils.torch_dist_folder import is_megatron_folder
+from slime.utils.files.torch_dist_folder import is_megatron_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slime.utils.fp8_config import quantization_config
-from slime.utils.safetensors_files import (
+from slime.utils.files.safetensors_files import (
     INDEX,
     all_files,
     read_index,
@@ -18,6 +17,7 @@ from slime.utils.safetensors_files import (
     write_index,
     write_tensors,
 )
+from slime.utils.models.fp8_config import quantization_config
 from slime.weight_sync.fp8 import quantize_state
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")

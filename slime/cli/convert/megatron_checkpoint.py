@@ -12,7 +12,7 @@ from slime.backends.shared import hf_folder
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
 from slime.backends.torch_dist.writing import write
 from slime.cli.convert.trainer_checkpoint import alone, dtype_of, need_model, refuse_existing
-from slime.utils.torch_dist_folder import UnreadFolder, find_iteration
+from slime.utils.files.torch_dist_folder import UnreadFolder, find_iteration
 
 _BUCKET_BYTES = 4 * 2**30  # about the size of one file
 

@@ -18,10 +18,10 @@ from slime.backends.base import TrainBackend
 from slime.backends.families import register_configs
 from slime.backends.shared.trainer_folder import MANIFEST, is_checkpoint
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
-from slime.cluster.checkpoint import write_checkpoint
-from slime.utils.process_groups import stay_on_loopback
-from slime.utils.safetensors_files import all_files, files_by_tensor
-from slime.utils.step_folders import Manifest, by_content, check_trainer_folder, find_step, step_folders
+from slime.cluster.checkpoints.checkpoint import write_checkpoint
+from slime.utils.files.safetensors_files import all_files, files_by_tensor
+from slime.utils.files.step_folders import Manifest, by_content, check_trainer_folder, find_step, step_folders
+from slime.utils.machine.process_groups import stay_on_loopback
 
 
 def from_hf(options: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.utils.folder_lock import FolderLock
+from slime.utils.files.folder_lock import FolderLock
 
 OWNED = (
     "data",

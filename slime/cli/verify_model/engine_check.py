@@ -10,10 +10,10 @@ from slime.catalog.engines import ENGINES, EngineKind
 from slime.cli.verify_model.reference import token_values
 from slime.engines.server import Command, EngineServer, LaunchPlan
 from slime.engines.topology import EnginePlace, EngineSite
-from slime.utils import shm
 from slime.utils.async_utils import run
+from slime.utils.machine import shm
+from slime.utils.machine.processes import import_environment, thread_environment
 from slime.utils.misc import load_function
-from slime.utils.processes import import_environment, thread_environment
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 

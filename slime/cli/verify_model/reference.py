@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from slime.backends.fsdp.layers import decoder_layers
 from slime.cli.verify_model import capture
 from slime.cli.verify_model.cases import LEARNING_RATE, Activations, Outcome, documents
-from slime.utils.safetensors_files import all_files, read_tensors
+from slime.utils.files.safetensors_files import all_files, read_tensors
 
 
 def be_quiet() -> None:

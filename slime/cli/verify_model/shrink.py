@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slime.backends.families import mimo
-from slime.utils.model_files import check_model
+from slime.utils.models.model_files import check_model
 
 VOCABULARY = 512
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2

@@ -31,7 +31,7 @@ from slime.cli.verify_model.cases import (
     linear_loss,
 )
 from slime.cli.verify_model.layouts import Target
-from slime.utils.process_groups import stay_on_loopback
+from slime.utils.machine.process_groups import stay_on_loopback
 
 
 @dataclass(frozen=True, slots=True)

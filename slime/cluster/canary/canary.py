@@ -13,7 +13,7 @@ from slime.arguments import Args
 from slime.cluster.canary.probe import LogProbs, Reading, batch_of, compare, diagnose
 from slime.cluster.residency import GENERATE, SYNC, Residency
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.cluster.train_group import TrainGroup
+from slime.cluster.training.train_group import TrainGroup
 from slime.runtime.base import Handle
 from slime.utils import waits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 
-from slime.utils import tensor_pickle
+from slime.utils.files import tensor_pickle
 from slime.utils.types import RolloutBatch
 
 _MOST_BYTES = 1 << 30  # in memory

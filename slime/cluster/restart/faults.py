@@ -6,7 +6,7 @@ import re
 
 import torch.distributed as dist
 
-from slime.cluster.train_group import RankProcesses
+from slime.cluster.training.train_group import RankProcesses
 
 # Of collectives whose other side has gone or hangs, by gloo and NCCL, and of a device that failed.
 _SIGNS = re.compile(

@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.arguments import Args
-from slime.cluster.release import OF_THE_FIRST_START
+from slime.cluster.checkpoints.save_folder import naming_disk_errors
 from slime.cluster.restart.redo import Redo, SafeState
-from slime.cluster.save_folder import naming_disk_errors
-from slime.cluster.train_actor import TrainActor
-from slime.cluster.train_group import RankProcesses
-from slime.utils import shm
-from slime.utils.checksums import FileRecord
+from slime.cluster.training.release import OF_THE_FIRST_START
+from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_group import RankProcesses
+from slime.utils.files.checksums import FileRecord
+from slime.utils.machine import shm
 
 
 class PeerCopies:

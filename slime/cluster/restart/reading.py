@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.cluster.restart.redo import SafeState, UnreadableState
-from slime.cluster.train_group import RankProcesses
-from slime.utils.machine_copies import CopyPlace
-from slime.utils.step_folders import DamagedCheckpoint, NewerCheckpoint, read_step
+from slime.cluster.training.train_group import RankProcesses
+from slime.utils.files.machine_copies import CopyPlace
+from slime.utils.files.step_folders import DamagedCheckpoint, NewerCheckpoint, read_step
 
 _NAMED = 3  # files that a message lists
 

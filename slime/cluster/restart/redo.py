@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slime.arguments import Args
-from slime.cluster.train_actor import Memory
-from slime.utils.checksums import FileRecord
+from slime.cluster.training.train_actor import Memory
+from slime.utils.files.checksums import FileRecord
 
 logger = logging.getLogger(__name__)
 

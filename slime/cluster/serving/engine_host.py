@@ -13,7 +13,7 @@ from collections.abc import Callable
 from slime.engines.server import EngineServer, LaunchPlan, MachineLost, Serving
 from slime.runtime.base import Future, Handle, Runtime, WorkerDied, WorkerSpec
 from slime.utils import http_utils, waits
-from slime.utils.vital_signs import Signs
+from slime.utils.machine.vital_signs import Signs
 from slime.wire.protocol import EngineInfo
 
 _ANSWER_DEADLINE_S = 120.0

@@ -12,9 +12,9 @@ from slime.engines.server import Command, LaunchPlan
 from slime.engines.sglang.router import router_command
 from slime.engines.topology import EnginePlace, EngineSite, place_engines
 from slime.runtime.placement import Slot
+from slime.utils.machine.processes import import_environment, thread_environment
+from slime.utils.machine.run_identity import Run
 from slime.utils.misc import load_function
-from slime.utils.processes import import_environment, thread_environment
-from slime.utils.run_identity import Run
 from slime.weight_sync.fp8 import served_config
 
 

@@ -15,8 +15,8 @@ from slime.cluster.serving.served_model import ModelService, make_servers, ranks
 from slime.runtime.base import Runtime, in_background
 from slime.runtime.placement import Placement
 from slime.utils.async_utils import run
+from slime.utils.machine.run_identity import Run
 from slime.utils.processing_utils import load_tokenizer
-from slime.utils.run_identity import Run
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 

@@ -15,8 +15,8 @@ from slime.engines.sglang.router import SGLangRouter
 from slime.engines.topology import RouterPlan
 from slime.utils.async_utils import run
 from slime.utils.http_utils import token_of
+from slime.utils.machine.run_identity import LOOPBACK, Run
 from slime.utils.misc import load_function
-from slime.utils.run_identity import LOOPBACK, Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from slime.engines.fleet import EngineFleet, Server, WatchPolicy
 from slime.engines.topology import place_engines, plan_router
 from slime.runtime.base import Runtime, WorkerSpec
 from slime.runtime.placement import Placement, Slot
-from slime.utils.run_identity import Run
+from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
 

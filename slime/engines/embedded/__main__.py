@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.utils import stacks
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
-from slime.utils.open_files import raise_limit, tell_of_scarcity
+from slime.utils.machine import stacks
+from slime.utils.machine.open_files import raise_limit, tell_of_scarcity
 
 if TYPE_CHECKING:
     from slime.engines.embedded.server import Server
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _die_with_parent(args: argparse.Namespace) -> None:
-    from slime.utils import processes, shm  # late: --help stays fast
+    from slime.utils.machine import processes, shm  # late: --help stays fast
 
     prefix = args.shm_prefix
     processes.watch_parent(args.life_fd, (lambda: shm.unlink_prefix(prefix)) if prefix else None)

@@ -11,10 +11,10 @@ from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup, ShapeProbe
 from slime.engines.embedded.images import FeatureCache, ImageRows
 from slime.engines.embedded.sequence import Sequence
-from slime.utils import accelerator
-from slime.utils.fp8_config import block_size_of
-from slime.utils.hub_names import folder_of
-from slime.utils.safetensors_files import files_by_tensor
+from slime.utils.files.safetensors_files import files_by_tensor
+from slime.utils.machine import accelerator
+from slime.utils.models.fp8_config import block_size_of
+from slime.utils.models.hub_names import folder_of
 
 _CPU_POOL_BYTES = 256 << 20
 _CUDA_POOL_SHARE = 0.4  # of the memory that is free once the weights are loaded

@@ -31,8 +31,8 @@ from slime.engines.embedded.weights import (
     WeightStore,
 )
 from slime.utils.http_utils import CLIENT
+from slime.utils.machine.open_files import refusing_too_many
 from slime.utils.media.image_tokens import encoder_of
-from slime.utils.open_files import refusing_too_many
 from slime.utils.processing_utils import load_processor
 from slime.wire.control import PAUSE_MODES
 from slime.wire.protocol import shown

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from slime.engines.embedded.requests import BadRequest
 from slime.engines.embedded.weights import BadWeights
-from slime.utils.process_groups import LOOPBACK, group_beside_the_default, stay_on_loopback
+from slime.utils.machine.process_groups import LOOPBACK, group_beside_the_default, stay_on_loopback
 from slime.wire.manifest import DTYPES
 from slime.wire.protocol import shown
 

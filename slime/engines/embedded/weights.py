@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from slime.utils import shm
-from slime.utils.finite import is_finite
-from slime.utils.fp8 import SCALE_SUFFIX, dequantize_blocks
-from slime.utils.hub_names import Part, parts_of, saved_tensors
-from slime.utils.safetensors_files import INDEX, model_files
+from slime.utils.files.safetensors_files import INDEX, model_files
+from slime.utils.machine import shm
+from slime.utils.models.finite import is_finite
+from slime.utils.models.fp8 import SCALE_SUFFIX, dequantize_blocks
+from slime.utils.models.hub_names import Part, parts_of, saved_tensors
 from slime.wire.manifest import BucketManifest, WeightManifest, byte_checksum
 
 _MAX_INDEX_BYTES = 256 << 20

@@ -14,7 +14,7 @@ from slime.engines.server import Command
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
 from slime.engines.topology import EngineSite
 from slime.utils.misc import is_installed
-from slime.utils.model_config import read_config
+from slime.utils.models.model_config import read_config
 
 _HERE = Path(__file__).parent
 # What makes a server work and rest on a machine without a GPU.

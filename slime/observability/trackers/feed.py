@@ -15,8 +15,8 @@ from typing import Any
 
 from slime.catalog.trackers import TRACKERS
 from slime.observability.trackers.follow import Progress, read_progress
-from slime.utils.processes import import_environment, open_log
-from slime.utils.run_file import METRICS_FILE
+from slime.utils.files.run_file import METRICS_FILE
+from slime.utils.machine.processes import import_environment, open_log
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from slime.observability.trackers.base import SampleTable, Service, TrackedRun, sample_tables
 from slime.record import RecordError, open_record
+from slime.utils.files.run_file import METRICS_FILE, read_run
 from slime.utils.misc import load_function
-from slime.utils.run_file import METRICS_FILE, read_run
 
 _POLL_S = 2.0
 _CHUNK_BYTES = 1 << 20

@@ -37,7 +37,7 @@ from slime.rollout.groups import (
 from slime.rollout.journal import CountingJournal, Outcome
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
-from slime.utils.loop_watch import loop_watch
+from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.reward_failure import RewardFailure
 from slime.utils.types import Sample, flatten_samples

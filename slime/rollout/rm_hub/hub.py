@@ -20,7 +20,7 @@ from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.checks import box_of, check
 from slime.utils import waits
 from slime.utils.column_rewards import reward_columns, scores_of, takes_columns
-from slime.utils.loop_watch import loop_watch
+from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.reward_failure import RewardFailure, infra_error, invalid

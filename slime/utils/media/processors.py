@@ -6,7 +6,7 @@ torchvision. Their parts for pictures and text work without it.
 
 from typing import Any
 
-from slime.utils.model_config import read_config
+from slime.utils.models.model_config import read_config
 
 # The class that makes prompts of each type of model. SmolVLM's own needs a video processor; its pictures
 # are written as Idefics 3 writes them.

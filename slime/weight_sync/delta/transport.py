@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slime.utils.safetensors_files import write_index, write_tensors
+from slime.utils.files.safetensors_files import write_index, write_tensors
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
 from slime.weight_sync.delta.codec import check_installed, checksum_function, encode, worker_pool
 from slime.weight_sync.delta.local_copy import LocalCopy

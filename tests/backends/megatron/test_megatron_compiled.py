@@ -11,7 +11,8 @@ pytestmark = pytest.mark.megatron
 
 
 def _both_ways(rank: int, world_size: int, model: str, settings: dict) -> dict:
-    from slime.backends.megatron import compiled, create_backend
+    from slime.backends.megatron import create_backend
+    from slime.backends.megatron.modules import compiled
 
     # Tracing is what can go wrong here; generating code for the machine would only take minutes.
     ordinary = torch.compile

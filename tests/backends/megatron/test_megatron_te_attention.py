@@ -13,10 +13,10 @@ pytest.importorskip("megatron.core")
 from megatron_families import make_checkpoint
 from megatron_helpers import in_processes, make_family, megatron_args, training_step
 
-from slime.backends.megatron import te_attention
 from slime.backends.megatron.config import read_hf_config, transformer_config
-from slime.backends.megatron.layers import PackedCoreAttention
-from slime.backends.megatron.mla import MLACoreAttention
+from slime.backends.megatron.modules import te_attention
+from slime.backends.megatron.modules.layers import PackedCoreAttention
+from slime.backends.megatron.modules.mla import MLACoreAttention
 
 pytestmark = pytest.mark.megatron
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -122,7 +122,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_groups(monkeypatch):
     """Attention alone needs no other rank."""
-    kinds = "slime.backends.megatron.layers.ProcessGroupCollection.use_mpu_process_groups"
+    kinds = "slime.backends.megatron.modules.layers.ProcessGroupCollection.use_mpu_process_groups"
     monkeypatch.setattr(kinds, lambda **options: GROUPS)
 
 

@@ -17,7 +17,7 @@ from slime.backends.torch_dist.pieces import StoredTensor, UnknownLayout
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit, weights_source
 from slime.backends.torch_dist.writing import write
 from slime.cli.main import main
-from slime.utils.torch_dist_folder import UnreadFolder, find_iteration, is_megatron_folder
+from slime.utils.files.torch_dist_folder import UnreadFolder, find_iteration, is_megatron_folder
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

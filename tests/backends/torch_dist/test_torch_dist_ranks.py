@@ -20,7 +20,8 @@ def write_by_megatron(rank, world_size, model, folder, settings):
     """Megatron's own saving, in all its forms, of a trainer that has the weights of `model`."""
     from megatron.core import dist_checkpointing
 
-    from slime.backends.megatron import checkpoint_fixes, create_backend
+    from slime.backends.megatron import create_backend
+    from slime.backends.megatron.fixes import checkpoint_fixes
 
     args = megatron_args(model, **settings)
     backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")

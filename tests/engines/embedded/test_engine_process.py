@@ -12,9 +12,9 @@ from patience import PATIENCE_S, eventually
 from tiny_model import make_tiny_model
 
 from slime.rollout.on_policy_distillation import reward_func
-from slime.utils import shm
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
+from slime.utils.machine import shm
 from slime.utils.types import Sample
 
 

@@ -30,7 +30,7 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.arguments.groups.rewards import RewardFlags
 from slime.utils import waits
-from slime.utils.processes import thread_environment
+from slime.utils.machine.processes import thread_environment
 from slime.utils.reward_failure import infra_error, invalid, too_large
 
 logger = logging.getLogger(__name__)

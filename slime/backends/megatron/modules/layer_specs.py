@@ -1,0 +1,67 @@
+"""Which of Megatron's modules make up each decoder layer, and which of ours take their places."""
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from slime.backends.megatron.modules.experts import use_grouped_experts
+from slime.backends.megatron.modules.layers import NormedAdd, PackedCoreAttention, RMSNorm
+from slime.backends.megatron.modules.mla import use_packed_mla
+from slime.backends.megatron.modules.routing import use_packed_router
+
+
+def layer_spec(
+    config: TransformerConfig, *, moe: bool, attention: type[PackedCoreAttention], branch_norms: bool = False
+) -> ModuleSpec:
+    """One decoder layer of Megatron's own modules, with our norms and the given core attention in it."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    layer, outer = spec.submodules, spec.submodules.self_attention
+    outer.submodules.core_attention = attention
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if config.multi_latent_attention:
+        use_packed_mla(outer)
+    elif config.qk_layernorm:
+        outer.submodules.q_layernorm = outer.submodules.k_layernorm = RMSNorm
+    if moe:
+        use_packed_router(spec)
+        use_grouped_experts(spec)
+    if branch_norms:
+        sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormedAdd, params=sizes)
+    return spec
+
+
+def block_spec(
+    config: TransformerConfig,
+    vp_stage: int | None,
+    *,
+    attention: type[PackedCoreAttention],
+    branch_norms: bool = False,
+) -> TransformerBlockSubmodules:
+    """The layers that this pipeline stage (and virtual stage) builds."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    pattern = moe_pattern(config)
+    specs = [
+        layer_spec(config, moe=pattern[layer], attention=attention, branch_norms=branch_norms)
+        for layer in range(first, first + count)
+    ]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def moe_pattern(config: TransformerConfig) -> list[bool]:
+    """For each decoder layer of the whole model, whether it is a mixture of experts."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(config.num_layers)]
+    return [bool(entry) for entry in frequency]

@@ -1,0 +1,151 @@
+"""`slime dashboard RUN [RUN...]`: the page of one run or several, in a browser, live or after their end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tarfile
+import tempfile
+import threading
+import webbrowser
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from slime import dashboard
+from slime.dashboard.access import Access
+from slime.dashboard.run_folder import NotARun, open_runs
+from slime.dashboard.server import Page
+from slime.record import RECORD_FILE
+from slime.utils.files.folder_lock import is_locked
+
+DEFAULT_PORT = 8123
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    if not options.run and not options.demo:
+        print("error: name the folder of a run, or --demo for one that ships with slime", file=sys.stderr)
+        return 2
+    with contextlib.ExitStack() as stack:
+        folders = [stack.enter_context(demo_run())] if options.demo else []
+        return _show(options, [*options.run, *folders])
+
+
+def _show(options: argparse.Namespace, folders: list[Path]) -> int:
+    ended = threading.Event()
+    if options.beside:
+        _become_a_follower(folders[0], ended)
+    try:
+        runs = open_runs(folders)
+    except NotARun as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    page = Page(runs, Access(options.host), may_act=not options.demo)
+    try:
+        asyncio.run(_serve(page, options.host, options.port, ended, open_browser=options.open))
+    except OSError as error:
+        print(
+            f"error: --host {options.host} --port {options.port}: {error.strerror}; another --port may be "
+            "free (0 takes any).",
+            file=sys.stderr,
+        )
+        return 2
+    return 0
+
+
+def _become_a_follower(folder: Path, ended: threading.Event) -> None:
+    """Beside a run: wait until its folder is there, and end with the process that holds our input."""
+    # A signal to a whole job is for the run, which ends first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(10)  # training comes first
+
+    def wait_for_the_end() -> None:
+        while os.read(0, 4096):
+            pass
+        ended.set()
+
+    threading.Thread(target=wait_for_the_end, name="run-watch", daemon=True).start()
+    while not ended.wait(0.2) and not is_locked(folder, "--run-dir"):
+        pass
+    while not ended.wait(0.2) and not (folder / RECORD_FILE).is_file():
+        pass
+    if ended.is_set():
+        sys.exit(0)
+
+
+@contextlib.contextmanager
+def demo_run() -> Iterator[Path]:
+    """The folder of a small recorded run, unpacked for as long as the block lasts."""
+    packed = Path(dashboard.__file__).parent / "demo" / "demo.tar.xz"
+    with tempfile.TemporaryDirectory(prefix="slime-demo-") as name:
+        with tarfile.open(packed) as archive:
+            archive.extractall(name, filter="data")
+        yield Path(name) / "demo"
+
+
+async def _serve(page: Page, host: str, port: int, over: threading.Event, *, open_browser: bool) -> None:
+    runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        try:
+            site = web.TCPSite(runner, host, port)
+            await site.start()
+        except OSError:
+            if port != DEFAULT_PORT:
+                raise
+            site = web.TCPSite(runner, host, 0)  # nobody asked for this very port
+            await site.start()
+        assert site._server is not None
+        bound = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{bound}/#token={page.access.token}"
+        print(f"page of {', '.join(page.runs)}: {address}", flush=True)
+        print("(the token in it is for actions, and for readers on other machines; Ctrl-C ends the page)")
+        sys.stdout.flush()
+        if open_browser:
+            webbrowser.open(address)
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=_tell_end, args=(over, loop, ended), daemon=True).start()
+        if threading.current_thread() is threading.main_thread():
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            for number in numbers:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    loop.add_signal_handler(number, ended.set)
+        await ended.wait()
+    finally:
+        await runner.cleanup()
+
+
+def _tell_end(over: threading.Event, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    over.wait()
+    with contextlib.suppress(RuntimeError):  # it has ended by itself
+        loop.call_soon_threadsafe(ended.set)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("slime dashboard", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "run",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, or a folder with several runs in it",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; any but a loopback address lets others in, who need the token. "
+        "Default: %(default)s",
+    )
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="default: %(default)s, or a free one")
+    parser.add_argument("--demo", action="store_true", help="a small recorded run that ships with slime")
+    parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)  # by `slime train`
+    parser.add_argument("--open", action="store_true", help="open a browser")
+    return parser

@@ -1,0 +1,114 @@
+"""`slime ledger`: prove that nothing was lost or trained twice, show one trajectory, take a step again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.record import RECORD_FILE, Record, RecordError, Select, open_record
+from slime.utils.files.run_file import read_run
+from slime.utils.printable import printable
+
+_FINISHED = "finished"
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        return {"audit": _audit, "show": _show, "replay": _replay}[options.action](options)
+    except ValueError as error:  # a RecordError, or what the training loop says of a replay
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from slime.record.audit import audit  # here: --help needs none of it
+
+    folder = Path(options.run)
+    run = read_run(folder)
+    ended = run is not None and run.last.exit == _FINISHED
+    found = audit(folder / RECORD_FILE, finished=ended)
+    if options.json:
+        print(json.dumps({**vars(found), "finished": ended}))
+        return 1 if found.violations else 0
+    steps = f"{found.steps[0]} to {found.steps[-1]}" if found.steps else "none"
+    print(f"{found.num_events} events of {found.num_starts} start(s); steps trained: {steps}")
+    print(f"samples trained: {found.num_samples}; covered by a checkpoint: up to step {found.committed}")
+    print("groups: " + (", ".join(f"{n} {what}" for what, n in sorted(found.groups.items())) or "none"))
+    if found.redone or found.recalled:
+        print(f"after crashes: {found.redone} steps taken again, {found.recalled} samples from the ledger")
+    for violation in found.violations:
+        print(f"VIOLATION: {violation}")
+    if not found.num_events:
+        print("the ledger is empty: no rollout was made yet")
+    elif not found.violations:
+        print("conserved: every group has one fate, nothing was trained twice")
+    return 1 if found.violations else 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    with open_record(options.run) as record:
+        select = Select(kind="train", rollout_id=options.step, limit=1_000_000_000)
+        answers = record.answers(select)
+        if not answers:
+            raise RecordError(f"{options.run}: {_why_not(record, options.step)}")
+        chosen = [a for a in answers if options.sample is None or a.sample_index == options.sample]
+        if not chosen:
+            numbers = sorted({a.sample_index for a in answers if a.sample_index is not None})
+            raise RecordError(
+                f"step {options.step} has no sample {options.sample}; it has {numbers[0]} to {numbers[-1]}."
+            )
+        for answer in chosen:
+            tokens = record.tokens(answer.row)
+            fate = f"{answer.outcome}: {answer.reason}" if answer.reason else answer.outcome
+            print(
+                f"step {answer.rollout_id}  group {answer.group_index}  sample {answer.sample_index}  {fate}"
+            )
+            print(f"  {answer.status}, reward {answer.reward}, {answer.num_tokens} tokens")
+            print(f"  prompt    {printable(answer.prompt)!r}")
+            print(f"  response  {printable(answer.response)!r}")
+            if answer.label is not None:
+                print(f"  label     {printable(answer.label)!r}")
+            print(f"  tokens    {tokens.ids}")
+            print(
+                f"  log-probs {None if tokens.log_probs is None else [round(x, 4) for x in tokens.log_probs]}"
+            )
+            print(f"  loss mask {'all ones' if tokens.loss_mask is None else tokens.loss_mask}")
+            print(f"  versions  {tokens.versions}")
+    return 0
+
+
+def _why_not(record: Record, step: int) -> str:
+    rows = [row for row in record.rollouts() if row.kind == "train"]
+    if any(row.rollout_id == step and row.pruned for row in rows):
+        return f"the samples of step {step} were removed for their size or age."
+    numbers = sorted(row.rollout_id for row in rows)
+    return f"there is no step {step}; " + (
+        f"it has {numbers[0]} to {numbers[-1]}." if numbers else "the record has no rollout yet."
+    )
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from slime.cli.inspect.replay import replay  # here: it loads torch and the whole loop
+
+    return replay(Path(options.run), options.step)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("slime ledger", description=__doc__, allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", required=True)
+    audit = actions.add_parser(
+        "audit", help="prove that every group has one fate and nothing was trained twice; exit code 1 if not"
+    )
+    audit.add_argument("--json", action="store_true", help="one JSON object")
+    show = actions.add_parser("show", help="print a trajectory with its tokens")
+    show.add_argument("--step", type=int, required=True, help="the rollout")
+    show.add_argument("--sample", type=int, help="index of the sample; default: all of the step")
+    replay = actions.add_parser("replay", help="take a step again on the CPU and compare it with the log")
+    replay.add_argument("--step", type=int, required=True, help="the rollout")
+    for action in (audit, show, replay):
+        action.add_argument("run", metavar="RUN", help="folder of the run")
+    return parser

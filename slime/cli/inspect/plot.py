@@ -1,0 +1,166 @@
+"""`slime plot RUN [RUN...]`: curves of any metrics, as a PNG or in the terminal, of one run or of several."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from slime.observability.terminal.progress import is_score
+from slime.observability.tracking import read_metrics
+from slime.utils.files.run_file import no_run, read_run
+
+DEFAULT = (
+    "rollout/raw_reward",
+    "eval/*",  # scores alone: what else is known of evaluations is shown to whoever asks for it
+    "train/loss",
+    "rollout/response_len/mean",
+    "train/grad_norm",
+    "train/entropy_loss",
+)
+_ROWS, _COLUMNS = 8, 60
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+Curve = dict[int, float]
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        runs = {name: _curves(Path(name)) for name in options.run}
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    known = sorted({key for curves in runs.values() for key in curves})
+    shown = [key for key in known if options.metric or not key.startswith("eval/") or is_score(key)]
+    names, unknown = _chosen(options.metric or DEFAULT, shown)
+    if options.list or not names or (options.metric and unknown):
+        for pattern in unknown if options.metric else ():
+            near = get_close_matches(pattern, known, n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            print(f"error: no metric {pattern!r} in these runs{hint}", file=sys.stderr)
+        if options.list or not options.metric:
+            print("\n".join(known) or "nothing is logged yet")
+        return 0 if options.list else 2
+    if options.out:
+        return _draw_png(runs, names, Path(options.out))
+    for name in names:
+        print("\n".join(_draw_text(name, {run: c[name] for run, c in runs.items() if name in c})))
+    return 0
+
+
+def _curves(folder: Path) -> dict[str, Curve]:
+    """{metric: {step: value}} of a run's metrics.jsonl; of a step that
+    was logged twice, the later value counts.
+    """
+    file = folder / "metrics.jsonl" if folder.is_dir() else folder
+    if not file.is_file():
+        is_run = read_run(folder) is not None
+        raise ValueError(f"{folder}: the run has logged nothing yet." if is_run else no_run(folder))
+    curves: dict[str, Curve] = {}
+    for row in read_metrics(file):
+        step = row.get("step")
+        for key, value in row.items():
+            if isinstance(step, int) and "/" in key and _is_number(value):
+                curves.setdefault(key, {})[step] = float(value)
+    return curves
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _chosen(patterns: Iterable[str], known: Sequence[str]) -> tuple[list[str], list[str]]:
+    names: list[str] = []
+    unknown = []
+    for pattern in patterns:
+        found = [name for name in fnmatch.filter(known, pattern) if name not in names]
+        names += found
+        if not fnmatch.filter(known, pattern):
+            unknown.append(pattern)
+    return names, unknown
+
+
+def _draw_text(name: str, curves: dict[str, Curve]) -> list[str]:
+    """A title, and for each run a strip of blocks with its first, last, lowest and highest value."""
+    lines = [name]
+    width = max(map(len, curves))
+    values = [value for curve in curves.values() for value in curve.values()]
+    low, high = min(values), max(values)
+    for run, curve in curves.items():
+        points = [curve[step] for step in sorted(curve)]
+        steps = f"steps {min(curve)} to {max(curve)}"
+        strip = "".join(_block(value, low, high) for value in _thinned(points, _COLUMNS))
+        lines.append(f"  {run:<{width}} {strip} {points[0]:.4g} -> {points[-1]:.4g} ({steps})")
+    return [*lines, f"  {'':<{width}} from {low:.4g} to {high:.4g}", ""]
+
+
+def _block(value: float, low: float, high: float) -> str:
+    return _BLOCKS[1 + round((value - low) / (high - low) * 7)] if high > low else _BLOCKS[4]
+
+
+def _thinned(points: list[float], count: int) -> list[float]:
+    """Returns at most `count` values, each the mean of an equal share."""
+    if len(points) <= count:
+        return points
+    edges = [len(points) * i // count for i in range(count + 1)]
+    return [sum(points[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def _draw_png(runs: dict[str, dict[str, Curve]], names: list[str], out: Path) -> int:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        print(
+            "error: --out needs matplotlib: pip install 'slime[plot]', or leave --out away", file=sys.stderr
+        )
+        return 2
+    figure, axes = pyplot.subplots(len(names), 1, figsize=(8, 2.6 * len(names)), squeeze=False, sharex=True)
+    for axis, name in zip(axes[:, 0], names, strict=True):
+        for run, curves in runs.items():
+            if name in curves:
+                steps = sorted(curves[name])
+                axis.plot(
+                    steps,
+                    [curves[name][step] for step in steps],
+                    label=run,
+                    marker="." if len(steps) < 30 else "",
+                )
+        axis.set_title(name, fontsize=9, loc="left")
+        axis.grid(alpha=0.3)
+    axes[-1, 0].set_xlabel("step")
+    if len(runs) > 1:
+        axes[0, 0].legend(fontsize=8)
+    figure.tight_layout()
+    try:
+        figure.savefig(out, dpi=120)
+    except (OSError, ValueError) as error:
+        print(f"error: --out {out} cannot be written: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {out}: {', '.join(names)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("slime plot", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "-m",
+        "--metric",
+        action="append",
+        metavar="NAME",
+        help="a metric, or a pattern such as 'eval/*'; may repeat",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write a picture (.png, .pdf, .svg); default: the terminal"
+    )
+    parser.add_argument("--list", action="store_true", help="the names of all metrics of these runs")
+    return parser

@@ -1,0 +1,156 @@
+"""`slime samples RUN`: what the model was asked and what it answered, from the record of a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.text import Text
+
+from slime.record import Answer, Record, RecordError, Select, open_record
+from slime.utils.files.run_file import no_run, read_run
+from slime.utils.printable import cut_lines, printable
+
+_PROMPT_LINES, _ANSWER_LINES = 6, 14
+_DIFF_PROMPTS = 5
+_NAMED = 8  # steps in a message
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        with open_record(options.run) as record:
+            answers = _differences(record, options) if options.diff else record.answers(_select(options))
+            where = "" if answers else _why_none(record, options)
+    except RecordError as error:
+        folder = Path(options.run)
+        print(f"error: {error if read_run(folder) else no_run(folder)}", file=sys.stderr)
+        return 2
+    if options.json:
+        for answer in answers:
+            print(json.dumps(dataclasses.asdict(answer), ensure_ascii=False))
+        return 0 if answers else 1
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    for answer in answers:
+        console.print(show_answer(answer, console.width, whole=options.full or not console.is_terminal))
+    if where:
+        print(where, file=sys.stderr)
+    return 0 if answers else 1
+
+
+def show_answer(
+    answer: Answer, width: int, *, whole: bool, num_lines: tuple[int, int] = (_PROMPT_LINES, _ANSWER_LINES)
+) -> RenderableType:
+    """One answer with prompt, label, reward and fate; prompt and answer cut to `num_lines` unless `whole`."""
+
+    def shown(text: str, lines: int) -> str:
+        return printable(text) if whole else cut_lines(printable(text), lines, max(width - 2, 20))
+
+    right = answer.reward is not None and answer.reward > 0
+    title = Text(_title(answer), style="bold")
+    parts: list[RenderableType] = [Rule(title, align="left", style="dim")]
+    parts.append(Text(shown(answer.prompt, num_lines[0]), style="dim"))
+    parts.append(Text(shown(answer.response, num_lines[1]), style="green" if right else "red"))
+    if answer.label is not None:
+        parts.append(Text.assemble(("label ", "dim"), shown(answer.label, 3)))
+    return Group(*parts)
+
+
+def _title(answer: Answer) -> str:
+    what = f"evaluation {answer.rollout_id}" if answer.kind == "eval" else f"step {answer.rollout_id}"
+    parts = [what + (f" {answer.dataset}" if answer.dataset else ""), f"sample {answer.sample_index}"]
+    parts.append("no reward" if answer.reward is None else f"reward {answer.reward:g}")
+    parts.append(f"{answer.num_tokens} tokens, {answer.status}")
+    if answer.outcome not in ("trained", "evaluated"):
+        parts.append(f"{answer.outcome}: {answer.reason}" if answer.reason else answer.outcome)
+    if answer.failure:
+        parts.append(answer.failure)
+    return printable(" · ".join(parts)).replace("\n", " ")
+
+
+def _select(options: argparse.Namespace) -> Select:
+    by_reward = options.worst or options.best
+    return Select(
+        kind=None
+        if options.step is None and options.eval is None
+        else "train"
+        if options.eval is None
+        else "eval",
+        rollout_id=options.step,
+        dataset=options.eval or None,
+        outcome=options.outcome,
+        contains=options.contains,
+        order="worst" if options.worst else "best" if options.best else "made",
+        limit=by_reward or options.limit,
+    )
+
+
+def _differences(record: Record, options: argparse.Namespace) -> list[Answer]:
+    """Answers to the same prompts in two steps, early before late; of
+    evaluations where training repeats no prompt.
+    """
+    early, late = options.diff
+    for kind in ("eval",) if options.eval is not None else ("train", "eval"):
+        if prompts := record.prompts_of_both(kind, early, late, _DIFF_PROMPTS):
+            return [
+                answer
+                for prompt in prompts
+                for step in (early, late)
+                for answer in record.answers_to(kind, step, prompt)[:1]
+            ]
+    return []
+
+
+def _why_none(record: Record, options: argparse.Namespace) -> str:
+    rows = record.rollouts()
+    if not rows:
+        return "the record has no rollout yet."
+    numbers = sorted({row.rollout_id for row in rows})
+    steps = f"it has steps {numbers[0]} to {numbers[-1]}"
+    wanted = {options.step, *(options.diff or ())} - {None}
+    if pruned := sorted(row.rollout_id for row in rows if row.pruned and row.rollout_id in wanted):
+        return f"the samples of step {pruned[0]} were removed for their size (--record-max-mib); {steps}."
+    if options.diff:
+        evaluated = sorted({row.rollout_id for row in rows if row.kind == "eval" and not row.pruned})
+        if len(evaluated) > 1:  # training may repeat none; these ask the same questions each time
+            named = ", ".join(map(str, evaluated[:_NAMED])) + (", ..." if evaluated[_NAMED:] else "")
+            steps = f"evaluations of steps {named} have: --diff {evaluated[0]} {evaluated[-1]}"
+        return f"steps {options.diff[0]} and {options.diff[1]} have no prompt in common; {steps}."
+    return f"no sample matches; {steps}."
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("slime samples", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="folder of the run")
+    parser.add_argument("--step", type=int, help="of this rollout (or evaluation, with --eval)")
+    parser.add_argument(
+        "--eval", nargs="?", const="", metavar="NAME", help="of evaluations, or of one dataset"
+    )
+    parser.add_argument(
+        "--outcome", choices=("trained", "filtered", "failed", "evaluated"), help="what became of it"
+    )
+    parser.add_argument(
+        "--contains", metavar="TEXT", help="prompt, answer or label contains this; case does not count"
+    )
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--worst", type=_count, metavar="N", help="the N answers of lowest reward")
+    order.add_argument("--best", type=_count, metavar="N", help="the N answers of highest reward")
+    order.add_argument(
+        "--diff", type=int, nargs=2, metavar=("A", "B"), help="the same prompts in steps A and B"
+    )
+    parser.add_argument("--limit", type=_count, default=10, metavar="N", help="at most so many; default: 10")
+    parser.add_argument("--full", action="store_true", help="whole texts, however long")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of answers; write 1 or more")
+    return int(text)

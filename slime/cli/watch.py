@@ -1,5 +1,0 @@
-"""`slime watch RUN`: the status of a run, renewed until it ends."""
-
-from slime.cli.status import watch_main as main
-
-__all__ = ["main"]

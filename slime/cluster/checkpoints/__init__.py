@@ -1,0 +1,1 @@
+"""What a run keeps: checkpoints, rollouts in flight, exported models, and what a restart takes up again."""

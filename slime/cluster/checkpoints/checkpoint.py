@@ -1,0 +1,182 @@
+"""A checkpoint is one transaction: trainer, rollout state and manifest in one folder, complete by one rename.
+
+    <save>/step_0000007/manifest.json   format, rollout id, weight version, run id, checksums of all files
+                        rollout.pt      cursor of the trained batch: data source, buffer, counters
+                        in_flight.pt    the next rollout, where it was being made meanwhile (train_async.py)
+                        trainer/        weights, optimizer, schedule, RNG (torch distributed checkpoint)
+
+A folder that ends in .tmp was interrupted, one that ends in .aside was replaced by a run that went on from an
+earlier step; neither is ever read. Each rank takes the checksums of what it wrote, when it is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import RunStopped
+from slime.utils.files.checksums import FileRecord, files_below, record_files, sync_path
+from slime.utils.files.plain_files import load_plain, save_plain
+from slime.utils.files.step_folders import (
+    MANIFEST,
+    DamageOf,
+    Manifest,
+    StepFolder,
+    by_size,
+    find_step,
+    read_step,
+    same_folder,
+    step_folders,
+    step_path,
+)
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT, IN_FLIGHT = "rollout.pt", "in_flight.pt"
+_DRIVER_FILES = (MANIFEST, ROLLOUT, IN_FLIGHT)
+_RANK = re.compile(r"(?:^|/)(?:__|rng_)(\d+)[_.][^/]*$")  # that wrote a file: __3_0.distcp, rng_3.pt
+
+
+def rollout_state(checkpoint: StepFolder) -> dict[str, Any] | None:
+    """None: the data source of that run keeps its own state."""
+    state: dict[str, Any] | None = load_plain(checkpoint.path / ROLLOUT)
+    return state
+
+
+def resolve_load(
+    load: str | None,
+    save: str | None,
+    step: int | None,
+    *,
+    damage_of: DamageOf = by_size,
+    latest: int | None = None,
+) -> StepFolder | None:
+    """What `--load` means. An empty folder is fine only where this run saves too: it is its first start."""
+    if load is None:
+        return None
+    checkpoint = find_step(load, step, damage_of=damage_of, latest=latest)
+    if checkpoint is None and not same_folder(load, save):
+        raise ValueError(
+            f"--load {load} holds no complete checkpoint (step_*/manifest.json): give a folder written by "
+            "--save, or the same folder as --save to start fresh and resume later"
+        )
+    return checkpoint
+
+
+def files_of_rank(folder: Path, rank: int, world_size: int) -> list[str]:
+    """The files of a staged checkpoint that this rank wrote; what bears no rank was written by the first."""
+    names = [name for name in files_below(folder) if name not in _DRIVER_FILES]
+    return [name for name in names if (int(m[1]) % world_size if (m := _RANK.search(name)) else 0) == rank]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCheckpoint:
+    """Everything in `step_N.tmp`, of which ranks may still write their part in the background."""
+
+    staging: Path
+    manifest: Manifest
+
+    @property
+    def rollout_id(self) -> int:
+        return self.manifest.rollout_id
+
+    @property
+    def final(self) -> Path:
+        return self.staging.with_suffix("")
+
+    def complete(self, files: Mapping[str, FileRecord], keep_last: int | None = None) -> StepFolder:
+        """One rename, when all is written and `files` recorded; all but the `keep_last` newest whole ones go.
+
+        Wherever it is interrupted, every folder that looks like a checkpoint is a whole one.
+        """
+        own = record_files(
+            self.staging, [n for n in _DRIVER_FILES if (self.staging / n).is_file()], sync=True
+        )
+        manifest = replace(self.manifest, files={**files, **own})
+        (self.staging / MANIFEST).write_text(manifest.to_json())
+        sync_path(self.staging / MANIFEST)
+        for path in (*(p for p in self.staging.rglob("*") if p.is_dir()), self.staging):
+            sync_path(path)
+        _set_aside(self.staging.parent, self.rollout_id)
+        self.staging.rename(self.final)
+        sync_path(self.final.parent)
+        if keep_last is not None:
+            _remove_older(self.final.parent, keep_last)
+        return StepFolder(self.final, manifest)
+
+
+def write_checkpoint(
+    folder: str | Path,
+    manifest: Manifest,
+    state: dict[str, Any] | None,
+    write_trainer: Callable[[Path], object],
+    needed_bytes: int,
+) -> StepFolder:
+    """A checkpoint that is complete when this returns, written by this process alone."""
+    staged = stage_checkpoint(folder, manifest, write_trainer, needed_bytes)
+    save_plain(state, staged.staging / ROLLOUT)
+    return staged.complete(record_files(staged.staging, files_of_rank(staged.staging, 0, 1), sync=True))
+
+
+def stage_checkpoint(
+    folder: str | Path, manifest: Manifest, write_trainer: Callable[[Path], object], needed_bytes: int
+) -> StagedCheckpoint:
+    """Begins with the trainer's part in `step_N.tmp`; the caller adds the rest. Older attempts go first."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise RunStopped(
+            f"--save {folder}: the disk is too full for the checkpoint of rollout {manifest.rollout_id}: "
+            f"{free >> 20} MiB free, it needs about {needed_bytes >> 20} MiB"
+        )
+    discard_staged(folder)
+    staging = step_path(folder, manifest.rollout_id).with_suffix(".tmp")
+    staging.mkdir()
+    write_trainer(staging / "trainer")
+    return StagedCheckpoint(staging, manifest)
+
+
+def discard_staged(folder: str | Path) -> None:
+    """What was begun and never completed gives its room back."""
+    for leftover in Path(folder).glob("step_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _set_aside(folder: Path, rollout_id: int) -> None:
+    """Checkpoints of a run that this one did not go on from; they would be taken for its latest."""
+    for step, path in step_folders(folder).items():
+        if step >= rollout_id:
+            names = [f"{path.name}.aside", *(f"{path.name}.{n}.aside" for n in range(2, 1000))]
+            target = next(t for t in map(path.with_name, names) if not t.exists())
+            logger.warning("this run did not go on from %s: moved to %s", path, target.name)
+            path.rename(target)
+
+
+def _remove_older(folder: Path, keep_last: int) -> None:
+    """All but the newest that are whole (by their sizes): a damaged one is nothing to fall back on.
+
+    Newest is what was saved last in the run's order, the largest rollout.
+    """
+    num_whole = 0
+    for _, path in sorted(step_folders(folder).items(), reverse=True):
+        if num_whole == keep_last:
+            # Renamed first: a folder half removed must not look complete.
+            shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))
+        elif damage := _damage_by_size(path):
+            logger.warning("%s is damaged (%s): it does not count for --keep-last-n", path, damage)
+        else:
+            num_whole += 1
+
+
+def _damage_by_size(path: Path) -> str:
+    """The first reason; empty: none is seen without reading all of it."""
+    try:
+        return next(iter(by_size(read_step(path))), "")
+    except ValueError as error:
+        return str(error)

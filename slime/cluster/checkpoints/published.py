@@ -1,0 +1,161 @@
+"""Models that a run wrote as Hugging Face folders: each gets a card, and goes to the hub where asked."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.arguments import Args
+from slime.arguments.core.draft import DEFAULT
+from slime.catalog.datasets import HUB, hub_parts
+from slime.observability.tracking import read_metrics
+from slime.runtime.base import Future, in_background
+from slime.utils.files.run_file import read_run
+
+logger = logging.getLogger(__name__)
+
+CARD = "README.md"
+_ROWS = 20  # of the curve
+_CURVES = ("rollout/raw_reward", "rollout/response_len/mean")
+_PUSH_DEADLINE_S = 3600.0
+
+
+class Models:
+    """One for a run. What goes wrong here never ends it: the folder stays, and the log says what to do."""
+
+    def __init__(self, args: Args, run_dir: Path):
+        self._args, self._run_dir = args, run_dir
+        self._push: tuple[Path, Future[None]] | None = None  # the last that was begun
+        self._waiting: tuple[Path, int] | None = None  # came while one was under way; only the newest counts
+
+    def made(self, folder: Path, rollout_id: int) -> None:
+        """A model lies in `folder`: it gets its card, and is pushed."""
+        self.describe(folder, rollout_id)
+        self.push(folder, rollout_id)
+
+    def describe(self, folder: Path, rollout_id: int) -> None:
+        """Write the model card."""
+        try:
+            (folder / CARD).write_text(model_card(self._args, self._run_dir, rollout_id), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            logger.warning("the model card of %s was not written: %s", folder, error)
+
+    def push(self, folder: Path, rollout_id: int) -> None:
+        """Uploads to the hub, if --push-to-hub names a place there; it goes on beside the training."""
+        if self._args.push_to_hub is None:
+            return
+        if self._push is not None and not self._push[1].done():
+            self._waiting = (folder, rollout_id)
+            return
+        self._begin(folder, rollout_id)
+
+    def finish(self) -> None:
+        """The last model is on the hub, or the log says why not."""
+        self._await()
+        if self._waiting is not None:
+            self._begin(*self._waiting)
+            self._await()
+
+    def _begin(self, folder: Path, rollout_id: int) -> None:
+        self._await()
+        self._waiting = None
+        self._push = (folder, in_background(lambda: _upload(self._args, folder, rollout_id), "push-to-hub"))
+
+    def _await(self) -> None:
+        if self._push is None:
+            return
+        (folder, push), self._push = self._push, None
+        repository = self._args.push_to_hub
+        try:
+            push.result(_PUSH_DEADLINE_S)
+            logger.info("%s is on the hub as %s", folder, repository)
+        except Exception as error:  # of the network, the hub, the disk: the run has its model all the same
+            said = str(error).strip().partition("\n")[0][:300]
+            logger.warning(
+                "--push-to-hub %s failed (%s: %s); the model is in %s: hf upload %s %s",
+                *(repository, type(error).__name__, said, folder, repository, folder),
+            )
+
+
+def _upload(args: Args, folder: Path, rollout_id: int) -> None:
+    import huggingface_hub  # as above
+
+    assert args.push_to_hub is not None, "asked by the caller"
+    api = huggingface_hub.HfApi()
+    api.create_repo(args.push_to_hub, private=not args.hub_public, exist_ok=True)
+    message = f"slime: after rollout {rollout_id}"
+    api.upload_folder(repo_id=args.push_to_hub, folder_path=folder, commit_message=message)
+
+
+def model_card(args: Args, run_dir: Path, rollout_id: int) -> str:
+    """What the model is, how it was made, and what the run measured on the way."""
+    record = read_run(run_dir)
+    sources = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data or []
+    base, name = str(args.hf_checkpoint), args.push_to_hub or run_dir.name
+    facts: dict[str, Any] = {"library_name": "transformers", "tags": ["slime", args.advantage_estimator]}
+    if not Path(base).exists():
+        facts["base_model"] = base
+    named = [hub_parts(source.partition("@[")[0])[0] for source in sources if source.startswith(HUB)]
+    named = [source for source in named if not Path(source).exists()]
+    if named:
+        facts["datasets"] = named
+    values = args.to_dict(hide_secrets=True)
+    given = {key: values[key] for key in sorted(values) if args.sources.get(key, DEFAULT) != DEFAULT}
+    versions = record.last.versions if record is not None else {}
+    return "\n".join(
+        [
+            "---",
+            yaml.safe_dump(facts, sort_keys=False).strip(),
+            "---",
+            f"# {name}",
+            "",
+            f"{_short(base)}, trained with slime ({args.advantage_estimator}, {rollout_id + 1} rollouts).",
+            "",
+            *_section("Curve", ("step", *_names(run_dir)), _curve(run_dir, rollout_id)),
+            *_section(
+                "Settings", ("flag", "value"), [(f"`{k}`", f"`{_short(v)}`") for k, v in given.items()]
+            ),
+            *_section("Data", ("prompts",), [(f"`{_short(source)}`",) for source in sources]),
+            *_section("Versions", ("package", "version"), list(versions.items())),
+        ]
+    )
+
+
+def _section(title: str, head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> list[str]:
+    if not rows:
+        return []
+    table = [head, ("---",) * len(head), *rows]
+    lines = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in table]
+    return [f"## {title}", "", *lines, ""]
+
+
+def _names(run_dir: Path) -> list[str]:
+    logged = {name for row in read_metrics(run_dir) for name in row}
+    scores = sorted(name for name in logged if name.startswith("eval/") and name.count("/") == 1)
+    return [name for name in (*_CURVES, *scores) if name in logged and name != "eval/step"]
+
+
+def _curve(run_dir: Path, last: int) -> list[tuple[Any, ...]]:
+    """Picks at most `_ROWS` steps of the curve evenly, the last one always."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for row in read_metrics(run_dir):
+        by_step.setdefault(row["step"], {}).update(row)
+    names = _names(run_dir)
+    steps = [
+        step for step in sorted(by_step) if step <= last and any(name in by_step[step] for name in names)
+    ]
+    every = max(1, -(-len(steps) // _ROWS))
+    chosen = sorted({*steps[::every], *steps[-1:]})
+    shown = [[by_step[step].get(name) for name in names] for step in chosen]
+    cells = [["" if value is None else f"{value:.4g}" for value in values] for values in shown]
+    return [(step, *values) for step, values in zip(chosen, cells, strict=True)]
+
+
+def _short(value: Any) -> str:
+    """A value for everybody's eyes: of a path on this machine only the name, on one line."""
+    text = str(value)
+    text = Path(text).name if text.startswith(("/", "~")) else text
+    return " ".join(text.replace("`", "'").split())[:200]

@@ -1,0 +1,121 @@
+"""What a run that goes on takes from its ledger: rollouts that were complete when it was killed.
+
+They stand in the record of the run as they would have been trained on, so that a step that was lost is taken
+again with the very batch, whatever made it and in whatever order its groups were admitted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import Args
+from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.cluster.recording import Recording
+from slime.record import RECORD_FILE, LedgerReader, RecordError
+from slime.rollout.ledger import Ledger
+from slime.utils.machine.run_identity import Run
+
+logger = logging.getLogger(__name__)
+
+# What may differ between two starts of a run that still would have made the same samples.
+_OF_NO_SAMPLE = """
+    run_dir load ckpt_step auto_resume save save_interval save_hf keep_last_n async_save num_rollout num_epoch
+    eval_interval skip_eval_before_train log_level quiet show_sample_every no_load_verify tracker_samples
+    record_max_mib record_max_days record_sync skip_preflight lr_decay_iters max_restarts
+    peer_copies restart_wait_s elastic
+""".split()  # noqa: SIM905 - a list of words reads better as words
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where a start begins: after step `committed`, with complete rollouts to `last_made` (both -1: anew)."""
+
+    settings: str  # digest of what samples depend on
+    committed: int = -1
+    last_made: int = -1
+    made: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rollout, from the ledger
+    overlapped: bool = False  # a rollout is made while the one before it is trained
+
+
+def settings_digest(args: Args, *, overlapped: bool) -> str:
+    """A digest that is equal for two starts exactly when samples of one may be trained on by the other."""
+    values = {name: value for name, value in args.to_dict().items() if name not in _OF_NO_SAMPLE}
+    text = json.dumps([overlapped, values], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Resume:
+    """What follows a step in the ledger of the run's folder; nothing, where one goes back on purpose."""
+    settings = settings_digest(args, overlapped=overlapped)
+    made: dict[int, dict[str, Any]] = {}
+    if run.num_starts > 1 and args.ckpt_step is None and not args.finetune and args.record_max_mib:
+        made = _whole(read_made(run.run_dir, committed, settings))
+    if made:
+        first, last = min(made), max(made)
+        logger.info("rollouts %d to %d were complete and are taken from the ledger", first, last)
+    return Resume(settings, committed, max(made, default=committed), made, overlapped)
+
+
+def read_made(run_dir: Path, after: int, settings: str) -> dict[int, dict[str, Any]]:
+    try:
+        with LedgerReader(run_dir / RECORD_FILE) as reader:
+            return reader.rollouts_after(after, settings)
+    except (RecordError, ValueError) as error:
+        logger.warning("nothing is taken from the ledger: %s", error)
+        return {}
+
+
+def _whole(made: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Up to the first whose data source keeps its own state: that state is of the checkpoint."""
+    kept: dict[int, dict[str, Any]] = {}
+    for rollout_id, value in made.items():
+        if value["cursor"] is None:
+            break
+        kept[rollout_id] = value
+    return kept
+
+
+def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> Ledger | None:
+    """None: the run keeps no record."""
+    if recording.writer is None:
+        return None
+    known = {}
+    if run.num_starts > 1 and args.ckpt_step is None and not args.finetune:
+        try:
+            with LedgerReader(run.run_dir / RECORD_FILE) as reader:
+                known = reader.finished_entries(resume.settings)
+        except RecordError as error:
+            logger.warning("no sample is taken from the ledger: %s", error)
+    pool = args.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION
+    ledger = Ledger(
+        recording.writer,
+        resume.settings,
+        keeps=args.save is not None,
+        any_version=pool and not args.deterministic_mode,
+        known=known,
+    )
+    ledger.resumed(resume.committed, resume.last_made)
+    return ledger
+
+
+def was_evaluated(run: Run, rollout_id: int) -> bool:
+    """Whether the evaluation after a step is complete; True also where no ledger tells."""
+    try:
+        with LedgerReader(run.run_dir / RECORD_FILE) as reader:
+            return reader.is_evaluated(rollout_id)
+    except RecordError:
+        return True
+
+
+def plain_of(generated: Any) -> dict[str, Any]:
+    """A rollout as the ledger keeps it: its fields, in containers of their own."""
+    value = {f.name: getattr(generated, f.name) for f in fields(generated)}
+    if value["batch"] is not None:
+        value["batch"] = {k: list(v) if isinstance(v, list) else v for k, v in value["batch"].items()}
+    value["metrics"] = dict(value["metrics"])
+    return value

@@ -1,0 +1,207 @@
+"""The folder of `--save`: found usable before anything starts, kept for one run, named when it fills up."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.arguments import Args
+from slime.utils.errors import FolderTaken, RunStopped
+from slime.utils.files.folder_lock import FolderLock
+from slime.utils.files.step_folders import same_folder, step_folders
+from slime.utils.machine import shm
+
+_PROBE_BYTES = 1 << 20
+_LOOKED_AT = 1000  # places of models to come
+_FULL_BYTES = 1 << 20  # less than this is full: what failed to be written may have left that much
+# Errors of the disk may reach us as text only, from another process or a library that drops the number.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
+
+
+def open_save_folder(args: Args) -> FolderLock:
+    """Ready to be written to, and this run's alone until it ends. ValueError: why not."""
+    assert args.save is not None, "asked for without --save"
+    folder = Path(args.save)
+    prepare_folder("--save", folder, _least_bytes(args))
+    lock = FolderLock(folder, "--save")
+    try:
+        _refuse_other_run(args, folder)
+        if args.save_hf:
+            prepare_folder("--save-hf", _fixed_part(args.save_hf))
+            _refuse_other_folders(args.save_hf)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
+    """Make the folder if need be and write to it, as the run will."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(probe.unlink, missing_ok=True)
+            with open(probe, "wb") as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {folder} cannot be written: {_why(error)}; free room there, or give another folder."
+        ) from None
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ValueError(
+            f"{flag} {folder} has {free >> 20} MiB free, and a checkpoint of this model takes at least "
+            f"{needed_bytes >> 20} MiB: free room there, or give another folder."
+        )
+
+
+@contextlib.contextmanager
+def naming_disk_errors(flag: str, folder: Path, rollout_id: int) -> Iterator[None]:
+    """What a disk did to a checkpoint becomes one message, whoever wrote: a rank, a library, this process."""
+    try:
+        yield
+    except RunStopped:
+        raise
+    except Exception as error:
+        cause = disk_error(error, folder)
+        if cause is None:
+            raise
+        last = max(step_folders(folder), default=None)
+        kept = f"; the last complete one is that of rollout {last}" if last is not None else ""
+        raise RunStopped(
+            f"{flag} {folder}: the checkpoint of rollout {rollout_id} was not written: {cause}{kept}"
+        ) from error
+
+
+@contextlib.contextmanager
+def naming_full_disks(args: Args) -> Iterator[None]:
+    """Whatever a run could not write for want of room ends it with one message, not with a traceback."""
+    try:
+        yield
+    except (RunStopped, ValueError):
+        raise
+    except Exception as error:
+        found = _full_disk(error, _written_folders(args))
+        if found is None:
+            raise
+        where, why = found
+        raise RunStopped(
+            f"{where}: {why}; make room, and start this command again: it goes on with what is on the disk."
+        ) from error
+
+
+def _full_disk(error: BaseException, folders: dict[str, Path]) -> tuple[str, str] | None:
+    """(Where, why) of an error that a full disk caused; None: it is not known to be one."""
+    for link in _chain(error):
+        if isinstance(link, OSError) and link.errno in _NO_ROOM:
+            return str(link.filename or "a file of this run"), _why(link)
+        text = "\n".join([str(link), *getattr(link, "__notes__", ())])
+        for number in _NO_ROOM:
+            if os.strerror(number) in text:
+                return "a file of this run", _why(OSError(number, os.strerror(number)))
+    for flag, folder in folders.items():  # torch does not say why a file was not written
+        if folder.is_dir() and shutil.disk_usage(folder).free < _FULL_BYTES:
+            return f"{flag} {folder}", _why(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    return None
+
+
+def _written_folders(args: Args) -> dict[str, Path]:
+    given = {
+        "--run-dir": args.run_dir,
+        "--save": args.save,
+        "--save-debug-rollout-data": args.save_debug_rollout_data,
+        "--save-debug-train-data": args.save_debug_train_data,
+        "--update-weight-disk-dir": args.update_weight_disk_dir,
+    }
+    folders = {
+        flag: _fixed_part(value) if "{" in value else Path(value) for flag, value in given.items() if value
+    }
+    return {**folders, "the shared memory": shm.FOLDER}
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return chain
+
+
+def disk_error(error: BaseException, folder: Path) -> str | None:
+    """What the disk did, if it is the cause of an error; None: it is not known to be."""
+    chain = _chain(error)
+    for link in chain:
+        if isinstance(link, OSError) and link.errno in _DISK_ERRORS:
+            return _why(link)
+    texts = [text for link in chain for text in (str(link), *getattr(link, "__notes__", ()))]
+    for number in _DISK_ERRORS:
+        if any(os.strerror(number) in text for text in texts):
+            return _why(OSError(number, os.strerror(number)))
+    if shutil.disk_usage(folder).free < _FULL_BYTES:
+        return _why(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    return None
+
+
+def _why(error: OSError) -> str:
+    words = {
+        errno.ENOSPC: "the disk is full",
+        errno.EDQUOT: "the quota is used up",
+        errno.EROFS: "it is read-only",
+        errno.EFBIG: "a file would be larger than this process may write (ulimit -f)",
+        errno.EEXIST: "a file of that name is in its place",
+        errno.ENOTDIR: "a part of its path is a file",
+    }
+    text = words.get(error.errno or 0)
+    return f"{text} ({error.strerror})" if text else str(error.strerror or error)
+
+
+def _refuse_other_run(args: Args, folder: Path) -> None:
+    """A run goes on with the checkpoints in its folder, or finds none there: those of two runs would mix."""
+    steps = step_folders(folder)
+    if steps and (not same_folder(args.load, args.save) or args.finetune):
+        found = ", ".join(map(str, sorted(steps)[-3:]))
+        hint = "without --finetune" if args.finetune else f"with --load {args.save}"
+        raise FolderTaken(
+            f"--save {args.save} holds checkpoints of an earlier run (the last are of rollouts {found}): go "
+            f"on with it {hint}, or give another folder."
+        )
+
+
+def _refuse_other_folders(template: str) -> None:
+    """A resumed run saves a rollout again, so a model in its place is replaced; nothing else is."""
+    for rollout_id in range(_LOOKED_AT):
+        path = Path(template.format(rollout_id=rollout_id))
+        is_empty = path.is_dir() and not any(path.iterdir())
+        if path.exists() and not is_empty and not (path / "config.json").is_file():
+            raise FolderTaken(
+                f"--save-hf {path} is there and holds no model: saving would replace it; give another name, "
+                "or remove it."
+            )
+
+
+def _least_bytes(args: Args) -> int:
+    """What a checkpoint takes at the very least: the model's weights, and as much for each moment of Adam.
+
+    0: not known. FSDP keeps weights in fp32, so it is usually twice that; Megatron may keep them in 16 bits.
+    """
+    model = Path(args.hf_checkpoint or "")
+    if args.lora_rank or args.debug_rollout_only or not args.hf_checkpoint or not model.is_dir():
+        return 0
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    all_train = not (args.only_train_params_name_list or args.freeze_params_name_list)
+    moments = 2 if args.optimizer == "adam" and all_train and not args.no_save_optim else 0
+    return weights * (1 + moments) if moments else weights // 2
+
+
+def _fixed_part(template: str) -> Path:
+    """The folder of a template before its first placeholder."""
+    return Path(template.partition("{")[0] + "x").parent

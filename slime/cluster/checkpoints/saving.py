@@ -1,0 +1,155 @@
+"""Writes the checkpoints of a run. Each is one transaction, which the ranks may finish in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.checkpoints.checkpoint import ROLLOUT, StagedCheckpoint, discard_staged, stage_checkpoint
+from slime.cluster.checkpoints.in_flight import write_in_flight
+from slime.cluster.checkpoints.published import CARD, Models
+from slime.cluster.checkpoints.save_folder import naming_disk_errors
+from slime.cluster.rollout_manager import Generated, RolloutManager
+from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_group import Ranks
+from slime.runtime.base import Future, Handle
+from slime.utils.files.checksums import FileRecord, record_files
+from slime.utils.files.plain_files import save_plain
+from slime.utils.files.step_folders import Manifest, step_path
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """`folder`: of --save. `save_hf`: the template of --save-hf. `keep_last` None: all checkpoints stay."""
+
+    def __init__(
+        self,
+        folder: Path,
+        save_hf: str | None,
+        keep_last: int | None,
+        ranks: Ranks[TrainActor],
+        rollout: Handle[RolloutManager],
+        models: Models | None = None,
+        on_commit: Callable[[int], object] = lambda rollout_id: None,
+    ):
+        self._folder, self._save_hf, self._keep_last = folder, save_hf, keep_last
+        self._ranks, self._rollout, self._models, self._on_commit = ranks, rollout, models, on_commit
+        self._staged: StagedCheckpoint | None = None  # written by the ranks, not yet complete
+        self._needed_bytes = 0  # what the last one took
+
+    def save(
+        self,
+        manifest: Manifest,
+        cursor: dict[str, Any] | None,
+        in_flight: Future[Generated] | None,
+        *,
+        wait: bool,
+    ) -> float:
+        """One transaction: the cursor of the batch that was trained, and the next rollout if it is in flight.
+
+        The trainer's part is written first, while that rollout is being made. `wait` False: ranks may go on
+        writing after this returns. Returns the seconds it took, without the wait for generation.
+        """
+        started = time.monotonic()
+        self.finish(wait=True)
+        rollout_id = manifest.rollout_id
+        with self._naming_disk_errors(rollout_id):
+            self._staged = staged = stage_checkpoint(
+                self._folder,
+                manifest,
+                lambda path: self._ranks.call(TrainActor.save, path),
+                self._needed_bytes,
+            )
+            save_plain(cursor, staged.staging / ROLLOUT)
+            waiting = time.monotonic()
+            write_in_flight(staged.staging, rollout_id + 1, in_flight)
+            started += time.monotonic() - waiting  # the loop would wait for that batch anyway
+            if cursor is None:
+                self._rollout.call_control(RolloutManager.save_data_source, rollout_id).result()
+            self._save_hf_inside(staged)
+        self.finish(wait=wait)
+        self._save_hf_beside(rollout_id)
+        return time.monotonic() - started
+
+    def finish(self, *, wait: bool) -> None:
+        """Completes the checkpoint that ranks write, if they are done; `wait`: when they are."""
+        staged = self._staged
+        if staged is None:
+            return
+        with self._naming_disk_errors(staged.rollout_id):
+            written = self._ranks.call(TrainActor.finish_save, wait=wait)
+            files: dict[str, FileRecord] = {}
+            for of_rank in written:
+                if of_rank is None:
+                    return
+                files |= of_rank
+            inside = self._hf_inside(staged)
+            if inside is not None and (staged.staging / inside / CARD).is_file():
+                files |= record_files(staged.staging, [str(inside / CARD)], sync=True)
+            self._rollout.call_control(RolloutManager.write_ledger).result()
+            checkpoint = staged.complete(files, self._keep_last)
+            self._rollout.call_control(RolloutManager.note_committed, staged.rollout_id)
+        self._staged = None
+        self._on_commit(staged.rollout_id)
+        if self._models is not None and inside is not None:
+            self._models.push(staged.final / inside, staged.rollout_id)
+        self._needed_bytes = sum(record.num_bytes for record in (checkpoint.manifest.files or {}).values())
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the last checkpoint is not complete yet."""
+        return self._staged is not None
+
+    def tell_of_loss(self) -> None:
+        """A run that fails leaves the checkpoint that is being written incomplete."""
+        if self._staged is not None:
+            logger.warning(
+                "the checkpoint of rollout %d was not complete when the run ended", self._staged.rollout_id
+            )
+
+    def _hf_inside(self, staged: StagedCheckpoint) -> Path | None:
+        """Where in the checkpoint's own folder the Hugging Face folder lies; None: it does not."""
+        path, final = self._hf_path(staged.rollout_id), staged.final.resolve()
+        return path.relative_to(final) if path is not None and path.is_relative_to(final) else None
+
+    def _save_hf_inside(self, staged: StagedCheckpoint) -> None:
+        """A Hugging Face folder whose place is in the checkpoint's own is part of the transaction."""
+        inside = self._hf_inside(staged)
+        if inside is None:
+            return
+        self._ranks.call(TrainActor.save_hf, staged.staging.resolve() / inside)
+        if self._models is not None:
+            self._models.describe(staged.staging / inside, staged.rollout_id)
+
+    def _save_hf_beside(self, rollout_id: int) -> None:
+        """Elsewhere it is written after the checkpoint, which stays whatever becomes of it."""
+        path = self._hf_path(rollout_id)
+        if path is None or path.is_relative_to(step_path(self._folder, rollout_id).resolve()):
+            return
+        try:
+            with naming_disk_errors("--save-hf", path.parent, rollout_id):
+                self._ranks.call(TrainActor.save_hf, path)
+            if self._models is not None:
+                self._models.made(path, rollout_id)
+        except Exception:
+            self.finish(wait=True)
+            raise
+
+    def _hf_path(self, rollout_id: int) -> Path | None:
+        return Path(self._save_hf.format(rollout_id=rollout_id)).resolve() if self._save_hf else None
+
+    @contextlib.contextmanager
+    def _naming_disk_errors(self, rollout_id: int) -> Iterator[None]:
+        """A checkpoint that cannot be written is told with the disk's reason, and gives its room back."""
+        try:
+            with naming_disk_errors("--save", self._folder, rollout_id):
+                yield
+        except Exception:
+            discard_staged(self._folder)
+            self._staged = None
+            raise

@@ -1,0 +1,1 @@
+"""The trainer's processes: one rank, all ranks as one trainer, and what they send."""

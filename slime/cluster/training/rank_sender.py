@@ -1,0 +1,167 @@
+"""What one trainer rank does in a weight push: gives its share of the weights to the transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from slime.arguments import Args, PluginArgs
+from slime.backends.base import TrainBackend
+from slime.catalog.transports import TRANSPORTS
+from slime.engines.external import read_address
+from slime.utils.errors import RunStopped
+from slime.utils.http_utils import get_host_info
+from slime.utils.machine.run_identity import LOOPBACK, Run
+from slime.utils.misc import load_function
+from slime.utils.models.finite import first_non_finite
+from slime.weight_sync import LiveReport, LiveSender, Parcel, Sender, Target, live_sender_of, transport_of
+from slime.weight_sync.base import DeltaOptions, NamedTensors, SenderOptions, nothing_after_writing
+from slime.weight_sync.fp8 import engine_format, quantize_named, served_config
+from slime.weight_sync.late_copy import LateCopySender
+from slime.weight_sync.post_write import PostWrite
+from slime.weight_sync.stage_turns import StagePlace, StageTurns
+
+# What ranks wait for one that sends weights beyond its own wait for an engine.
+_SENDER_SLACK_S = 60.0
+
+
+class WeightsNotFinite(RunStopped):
+    """The trainer's weights hold a NaN or an infinity: no engine gets them."""
+
+
+class RankSender:
+    """Made by all ranks together, and so is every push.
+
+    The first rank sends: `TrainBackend.export` gives it whole tensors. Live transports send from more ranks,
+    in their own ways; after a live push the first rank leaves a copy on disk for engines that come late.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        plugin_args: PluginArgs,
+        run: Run,
+        rank: int,
+        backend: TrainBackend,
+        transport: str,
+        engine_urls: tuple[str, ...],
+    ):
+        for url in engine_urls:
+            run.engine_token.use_for(url)
+        self._args, self._run, self._rank, self._backend = args, run, rank, backend
+        live, self._content = TRANSPORTS[transport].live, TRANSPORTS[transport].content
+        path = args.custom_update_weight_post_write_path
+        self._post_write = PostWrite(load_function(path), plugin_args, engine_urls, rank) if path else None
+        self._quantization = served_config(self._policy_path) if args.rollout_quantization == "fp8" else None
+        self._fp8 = engine_format(self._policy_path, self._quantization)
+        self._dither_seed = args.seed if args.fp8_rounding == "stochastic" else None
+        self._live_sender: LiveSender | None = None
+        self._turns: StageTurns | None = None  # None: what is sent live goes from every rank at once
+        if live:
+            self._open_live(transport)
+        self._sender: Sender | None = None  # None: another rank sends
+        if rank == 0:
+            make_sender = LateCopySender if live else transport_of(transport).make_sender
+            self._sender = make_sender(self._sender_options())
+
+    def _open_live(self, transport: str) -> None:
+        layout, every_rank = self._backend.layout, TRANSPORTS[transport].every_rank
+        if every_rank or layout.is_first_of_stage:
+            self._live_sender = live_sender_of(transport)(self._sender_options())
+        if not every_rank:
+            place = StagePlace(layout.pp_rank, layout.pp_size, layout.is_first_of_stage)
+            deadline_s = self._args.update_weight_timeout_s + _SENDER_SLACK_S
+            self._turns = StageTurns(place, self._live_sender, deadline_s)
+
+    def _sender_options(self) -> SenderOptions:
+        return SenderOptions(
+            self._run.shm_prefix,
+            Path(self._args.update_weight_disk_dir or self._run.run_dir / "weights"),
+            self._policy_path,
+            self._rank,
+            self._own_address(),
+            self._args.update_weight_timeout_s,
+            self._backend.layout.pp_rank,
+            quantization=self._quantization,
+            adapter_config=self._backend.adapter_config() if self._content == "adapter" else None,
+            keep_files=self._args.update_weight_disk_keep_files,
+            delta=_delta_options(self._args, self._run),
+            after_writing=self._post_write or nothing_after_writing,
+        )
+
+    @property
+    def _policy_path(self) -> str:
+        """The model that engines of the policy start from."""
+        path = self._args.engine_topology.policy.model_path
+        assert path is not None, "engines that get weights serve a model"
+        return path
+
+    def _own_address(self) -> str:
+        """The address by which engines reach this rank: the first one is where the run listens."""
+        return self._run.host if self._rank == 0 or self._run.host == LOOPBACK else get_host_info()[1]
+
+    def export(self, version: str, dtype: str | None) -> Parcel | None:
+        """The model or its adapters go into the transport; the first rank returns the parcel."""
+        for bucket in self._stream(dtype):
+            if self._sender is not None:
+                self._sender.send(self._as_engines_hold(bucket))
+        parcel = self._sender.finish(version) if self._sender is not None else None
+        if self._post_write is not None:
+            self._post_write.on_every_rank(parcel.written if parcel is not None else None)
+        return parcel
+
+    def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
+        """The whole model goes to engines that wait for it; a rank that sends nothing returns None."""
+        if self._turns is not None:
+            buckets = self._backend.export_stage(dtype=_torch_dtype(dtype))
+            if self._live_sender is not None:
+                buckets = map(self._as_engines_hold, buckets)
+            return self._turns.send(version, targets, buckets)
+        assert self._live_sender is not None, "a live push over a transport that is not live"
+        self._live_sender.open(version, targets)
+        for bucket in self._stream(dtype):
+            self._live_sender.send(self._as_engines_hold(bucket))
+        return self._live_sender.finish()
+
+    def _stream(self, dtype: str | None) -> Iterator[NamedTensors]:
+        """What the transport carries, bucket by bucket: the model, or its adapters alone. A collective."""
+        export = self._backend.export_adapter if self._content == "adapter" else self._backend.export
+        return export(dtype=_torch_dtype(dtype))
+
+    def _as_engines_hold(self, bucket: NamedTensors) -> NamedTensors:
+        """Refuses what is not finite, and quantises to FP8 where the engines' checkpoint is in FP8."""
+        broken = first_non_finite(bucket)
+        if broken is not None:
+            raise WeightsNotFinite(
+                f"{broken} has values that are not finite numbers: these weights are not pushed."
+            )
+        if self._fp8 is None or self._content == "adapter":
+            return bucket
+        return list(quantize_named(bucket, self._fp8, self._dither_seed))
+
+    def close(self) -> None:
+        for sender in (self._live_sender, self._sender):
+            if sender is not None:
+                sender.close()
+
+
+def _delta_options(args: Args, run: Run) -> DeltaOptions | None:
+    """What the flags say about sending deltas of the weights; None: whole weights are sent."""
+    if args.update_weight_mode != "delta":
+        return None
+    engines = [read_address(address) for address in args.rollout_external_engine_addrs or ()]
+    agents = [read_address(address, "--weight-agent-addrs") for address in args.weight_agent_addrs or ()]
+    local = args.update_weight_local_checkpoint_dir
+    return DeltaOptions(
+        local=Path(local or run.run_dir / "local-weights"),
+        remove_local=local is None and not args.update_weight_disk_keep_files,
+        encoding=args.update_weight_delta_encoding,
+        checksum=args.update_weight_delta_checksum,
+        agents=dict(zip(engines, agents, strict=False)),  # no agents at all: engines read this machine's disk
+    )
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None

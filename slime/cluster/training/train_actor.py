@@ -1,0 +1,291 @@
+"""One trainer rank: a process that holds a shard of the model and does what the driver says."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import logging
+import resource
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from slime.arguments import Args, RunInfo, plugin_args
+from slime.backends import create_backend
+from slime.backends.base import Layout
+from slime.backends.shared.microbatch import build_micro_batches
+from slime.backends.shared.old_policy import old_policy_of
+from slime.batch.split import RankData
+from slime.cluster.checkpoints.checkpoint import files_of_rank
+from slime.cluster.training.rank_notes import RankNotes, notes_of
+from slime.cluster.training.rank_sender import RankSender
+from slime.observability.logging_utils import configure_logger
+from slime.runtime.base import Ref, in_background
+from slime.step.agreement import Agreement, threshold_of
+from slime.step.metrics import StepReport
+from slime.step.profiling import StepProfiler
+from slime.step.training_step import TrainingStep
+from slime.utils import waits
+from slime.utils.files.checksums import FileRecord, find_damage, record_files
+from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spread
+from slime.utils.machine import accelerator
+from slime.utils.machine.process_groups import limit_every_group, open_store
+from slime.utils.machine.run_identity import Run
+from slime.weight_sync import Parcel
+
+logger = logging.getLogger(__name__)
+
+
+class RankProcess:
+    """The process of a trainer rank: there before its model, to read checkpoints and meet the other ranks."""
+
+    def __init__(self, args: Args, run: Run, rank: int, world_size: int):
+        configure_logger(f" rank {rank}", level=args.log_level)
+        self._args, self._run, self._rank, self._world_size = args, run, rank, world_size
+        self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        has_device = accelerator.device_count() > 0
+        self._device = torch.device(accelerator.device_type(), 0) if has_device else torch.device("cpu")
+        self._store: dist.Store | None = None  # on rank 0, once it is opened
+        self._actor: TrainActor | None = None  # once it is loaded
+
+    def is_loaded(self) -> bool:
+        """Answers when the process has what it runs on, torch first of all."""
+        return True
+
+    def find_damage(self, folder: Path, files: dict[str, FileRecord]) -> list[str]:
+        """Which of these files of a checkpoint are not what was written."""
+        return find_damage(folder, files)
+
+    def open_store(self) -> int:
+        """Rank 0: the meeting point of the ranks; returns its port."""
+        self._store = open_store(self._run.host, self._world_size)
+        return self._store.port
+
+    def join(self, store_port: int) -> None:
+        """A collective: the ranks find each other."""
+        if self._store is None:
+            self._store = dist.TCPStore(self._run.host, store_port, self._world_size, is_master=False)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            self._args.distributed_backend or accelerator.process_group_backend(),
+            store=self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=self._timeout,
+        )
+
+    def complete_copy(self, place: CopyPlace, files: dict[str, FileRecord]) -> list[str]:
+        """A collective: the copy is whole on every machine afterwards, but for what is returned."""
+        return complete(place, self._rank, files)
+
+    def load(self, source: Path | CopyPlace | None) -> Layout:
+        """A collective: builds and loads the model; returns this rank's place."""
+        folder = source.of(self._rank) if isinstance(source, CopyPlace) else source
+        self._actor = TrainActor(self._args, self._run, self._rank, self._world_size, self._device, folder)
+        limit_every_group(self._timeout)
+        where = folder or self._args.hf_checkpoint
+        logger.info("rank %d of %d on %s: %s is loaded", self._rank, self._world_size, self._device, where)
+        return self._actor.layout
+
+    def actor(self) -> TrainActor:
+        assert self._actor is not None, "the rank is not loaded"
+        return self._actor
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank remembers. `version`: of its weights; None where engines never got any."""
+
+    version: int | None
+    agreement: Agreement
+
+
+class TrainActor:
+    """The rank with its model. Methods are called on all ranks at once: they are collectives."""
+
+    def __init__(
+        self,
+        args: Args,
+        run: Run,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        checkpoint: Path | None,
+    ):
+        self._args, self._run, self._rank, self._world_size, self._device = (
+            args,
+            run,
+            rank,
+            world_size,
+            device,
+        )
+        # Functions of the user's may change their copy. Engines start beside the trainer,
+        # so their addresses are not known here.
+        info = RunInfo(run.run_id, str(run.run_dir), num_rollout=args.num_rollout)
+        self._plugin_args = plugin_args(args, info)
+        self._profiler = StepProfiler(args, rank)
+        self._backend = create_backend(args, rank=rank, world_size=world_size, device=device)
+        self._kept = old_policy_of(args, self._backend)
+        if checkpoint is not None:
+            self._backend.load(checkpoint)
+            if self._kept is not None and not args.finetune:
+                self._kept.load(checkpoint)
+        self._sender: RankSender | None = None  # None: no engine gets weights, or none is known yet
+        self._copies: set[Path] = set()  # of --peer-copies, in the memory of this machine
+        self._saved_in = Path()  # the folder of the last checkpoint; set by `save`
+        self._recording: concurrent.futures.Future[dict[str, FileRecord]] | None = None  # of its checksums
+        self._version: int | None = None  # of the current weights; None: engines never got any
+        self._agreement = Agreement()
+        self._notes = RankNotes()
+        if args.record_max_mib:
+            waits.keep_ended()
+
+    @property
+    def layout(self) -> Layout:
+        return self._backend.layout
+
+    def expect_rollouts(self, num_rollout: int) -> None:
+        """How long the run is, where its data decides it (--num-epoch)."""
+        info = RunInfo(self._run.run_id, str(self._run.run_dir), num_rollout=num_rollout)
+        self._plugin_args = plugin_args(self._args, info)
+        self._backend.expect_steps(num_rollout * self._args.num_steps_per_rollout)
+
+    def train(self, rollout_id: int, ref: Ref[RankData]) -> StepReport:
+        """The optimizer steps of one rollout, on this rank's share of the batch."""
+        step = TrainingStep(
+            self._backend,
+            self._plugin_args,
+            rollout_id,
+            ref.load(),
+            weight_version=self._version,
+            kept=self._kept,
+            agreement=self._agreement,
+            profiler=self._profiler,
+        )
+        started = time.monotonic()
+        with self._profiler.rollout(rollout_id):
+            report = step.run()
+        self._notes = notes_of(step, self._rank, self.layout) if self._args.record_max_mib else RankNotes()
+        seconds = time.monotonic() - started
+        logger.info("rollout %d: %d step(s) in %.2f s", rollout_id, len(report.steps), seconds)
+        if self._version is not None:
+            self._version += 1  # the weights moved on, whether or not they are pushed before the next batch
+        return report
+
+    def score(self, share: RankData) -> tuple[dict[int, list[float]], float]:
+        """Log-probs of a batch that nothing learns from, by sample, at temperature 1; and what may differ.
+
+        Engines score an input at that temperature, whatever they sample with.
+        """
+        usual = self._plugin_args.rollout_temperature
+        self._backend.change_setting("rollout_temperature", 1.0)
+        try:
+            found = self._backend.log_probs(build_micro_batches(share.batch, share.scoring)).log_probs
+        finally:
+            self._backend.change_setting("rollout_temperature", usual)
+        indices = share.batch["sample_indices"]
+        by_sample = {index: values.tolist() for index, values in zip(indices, found, strict=True)}
+        return by_sample, threshold_of(self._backend, self._args)
+
+    def take_notes(self) -> RankNotes:
+        """The notes of the last step for the record; a second call has none."""
+        notes, self._notes = self._notes, RankNotes()
+        return notes
+
+    def change_setting(self, name: str, value: float) -> None:
+        """Changes a setting from the next step on, also for plug-ins."""
+        self._plugin_args.change(name, value)
+        if name in ("lr", "rollout_temperature"):
+            self._backend.change_setting(name, value)
+
+    # -- weights to engines
+
+    def open_sender(self, transport: str, engine_urls: tuple[str, ...]) -> None:
+        self._sender = RankSender(
+            self._args, self._plugin_args, self._run, self._rank, self._backend, transport, engine_urls
+        )
+
+    def sender(self) -> RankSender:
+        assert self._sender is not None, "weights are sent before it is known how"
+        return self._sender
+
+    def export(self, version: str, dtype: str | None) -> Parcel | None:
+        """The weights go out as `version`, see `RankSender.export`."""
+        self.note_version(int(version.rpartition(":")[2]))
+        return self.sender().export(version, dtype)
+
+    def note_version(self, number: int) -> None:
+        """The current weights go out as version `number`, or did so before this process."""
+        self._version = number
+        self.note_push(number)
+
+    def note_push(self, number: int) -> None:
+        """Engines sample with these weights as version `number`, or did so in the run that is replayed."""
+        if self._kept is not None:
+            self._kept.note_push(number)
+
+    def memory(self) -> Memory:
+        """What a checkpoint does not hold, for the process that takes this one's place."""
+        return Memory(self._version, self._agreement)
+
+    def remember(self, memory: Memory) -> None:
+        self._version, self._agreement = memory.version, memory.agreement
+
+    # -- checkpoints and memory
+
+    def save(self, path: Path) -> None:
+        self._saved_in, self._recording = path.parent, None
+        self._backend.save(path)
+        if self._kept is not None and self._rank == 0:
+            self._kept.save(path)
+
+    def copy_state(self, place: CopyPlace) -> dict[str, FileRecord]:
+        """All that a checkpoint holds, whole when every rank has returned; what was there before goes."""
+        make_room(place, self._rank)
+        path = place.of(self._rank)
+        self._copies.add(path)
+        self._backend.save(path)
+        self._backend.finish_save(wait=True)
+        if self._kept is not None and self._rank == 0:
+            self._kept.save(path)
+        return spread(place, self._rank)
+
+    def finish_save(self, *, wait: bool) -> dict[str, FileRecord] | None:
+        """Size and checksum of every file that this rank wrote; None: it still writes or reads them."""
+        if not self._backend.finish_save(wait=wait):
+            return None
+        if self._recording is None:
+            names = files_of_rank(self._saved_in, self._rank, self._world_size)
+            self._recording = in_background(
+                lambda: record_files(self._saved_in, names, sync=True), "checksums"
+            )
+        return self._recording.result() if wait or self._recording.done() else None
+
+    def save_hf(self, path: Path) -> None:
+        self._backend.save_hf(path)
+
+    def move(self, *, params: str, optimizer: str) -> None:
+        """`"device"`: this rank's own; `"cpu"`: off it."""
+        place = {"device": str(self._device), "cpu": "cpu"}
+        self._backend.move(params=place[params], optimizer=place[optimizer])
+
+    def resident_bytes(self) -> int:
+        """The most host memory that this process has held."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+    def take_peak_memory(self) -> int | None:
+        """Bytes in use on this rank's device at their most since the last call; None on a CPU machine."""
+        return accelerator.take_peak_memory()
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._profiler.close()
+        for path in self._copies:  # the driver cleans up its own machine alone
+            shutil.rmtree(path, ignore_errors=True)
+        dist.destroy_process_group()

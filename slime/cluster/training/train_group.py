@@ -1,0 +1,265 @@
+"""The trainer as the driver sees it: the processes of its ranks, and all ranks as one trainer."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Concatenate, Generic
+
+from slime.arguments import Args
+from slime.backends.base import Layout
+from slime.batch.split import split_for_ranks
+from slime.cluster.training.train_actor import RankProcess, TrainActor
+from slime.observability import phases
+from slime.runtime.base import (
+    Future,
+    Handle,
+    P,
+    R,
+    Renewable,
+    Runtime,
+    S,
+    T,
+    WorkerDied,
+    WorkerSpec,
+    gather,
+)
+from slime.runtime.placement import Slot
+from slime.step.metrics import StepReport
+from slime.utils.files.checksums import FileRecord, find_damage
+from slime.utils.files.machine_copies import CopyPlace
+from slime.utils.machine.process_groups import network_environment
+from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.run_identity import Run
+from slime.utils.types import RolloutBatch
+
+_START_DEADLINE_S = 1800.0
+_ASK_S = 10.0  # a rank whether it is there
+
+
+class TrainerLost(WorkerDied):
+    """Ranks were lost, and nobody has replaced them yet."""
+
+
+@dataclass(slots=True)
+class Presence:
+    """`away`: the trainer's processes have ended and will be back; calls find nobody.
+
+    `lost`: why they are gone, where that was not meant; calls fail until they are replaced.
+    """
+
+    away: bool = False
+    lost: str | None = None
+    count: int | None = None  # of the ranks that are there; None: all
+
+
+class Ranks(Generic[T]):
+    """The same object on every trainer rank, called on all at once; the first failure ends the call."""
+
+    def __init__(self, handles: Sequence[Handle[T]], presence: Presence | None = None):
+        self._all, self._presence = list(handles), presence or Presence()
+
+    @property
+    def handles(self) -> list[Handle[T]]:
+        return self._all[: self._presence.count]
+
+    def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """The answers of all ranks; none in a run that does not train."""
+        return gather(self.begin(method, *args, **kwargs))
+
+    def begin(
+        self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Future[R]]:
+        if self._presence.lost is not None:
+            raise TrainerLost(self._presence.lost)
+        handles = [] if self._presence.away else self.handles
+        return [handle.call(method, *args, **kwargs) for handle in handles]
+
+    def part(self, owner: Callable[[T], S]) -> Ranks[S]:
+        return Ranks([handle.part(owner) for handle in self._all], self._presence)
+
+
+class RankProcesses:
+    """The trainer's processes before they hold a model; none in a run that does not train."""
+
+    def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
+        self._args, self._runtime, self._run, self._slots = args, runtime, run, slots
+        self._presence = Presence()
+        self._renewable = [Renewable(self._spawn(rank, args)) for rank in range(len(slots))]
+        self._processes = Ranks(self._renewable, self._presence)
+        self._loaded: list[Future[bool]] = []  # one for each rank, once `load` is called
+
+    def _spawn(self, rank: int, args: Args) -> Handle[RankProcess]:
+        env = {**thread_environment(_threads(args, self._slots)), **network_environment(self._run.host)}
+        env |= {name: str(value) for name, value in (args.train_env_vars or {}).items()}
+        spec = WorkerSpec(f"trainer-{rank}", slot=self._slots[rank], env=env)
+        return self._runtime.spawn(spec, RankProcess, args, self._run, rank, len(self._slots))
+
+    def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
+        """Which files of a checkpoint are not what was written; ranks share the reading, beside engines."""
+        handles = self._processes.handles
+        if not handles:  # such a run reads the driver's own files alone
+            return find_damage(folder, {name: record for name, record in files.items() if "/" not in name})
+        by_size = sorted(files, key=lambda name: files[name].num_bytes, reverse=True)
+        shares = [
+            {name: files[name] for name in by_size[rank :: len(handles)]} for rank in range(len(handles))
+        ]
+        calls = [
+            handle.call(RankProcess.find_damage, folder, share)
+            for handle, share in zip(handles, shares, strict=True)
+        ]
+        return [damage for found in gather(calls) for damage in found]
+
+    @property
+    def actors(self) -> Ranks[TrainActor]:
+        """The ranks with their model; to be called once it is loaded."""
+        return self._processes.part(RankProcess.actor)
+
+    def load(self, checkpoint: Path | None) -> TrainGroup:
+        """Ranks meet, and build and load the model."""
+        layouts: list[Layout] = []
+        if self._processes.handles:
+            with phases.starting("trainer"):
+                port = self._meet()
+            with phases.starting("model") as told:
+                gather(self._processes.begin(RankProcess.join, port), _START_DEADLINE_S)
+                layouts = gather(self._processes.begin(RankProcess.load, checkpoint), _START_DEADLINE_S)
+                told.note = f"from {checkpoint or self._args.hf_checkpoint}"
+        return TrainGroup(self._args, self._runtime, self.actors, layouts)
+
+    def _meet(self) -> int:
+        """Waits for the processes; returns the port where they join each other."""
+        self._loaded = self._processes.begin(RankProcess.is_loaded)
+        gather(self._loaded, _START_DEADLINE_S)
+        return self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
+
+    @property
+    def away(self) -> bool:
+        return self._presence.away
+
+    @property
+    def lost(self) -> str | None:
+        """Why the ranks are gone; None: they are there, or away on purpose."""
+        return self._presence.lost
+
+    def find_lost(self) -> list[WorkerDied]:
+        """The errors of those ranks whose process has ended or is given up."""
+        handles = [] if self._presence.away else self._processes.handles
+        calls = [handle.call_control(RankProcess.is_loaded) for handle in handles]
+        deadline, found = time.monotonic() + _ASK_S, []
+        for call in calls:
+            try:
+                call.result(max(0.0, deadline - time.monotonic()))
+            except WorkerDied as error:
+                found.append(error)
+            except Exception:  # it is there: whatever it says is not asked for here
+                continue
+        return found
+
+    def lose(self, cause: str) -> None:
+        """All processes end: those that are left wait for others that will not come."""
+        self.end()
+        self._presence.lost = cause
+
+    def find(self) -> None:
+        """They are about to be replaced: calls find nobody until then."""
+        self._presence.lost = None
+
+    def end(self) -> None:
+        """The processes end, and give back all memory; calls find nobody until `begin_again`."""
+        self._presence.away = True
+        for handle in self._renewable:
+            handle.kill()
+
+    def move(self, slots: tuple[Slot, ...]) -> None:
+        """Where processes begin again, at most as many as there were at first."""
+        self._slots, self._presence.count = slots, len(slots)
+        self._run = replace(self._run, host=slots[0].host)
+
+    def begin_again(self, settings: Args, checkpoint: Path | None) -> list[Layout]:
+        """New processes take the places of those that ended, with what the checkpoint holds."""
+        self.renew(settings)
+        return self.load_again(checkpoint)
+
+    def renew(self, settings: Args) -> None:
+        """New processes take the places of those that ended, and find each other."""
+        for rank, handle in enumerate(self._renewable[: len(self._slots)]):
+            handle.renew(self._spawn(rank, settings))
+        self._presence.away = False
+        gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
+
+    def load_again(self, source: Path | CopyPlace | None) -> list[Layout]:
+        return gather(self._processes.begin(RankProcess.load, source), _START_DEADLINE_S)
+
+    def copy_place(self, folder: Path) -> CopyPlace:
+        """Where a copy of that name is, for the ranks that are there now."""
+        return CopyPlace(folder, tuple(slot.machine for slot in self._slots))
+
+    def complete_copy(self, place: CopyPlace, files: Mapping[str, FileRecord]) -> list[str]:
+        """Machines give each other what they lack; what none of them has."""
+        found = self._processes.begin(RankProcess.complete_copy, place, dict(files))
+        return gather(found, _START_DEADLINE_S)[0]
+
+    def describe(self) -> str:
+        """How far `load` is."""
+        num_ranks = len(self._processes.handles)
+        if not num_ranks:
+            return "no trainer"
+        if not self._loaded:
+            return "trainer ranks wait for the engines"
+        up = sum(future.done() for future in self._loaded)
+        return (
+            f"{up} of {num_ranks} trainer ranks are up" if up < num_ranks else "trainer ranks load the model"
+        )
+
+
+class TrainGroup:
+    """The ranks with their model. `layouts`: the place of each in the parallel dimensions."""
+
+    def __init__(self, args: Args, runtime: Runtime, ranks: Ranks[TrainActor], layouts: Sequence[Layout]):
+        self._args, self._runtime, self.ranks, self.layouts = args, runtime, ranks, layouts
+
+    def train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
+        """Splits the batch over the ranks, which train on it; returns the report, which is the same on all.
+
+        `batch` None, or no ranks: rollouts are made and nothing learns from them (--debug-rollout-only).
+        """
+        if batch is None or not self.layouts:
+            return StepReport({}, [], [])
+        first = self.layouts[0]
+        shares = split_for_ranks(self._args, batch, first.dp_size, cp_size=first.cp_size)
+        refs = [self._runtime.put(share) for share in shares]
+        try:
+            futures = [
+                handle.call(TrainActor.train, rollout_id, refs[layout.dp_rank])
+                for handle, layout in zip(self.ranks.handles, self.layouts, strict=True)
+            ]
+            return gather(futures)[0]
+        finally:
+            for ref in refs:
+                ref.drop()
+
+    def score(self, batch: RolloutBatch) -> tuple[list[list[float]], float]:
+        """Log-probs of each sample's response, which nothing learns from, and how far engines may differ."""
+        first, whole = self.layouts[0], self._args.replace(global_batch_size=None)
+        shares = split_for_ranks(whole, batch, first.dp_size, cp_size=first.cp_size)
+        answers = gather(
+            [
+                handle.call(TrainActor.score, shares[layout.dp_rank])
+                for handle, layout in zip(self.ranks.handles, self.layouts, strict=True)
+            ]
+        )
+        found: dict[int, list[float]] = {}
+        for by_sample, _ in answers:
+            found |= by_sample
+        return [found[index] for index in batch["sample_indices"]], answers[0][1]
+
+
+def _threads(args: Args, slots: Sequence[Slot]) -> int:
+    """A share of a machine's cores for each rank."""
+    crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
+    return args.trainer_threads or max(1, (os.cpu_count() or 1) // crowd)

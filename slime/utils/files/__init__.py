@@ -1,0 +1,1 @@
+"""Files of runs and checkpoints: written whole, locked, checksummed, and read without running code."""

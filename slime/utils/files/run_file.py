@@ -1,0 +1,307 @@
+"""`run.json`: what the folder of a run says of the run it belongs to.
+
+    {"id": "3f9c01aa", "name": "tiny-1234", "start": "2026-03-01T12:00:00+00:00", "end": null, "exit": null,
+     "resumed": null, "checkpoints": "/runs/ckpt",
+     "settings": {"lr": {"value": 1e-06, "source": "default"}, ...},
+     "versions": {"torch": "2.11.0", ...}, "machine": {"host": "a", ...},
+     "earlier": [{"start": ..., "end": ..., "exit": ..., "settings": ..., ...}]}
+
+A folder belongs to one run. Resuming continues it: the start before moves to `earlier`, and id and name stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import platform
+import secrets
+import socket
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import FolderTaken
+from slime.utils.files.folder_lock import is_locked
+from slime.utils.files.step_folders import read_step, same_folder, step_folders
+
+_NAMED = 5  # runs in a message
+RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
+_PACKAGES = (
+    "slime",
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "ray",
+    "sglang",
+    "megatron-core",
+    "flash-attn",
+)
+_FINISHED, _LOST = "finished", "lost: the process ended without a word"
+_SECRET = "********"  # what stands for one in the settings
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a run. `end` and `exit` None: it runs, or
+    was killed. `resumed`: the checkpoint it went on from.
+    """
+
+    start: str
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    checkpoints: str | None = None  # where it saves
+    resumed: dict[str, Any] | None = None
+    end: str | None = None
+    exit: str | None = None
+    restarts: tuple[dict[str, Any], ...] = ()  # of the trainer: when, at which step, why, from what
+
+    @property
+    def told_restarts(self) -> str:
+        """A sentence on the restarts; empty where there was none."""
+        if not self.restarts:
+            return ""
+        last, times = self.restarts[-1], len(self.restarts)
+        often = "once" if times == 1 else f"{times} times"
+        return f"trainer restarted {often}, last at step {last['step']} ({last['time']}): {last['cause']}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The run of a folder: its current or last start, and those before."""
+
+    id: str
+    name: str
+    last: Start
+    earlier: tuple[Start, ...] = field(default=())
+
+    @property
+    def num_starts(self) -> int:
+        return len(self.earlier) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What `--load` asks for: the folder, and the run whose checkpoint is taken from it.
+
+    `run_id` None: there is no checkpoint in it yet, so that the run, if it was started before, begins anew.
+    """
+
+    folder: str
+    run_id: str | None
+
+    def continues(self, record: RunRecord | None) -> bool:
+        """Whether it goes on with the run of a folder. None: a
+        folder of an earlier version, which says nothing of its run.
+        """
+        if record is None:
+            return True
+        return record.id == self.run_id or same_folder(record.last.checkpoints, self.folder)
+
+
+def resumption_of(load: str | None, step: int | None, finetune: bool) -> Resumption | None:
+    """None: a new run, whatever weights it starts from."""
+    if load is None or finetune:
+        return None
+    steps = step_folders(load)
+    with contextlib.suppress(ValueError, KeyError):  # one that cannot be read is told where it is loaded
+        return Resumption(load, read_step(steps[max(steps) if step is None else step]).manifest.run_id)
+    return Resumption(load, None)
+
+
+def is_used(folder: Path) -> bool:
+    """Whether a run has logged something here. One that ended before that has left nothing to mix with."""
+    file = folder / METRICS_FILE
+    return file.is_file() and file.stat().st_size > 0
+
+
+def choose_run_folder(base: str, resumption: Resumption | None) -> str:
+    """The folder of the run that is resumed among `base`,
+    `base-2`, ..., or else the first of them that is free.
+    """
+    free: str | None = None
+    names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+    while True:
+        name = next(names)
+        folder = Path(name)
+        if is_used(folder):
+            if resumption is not None and resumption.continues(read_run(folder)):
+                return name
+        elif free is None and not is_locked(folder, "--run-dir"):
+            free = name
+        if free is not None and not folder.exists():
+            return free
+
+
+# Settings in which two starts of one run may differ.
+_OF_A_START = {
+    "load",
+    "run_dir",
+    "auto_resume",
+    "ckpt_step",
+    "log_level",
+    "quiet",
+    "show_sample_every",
+    "dry_run",
+    "max_restarts",
+    "peer_copies",
+    "restart_wait_s",
+    "elastic",
+}
+
+
+def goes_on_with(folder: Path, settings: dict[str, Any], save: str) -> bool:
+    """Whether a folder holds a run with these settings that saves there and did not finish."""
+    record = read_run(folder)
+    if record is None or record.last.exit == _FINISHED or not same_folder(record.last.checkpoints, save):
+        return False
+    known = {name: entry["value"] for name, entry in record.last.settings.items()}
+    settings = {name: _as_written(value) for name, value in settings.items()}
+    names = (known.keys() & settings.keys()) - _OF_A_START
+    return bool(names) and all(known[name] in (settings[name], _SECRET) for name in names)
+
+
+def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
+    """What a resumed run does otherwise: by name, the value in the start before and in this one."""
+    if not record.earlier:
+        return {}
+    before, now = (
+        {name: _as_written(entry["value"]) for name, entry in start.settings.items()}
+        for start in (record.earlier[-1], record.last)
+    )
+    names = sorted((before.keys() & now.keys()) - _OF_A_START)
+    return {name: (before[name], now[name]) for name in names if before[name] != now[name]}
+
+
+def _as_written(value: Any) -> Any:
+    """A setting as it comes back from run.json."""
+
+    def plain(part: Any) -> Any:
+        return asdict(part) if is_dataclass(part) and not isinstance(part, type) else str(part)
+
+    return json.loads(json.dumps(value, default=plain))
+
+
+def open_run_file(
+    folder: Path,
+    settings: dict[str, Any],
+    checkpoints: str | None,
+    resumption: Resumption | None,
+    resumed: dict[str, Any] | None,
+) -> RunRecord:
+    """The record of the run that starts in `folder`; the caller
+    holds its lock. FolderTaken: it belongs to another run.
+    """
+    before = read_run(folder)
+    goes_on = resumption is not None and resumption.continues(before)
+    if is_used(folder) and not goes_on:
+        raise FolderTaken(
+            f"--run-dir {folder} belongs to {_describe(before)}: give another folder, or go on with that run "
+            "(--load with the folder of its --save)."
+        )
+    start = Start(_now(), settings, _versions(_PACKAGES), _machine(), checkpoints, resumed)
+    if goes_on and before is not None:
+        record = replace(before, last=start, earlier=(*before.earlier, _as_ended(before.last)))
+    else:
+        known = resumption.run_id if resumption is not None and goes_on and is_used(folder) else None
+        record = RunRecord(known or secrets.token_hex(4), folder.name, start)
+    write_run(folder, record)
+    return record
+
+
+def close_run_file(folder: Path, error: BaseException | None, stopped: str | None = None) -> None:
+    """The end of the current start, and why. `stopped`: it was asked to end before its last step."""
+    record = read_run(folder)
+    if record is not None:
+        cause = stopped if error is None and stopped else _cause(error)
+        write_run(folder, replace(record, last=replace(record.last, end=_now(), exit=cause)))
+
+
+def add_restart(folder: Path, restart: dict[str, Any]) -> None:
+    """The trainer of the current start was lost and begins again."""
+    record = read_run(folder)
+    if record is not None:
+        restarts = (*record.last.restarts, {"time": _now(), **restart})
+        write_run(folder, replace(record, last=replace(record.last, restarts=restarts)))
+
+
+def read_run(folder: Path) -> RunRecord | None:
+    """None: there is no run.json, or none that can be read."""
+    try:
+        data = json.loads((folder / RUN_FILE).read_bytes())
+        earlier = tuple(Start(**entry) for entry in data.pop("earlier"))
+        names = {"id", "name"}
+        return RunRecord(
+            data["id"], data["name"], Start(**{k: v for k, v in data.items() if k not in names}), earlier
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def no_run(folder: Path) -> str:
+    """Why there is no run in this folder; runs that lie in it, as those of a quick start do, are named."""
+    if not folder.is_dir():
+        return f"{folder}: there is no such folder."
+    text = f"{folder} is no folder of a run: run.json is missing or cannot be read"
+    inside = sorted(str(file.parent) for file in folder.glob(f"*/{RUN_FILE}"))
+    if not inside:
+        return f"{text}."
+    return f"{text}. In it are the runs {', '.join(inside[:_NAMED])}" + (", ..." if inside[_NAMED:] else ".")
+
+
+def write_run(folder: Path, record: RunRecord) -> None:
+    """Writes the file by one rename: whoever reads it finds a whole one."""
+    data = {
+        "id": record.id,
+        "name": record.name,
+        **asdict(record.last),
+        "earlier": [asdict(s) for s in record.earlier],
+    }
+    temporary = folder / f"{RUN_FILE}.tmp"
+    temporary.write_text(json.dumps(data, indent=1, default=str))
+    temporary.rename(folder / RUN_FILE)
+
+
+def _as_ended(start: Start) -> Start:
+    return start if start.exit is not None else replace(start, exit=_LOST)
+
+
+def _cause(error: BaseException | None) -> str:
+    if error is None:
+        return _FINISHED
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"{type(error).__name__}: {error}"
+
+
+def _describe(record: RunRecord | None) -> str:
+    if record is None:
+        return "an earlier run (it holds metrics, and no run.json that says of which)"
+    return f"run {record.id}, started {record.last.start} ({record.last.exit or 'not ended'})"
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "pid": os.getpid(),
+    }

@@ -1,0 +1,217 @@
+"""The folders that `--save` fills, one complete checkpoint
+each, and the manifest by which each says what it holds.
+
+    <save>/step_0000007/manifest.json    rollout, run, number of pushes; checksums of all files
+
+A folder that ends in .tmp was interrupted, one that ends in .aside was replaced; neither is ever read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime.utils.files.checksums import FileRecord, checksum_of, find_damage
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 2  # 1 had no checksums
+MANIFEST, TRAINER = "manifest.json", "trainer"
+_STEP = re.compile(r"step_(\d{7,})")
+_NAMED = 6  # files of a damaged checkpoint that a message lists
+
+
+class DamagedCheckpoint(ValueError):
+    """What is there is not what was written; the message names file and reason."""
+
+
+class NewerCheckpoint(ValueError):
+    """Written by a later version of slime."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself. `files` None: it was written before checksums were kept."""
+
+    rollout_id: int
+    run_id: str
+    num_pushes: int
+    files: Mapping[str, FileRecord] | None = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The manifest as JSON, with a checksum of its own in it."""
+        files = {
+            name: [record.num_bytes, record.checksum] for name, record in sorted((self.files or {}).items())
+        }
+        data = {
+            "format_version": FORMAT_VERSION,
+            "rollout_id": self.rollout_id,
+            "run_id": self.run_id,
+            "num_pushes": self.num_pushes,
+            "files": files,
+        }
+        return json.dumps({**data, "checksum": _own_checksum(data)}, indent=1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFolder:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def trainer(self) -> Path:
+        return self.path / TRAINER
+
+    def damage(self, *, read: bool) -> list[str]:
+        """`file: why` for each file that is not what was written; without `read` by size alone."""
+        return find_damage(self.path, self.manifest.files or {}, read=read)
+
+
+DamageOf = Callable[[StepFolder], list[str]]
+
+
+def by_size(folder: StepFolder) -> list[str]:
+    return folder.damage(read=False)
+
+
+def by_content(folder: StepFolder) -> list[str]:
+    return folder.damage(read=True)
+
+
+def step_folders(folder: str | Path) -> dict[int, Path]:
+    """Rollout id -> its checkpoint, for the complete checkpoints in `folder`."""
+    found = {int(m[1]): p for p in Path(folder).glob("step_*") if (m := _STEP.fullmatch(p.name))}
+    return {step: path for step, path in found.items() if path.is_dir()}
+
+
+def same_folder(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()
+
+
+def step_path(folder: str | Path, rollout_id: int) -> Path:
+    return Path(folder) / f"step_{rollout_id:07d}"
+
+
+def read_step(path: Path) -> StepFolder:
+    """A checkpoint with its manifest; DamagedCheckpoint or NewerCheckpoint where that cannot be read."""
+    return StepFolder(path, _manifest_of(_read_json(path / MANIFEST), path))
+
+
+def find_step(
+    folder: str | Path,
+    step: int | None = None,
+    *,
+    flag: str = "--ckpt-step",
+    damage_of: DamageOf = by_size,
+    latest: int | None = None,
+) -> StepFolder | None:
+    """The checkpoint of rollout `step`, or the latest that is whole; None: the folder holds no checkpoints.
+
+    One that is damaged is named, and the one before it is taken, unless the step was chosen:
+    then it is offered. Those after `latest` are passed over: they are known to be damaged.
+    """
+    steps = {
+        number: path for number, path in step_folders(folder).items() if latest is None or number <= latest
+    }
+    if step is not None and step not in steps:
+        found = ", ".join(map(str, sorted(steps))) or "none"
+        raise ValueError(f"{flag} is {step}: {folder} has checkpoints of rollouts {found}")
+    damaged: list[str] = []
+    for number in sorted(steps, reverse=True) if step is None else [step]:
+        before = max((other for other in steps if other < number), default=None)
+        offer = f", or try {flag} {before}, the one before it" if before is not None else ""
+        try:
+            found_step = read_step(steps[number])
+            reasons = damage_of(found_step)
+        except NewerCheckpoint as error:
+            raise ValueError(f"{error}: resume with the version of slime that wrote it{offer}") from None
+        except DamagedCheckpoint as error:
+            reasons = [str(error)]
+        if not reasons:
+            if damaged:
+                logger.warning("going on from the checkpoint before: %s", found_step.path)
+            return found_step
+        text = f"checkpoint {steps[number]} is damaged: {_listed(reasons)}"
+        if step is not None:
+            raise ValueError(f"{text}; restore it{offer}")
+        logger.error("%s", text)
+        damaged.append(text)
+    if damaged:
+        raise ValueError(f"{folder} holds no checkpoint that is whole:\n" + "\n".join(damaged))
+    return None
+
+
+def check_trainer_folder(folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
+    """Raise where the trainer's part of a checkpoint is not what was written: file and why.
+
+    `share` (i, n): the i-th of n processes that read it checks
+    its part. A folder outside of a checkpoint has no manifest.
+    """
+    if folder.name != TRAINER or not (folder.parent / MANIFEST).is_file():
+        return
+    files = read_step(folder.parent).manifest.files or {}
+    mine = sorted(name for name in files if name.startswith(f"{TRAINER}/"))[share[0] :: share[1]]
+    damage = find_damage(folder.parent, {name: files[name] for name in mine})
+    if damage:
+        raise DamagedCheckpoint(f"checkpoint {folder.parent} is damaged: {_listed(damage)}")
+
+
+def _listed(reasons: list[str]) -> str:
+    more = f"; and {len(reasons) - _NAMED} more files" if len(reasons) > _NAMED else ""
+    return "; ".join(reasons[:_NAMED]) + more
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{file.name}: the file is missing") from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{file.name}: it cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{file.name}: it is not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise DamagedCheckpoint(f"{file.name}: it holds a {type(data).__name__} instead of an object")
+    return data
+
+
+def _manifest_of(data: dict[str, Any], path: Path) -> Manifest:
+    """Keys that this version does not know are left alone; those it needs have their types."""
+    version = _field(data, "format_version", int)
+    intact = data.get("checksum") == _own_checksum({k: v for k, v in data.items() if k != "checksum"})
+    if version > FORMAT_VERSION:
+        doubt = "" if intact else " (or its manifest has been changed: its checksum does not fit)"
+        raise NewerCheckpoint(
+            f"{path} has checkpoint format {version}, this version of slime reads up to "
+            f"{FORMAT_VERSION}{doubt}"
+        )
+    if version > 1 and not intact:
+        raise DamagedCheckpoint(f"{MANIFEST}: its content has changed (its checksum does not fit)")
+    files = _files_of(_field(data, "files", dict)) if version > 1 else None
+    return Manifest(
+        _field(data, "rollout_id", int), _field(data, "run_id", str), _field(data, "num_pushes", int), files
+    )
+
+
+def _files_of(entries: dict[str, Any]) -> dict[str, FileRecord]:
+    try:
+        return {name: FileRecord(int(size), str(checksum)) for name, (size, checksum) in entries.items()}
+    except (TypeError, ValueError):
+        raise DamagedCheckpoint(f"{MANIFEST}: an entry of `files` is not [size, checksum]") from None
+
+
+def _field(data: dict[str, Any], name: str, kind: type) -> Any:
+    if not isinstance(data.get(name), kind) or isinstance(data[name], bool):
+        raise DamagedCheckpoint(f"{MANIFEST}: `{name}` is missing or not of type {kind.__name__}")
+    return data[name]
+
+
+def _own_checksum(data: dict[str, Any]) -> str:
+    return checksum_of(json.dumps(data, sort_keys=True).encode())

@@ -1,0 +1,1 @@
+"""This machine and its processes: devices, shared memory, children, stacks and signs of life."""
