@@ -82,7 +82,7 @@ def provide_model(
     if not isinstance(model, PackedGPTModel):
         raise ValueError(
             f"--custom-model-provider-path {path} returned a {type(model).__name__}: the trainer runs "
-            "packed samples, so it needs a slime.backends.megatron.modules.model.PackedGPTModel (a GPTModel); "
+            "packed samples and needs a slime.backends.megatron.modules.model.PackedGPTModel (a GPTModel): "
             "take the `build` keyword and change what it returns."
         )
     return model
