@@ -59,7 +59,7 @@ def main() -> None:
 
 def start_run(folder: Path) -> psutil.Popen:
     """The quick start, which does not end before we do."""
-    words = ["quickstart", "--run-dir", str(folder), "--num-rollout", "100000", "--quiet"]
+    words = ["quickstart", "--run-dir", str(folder), "--num-rollout", "1000", "--quiet"]
     run = psutil.Popen([sys.executable, "-m", "slime", *words], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + PATIENCE_S
     while num_steps(folder / "rl") < 3:

@@ -386,18 +386,22 @@ def history(connection: sqlite3.Connection, prompt_hash: int, limit: int = 200) 
 
 
 def repeated_prompts(connection: sqlite3.Connection, kind: str, limit: int = 100) -> list[dict[str, Any]]:
-    """Prompts of the last rollout or evaluation that occurred before: what a before and after can show."""
+    """Prompts of the last rollout or evaluation, those whose mean reward has risen most since their first
+    occurrence before the others.
+    """
+    mean = "(SELECT avg(s.reward) FROM samples s WHERE s.group_row = {})"
+    first = "(SELECT min(b.id) FROM groups b WHERE b.prompt_hash = g.prompt_hash AND b.dataset IS g.dataset)"
     rows = connection.execute(
         "SELECT g.prompt_hash, substr(g.prompt, 1, 160), g.dataset, (SELECT count(*) FROM groups b "
-        "WHERE b.prompt_hash = g.prompt_hash) AS seen FROM groups g WHERE g.rollout = ("
+        f"WHERE b.prompt_hash = g.prompt_hash) AS seen, {mean.format(first)}, {mean.format('g.id')} "
+        "FROM groups g WHERE g.rollout = ("
         "SELECT id FROM rollouts WHERE kind = ? AND NOT pruned ORDER BY rollout_id DESC LIMIT 1) "
         "ORDER BY g.id LIMIT ?",
         (kind, limit),
     )
-    return [
-        {"prompt_hash": str(number), "prompt": prompt, "dataset": dataset, "seen": seen}
-        for number, prompt, dataset, seen in rows
-    ]
+    names = ("prompt_hash", "prompt", "dataset", "seen", "before", "after")
+    found = [dict(zip(names, (str(row[0]), *row[1:]), strict=True)) for row in rows]
+    return sorted(found, key=lambda row: (row["before"] or 0.0) - (row["after"] or 0.0))
 
 
 def outcomes(connection: sqlite3.Connection, width: int = 400) -> list[dict[str, Any]]:

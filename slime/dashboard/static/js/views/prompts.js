@@ -7,6 +7,9 @@ import { csv } from "../export.js";
 
 export const title = "Before / after";
 
+// "0.25 → 1 (6×)": the mean reward then and now, and how often the prompt occurred.
+const change = (p) => `${p.seen > 1 && p.before !== null && p.after !== null ? `${num(p.before, 2)} → ${num(p.after, 2)} ` : ""}(${p.seen}×)`;
+
 export async function render(main, context) {
   const key = context.keys[0];
   const kinds = context.params.kind ? [context.params.kind] : ["eval", "train"];
@@ -34,8 +37,8 @@ export async function render(main, context) {
       h("div", { class: "beforeafter" }, boxes.map((entry, i) => h("div", {}, h("h3", {}, `${i ? "After" : "Before"}: step ${entry.step}${entry.dataset ? `, ${entry.dataset}` : ""}`), h("p", {}, `mean reward ${num(entry.reward, 3)} of ${entry.samples}, best ${num(entry.best, 3)}, ${num(entry.length, 3)} tokens `, h("a", { href: link("samples", { runs: run, kind: entry.kind, step: entry.step, id: entry.id }) }, "open")), h("pre", { class: "text mono" }, entry.response)))),
       groups.length > 2 && h("details", {}, h("summary", {}, `all ${groups.length} times`), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Step", "Reward", "Tokens", "Became", "First answer"].map((name) => h("th", {}, name)))), h("tbody", {}, groups.map((entry) => h("tr", {}, h("td", {}, h("a", { href: link("samples", { runs: run, kind: entry.kind, step: entry.step, id: entry.id }) }, entry.step)), h("td", { class: "num" }, num(entry.reward, 3)), h("td", { class: "num" }, num(entry.length, 3)), h("td", {}, entry.outcome), h("td", {}, entry.response.slice(0, 200))))))))];
   }
-  const list = h("div", { class: "scroll panel plist" }, prompts.map((p) => h("div", {}, h("button", { class: "small", type: "button", value: p.prompt_hash, onclick: () => show(p.prompt_hash) }, `${p.prompt.replace(/\s+/g, " ").slice(0, 70)} (${p.seen}×)`))));
-  fill(main, h("p", { class: "dim" }, kind === "eval" ? "Prompts of the last evaluation. Choose one to see how the answers changed." : "Prompts of the last rollout. Choose one to see how the answers changed."), h("div", { class: "split narrow" }, list, pane));
+  const list = h("div", { class: "scroll panel plist" }, prompts.map((p) => h("div", {}, h("button", { class: "small", type: "button", value: p.prompt_hash, onclick: () => show(p.prompt_hash) }, `${p.prompt.replace(/\s+/g, " ").slice(0, 70)} ${change(p)}`))));
+  fill(main, h("p", { class: "dim" }, kind === "eval" ? "Prompts of the last evaluation. The reward of those above rose most. Choose one to see how the answers changed." : "Prompts of the last rollout. The reward of those above rose most. Choose one to see how the answers changed."), h("div", { class: "split narrow" }, list, pane));
   await show(context.params.prompt || (prompts.find((p) => p.seen > 1) || prompts[0]).prompt_hash);
   return {};
 }
