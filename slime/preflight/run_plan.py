@@ -41,6 +41,7 @@ _PROMPT = 128  # tokens, where nothing is known of the prompts
 _STEP_S = 0.005  # of an engine or a micro-batch, however small the model
 _LOGITS = 512 << 20  # one block of them with its gradient
 _KV_SHARE, _KV_ON_CPU = 0.4, 256 << 20  # as the embedded engine takes it
+_PROBE, _PROBES = 384, 32  # rows of the matrices whose product is timed, and how often
 _PROCESS = 600 << 20  # Python with its libraries, which stands where the model is if there is no GPU
 
 
@@ -277,9 +278,13 @@ def _operations_per_second(item: int, device: Device) -> float:
         gpu = torch.cuda.get_device_properties(0)
         each = _OPERATIONS.get(gpu.major + gpu.minor / 10, 1024) / (1 if item == 2 else 8)
         return float(gpu.multi_processor_count * each * getattr(gpu, "clock_rate", 1_700_000) * 1000)
-    matrix = torch.ones(384, 384)
-    matrix @ matrix  # the first one wakes threads up
-    started = time.perf_counter()
-    for _ in range(4):
-        matrix @ matrix
-    return 4 * 2 * 384**3 / max(time.perf_counter() - started, 1e-6)
+    matrix, best, threads = torch.ones(_PROBE, _PROBE), float("inf"), torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other where other programs run as well
+    try:
+        for _ in range(_PROBES):  # the fastest counts: others were interrupted
+            started = time.perf_counter()
+            matrix @ matrix
+            best = min(best, time.perf_counter() - started)
+    finally:
+        torch.set_num_threads(threads)
+    return threads * 2 * _PROBE**3 / max(best, 1e-6)
