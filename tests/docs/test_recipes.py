@@ -1,6 +1,8 @@
 """Every recipe is read by the same parser as `--config`, with its plug-ins, and says what it is."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ def test_a_recipe_is_read_as_a_run_would_read_it(name, tmp_path, monkeypatch):
     world = make_world(tmp_path)
     monkeypatch.chdir(world)
     values = yaml.safe_load(Path(name).read_text())
+    subprocess.run([sys.executable, "recipes/laptop/make_data.py", "--rows", "4"], check=True)
     provide(world, [str(value) for value in values.values()])
     for key in ("hf-checkpoint", "opd-teacher-load"):
         if str(values.get(key)).startswith(("runs/", "models/")):
