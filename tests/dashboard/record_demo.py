@@ -25,7 +25,7 @@ PACKED = Path(dashboard.__file__).parent / "demo" / "demo.tar.xz"
 KEPT = ("metrics.jsonl", "run.json", "record.db", "logs")
 PICTURES = {
     "overview": "#/overview",
-    "samples": "#/samples?kind=train&order=spread",
+    "samples": "#/samples?kind=train&order=difference",
     "prompts": "#/prompts",
     "curves_dark": "#/curves",
     "timeline": "#/timeline?step=2",
@@ -75,13 +75,13 @@ def take_pictures() -> None:
         for name, place in PICTURES.items():
             dark = name.endswith("dark")
             page = browser.new_page(
-                viewport={"width": 1180, "height": 900 if name == "timeline" else 720},
+                viewport={"width": 1180, "height": 1100 if name == "timeline" else 720},
                 color_scheme="dark" if dark else "light",
             )
-            page.goto(url + place)
-            page.wait_for_load_state("networkidle")
+            page.goto(f"{url}/{place}")
+            page.wait_for_selector("body[data-ready]")
             if name == "samples":
-                page.keyboard.press("ArrowDown")
+                page.locator("#row-2").click()
             page.wait_for_timeout(1500)
             page.screenshot(path=ROOT / "docs" / "images" / f"dashboard_{name}.png")
         browser.close()

@@ -120,6 +120,14 @@ def test_an_answer_has_the_text_probability_version_mask_and_advantage_of_its_to
     assert [entry["step"] for entry in history] == [0, 1, 2, 3, 4, 5]
 
 
+def test_prompts_are_listed_by_how_much_their_reward_rose(world):
+    found = answer(f"{world[0]}/api/runs/good/prompts?kind=train")
+    rises = [row["after"] - row["before"] for row in found]
+    assert rises == sorted(rises, reverse=True) and rises[0] > 0
+    history = answer(f"{world[0]}/api/runs/good/prompts/{found[0]['prompt_hash']}")
+    assert [history[0]["reward"], history[-1]["reward"]] == [found[0]["before"], found[0]["after"]]
+
+
 def test_the_timeline_packs_spans_of_a_lane_into_rows(world):
     found = answer(f"{world[0]}/api/runs/good/timeline?step=1")
     lanes = {lane["name"]: lane for lane in found["lanes"]}

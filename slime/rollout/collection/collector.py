@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_IN_A_ROW = 32  # groups; then it is the engines, not the prompts
 
+# Logged as 0 too, so that their curves have a value at every step; troubles are logged where they occur.
+_ALWAYS_COUNTED = ("kept", "filtered", "returned")
+
 
 class GroupFailed(RunStopped):
     """A group could not be generated or scored within its attempts."""
@@ -102,9 +105,10 @@ class Collector(abc.ABC):
         return self.kept
 
     def metrics(self) -> dict[str, Any]:
+        counts = dict.fromkeys(_ALWAYS_COUNTED, 0) | self.counts
         return {
             **self._drops.collect(),
-            **{f"rollout/groups/{name}": n for name, n in sorted(self.counts.items())},
+            **{f"rollout/groups/{name}": n for name, n in sorted(counts.items())},
             **self.waste.metrics(self.kept),
         }
 
