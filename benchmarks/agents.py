@@ -6,7 +6,9 @@
 2. Python memory per open session beyond its tokens.
 3. CPU time to build the prompt of a turn in a session of 200 turns against one of 10: of all, of the last;
    from the whole conversation, as chat clients send it, and from new messages alone (`turn(after=...)`).
-4. With --engine: share of prompt tokens that the embedded engine finds in its prefix cache, tiny model.
+4. The same behind HTTP: CPU time of the adapter's thread for a turn of a client that sends the whole
+   conversation every time, as chat clients do, in sessions of 10 and of 200 turns.
+5. With --engine: share of prompt tokens that the embedded engine finds in its prefix cache, tiny model.
 
     python benchmarks/agents.py [--sessions 1000] [--engine] [--json out.json]
 """
@@ -14,6 +16,7 @@
 import argparse
 import asyncio
 import gc
+import http.client
 import json
 import multiprocessing
 import os
@@ -23,6 +26,7 @@ import tempfile
 import time
 import tracemalloc
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from aiohttp import web
@@ -126,14 +130,20 @@ def fake_instant_engine(pipe: Any, ids: list[int]) -> None:
     asyncio.run(serve())
 
 
-def adapter_against_client(sessions: int) -> dict[str, Any]:
-    tokenizer = byte_tokenizer()
+def engine_process(tokenizer: Any) -> tuple[multiprocessing.Process, str]:
+    """FakeInstantEngine and its address."""
     ours, theirs = multiprocessing.Pipe()
     engine = multiprocessing.Process(
         target=fake_instant_engine, args=(theirs, answer_ids(tokenizer)), daemon=True
     )
     engine.start()
-    adapter = AgentAdapter(tokenizer, f"http://127.0.0.1:{ours.recv()}").start()
+    return engine, f"http://127.0.0.1:{ours.recv()}"
+
+
+def adapter_against_client(sessions: int) -> dict[str, Any]:
+    tokenizer = byte_tokenizer()
+    engine, address = engine_process(tokenizer)
+    adapter = AgentAdapter(tokenizer, address).start()
     sdk = ROOT / ".venv-agents" / "bin" / "python"
     kind, python = ("openai", str(sdk)) if sdk.exists() else ("aiohttp", sys.executable)
     for n in range(sessions):
@@ -158,6 +168,56 @@ def adapter_against_client(sessions: int) -> dict[str, Any]:
         "adapter_ms": 1e3 * used / turns,
         "client_ms": 1e3 * client["cpu_s"] / turns,
         "ratio": used / client["cpu_s"],
+    }
+
+
+def talk(adapter: AgentAdapter, key: str, num_turns: int) -> list[float]:
+    """CPU seconds of the adapter's thread for each turn of one session."""
+    adapter.open_session(key)
+    handle = adapter.handle
+    assert handle is not None and handle.thread.ident is not None
+    clock = time.pthread_getcpuclockid(handle.thread.ident)
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    connection = http.client.HTTPConnection(handle.host, handle.port)
+    messages = [{"role": "system", "content": "Be brief. " * 20}, {"role": "user", "content": "begin"}]
+    times = []
+    for turn in range(num_turns):
+        body = json.dumps({"messages": messages, "model": "m"})
+        started = time.clock_gettime(clock)
+        connection.request("POST", "/v1/chat/completions", body, headers)
+        answer = json.loads(connection.getresponse().read())
+        times.append(time.clock_gettime(clock) - started)
+        following = f"a question of some words, the {turn}th of them"
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        messages.append({"role": "user", "content": following})
+    connection.close()
+    adapter.drop_session(key)
+    return times
+
+
+def long_sessions(rounds: int = 5) -> dict[str, float]:
+    """Mean over all turns, and over the last five, of sessions of 10 and of 200 turns, in turn."""
+    tokenizer = byte_tokenizer()
+    engine, address = engine_process(tokenizer)
+    adapter = AgentAdapter(tokenizer, address).start()
+    all_turns: dict[int, list[float]] = {10: [], 200: []}
+    last_turns: dict[int, list[float]] = {10: [], 200: []}
+    try:
+        talk(adapter, "first", 20)
+        for number in range(rounds):
+            for length in (*[10] * 10, 200):
+                times = talk(adapter, f"{number}-{length}", length)
+                all_turns[length] += times
+                last_turns[length] += times[-5:]
+    finally:
+        adapter.stop()
+        engine.terminate()
+        engine.join()
+    return {
+        "session_10_ms": 1e3 * mean(all_turns[10]),
+        "session_200_ms": 1e3 * mean(all_turns[200]),
+        "ratio": mean(all_turns[200]) / mean(all_turns[10]),
+        "ratio_of_last_turns": mean(last_turns[200]) / mean(last_turns[10]),
     }
 
 
@@ -304,14 +364,15 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     told: dict[str, Any] = {"memory": memory(), "prompt": prompt_cost()}
+    told["long_sessions"] = long_sessions()
     told["http"] = adapter_against_client(options.sessions)
     if options.engine:
         told["prefix_cache"] = prefix_cache()
-    http = told["http"]
+    beside = told["http"]
     print(
-        f"CPU per turn: adapter {http['adapter_ms']:.2f} ms, {http['client']} client "
-        f"{http['client_ms']:.2f} ms: ratio {http['ratio']:.2f} (at most 1.5); "
-        f"{http['turns']} turns, {http['turns_per_s']:.0f}/s"
+        f"CPU per turn: adapter {beside['adapter_ms']:.2f} ms, {beside['client']} client "
+        f"{beside['client_ms']:.2f} ms: ratio {beside['ratio']:.2f} (at most 1.5); "
+        f"{beside['turns']} turns, {beside['turns_per_s']:.0f}/s"
     )
     print(
         f"memory of a session beyond its tokens: {told['memory']['kib_beyond_tokens']:.1f} KiB (at most 50)"
@@ -322,6 +383,12 @@ def main() -> None:
         f"{prompt['session_200_us']:.0f} us in one of 200: ratio {prompt['ratio']:.2f} (at most 1.3); "
         f"of their last turns {prompt['ratio_of_last_turns']:.2f}; with `after` alone "
         f"{prompt['ratio_after']:.2f} and {prompt['ratio_after_of_last_turns']:.2f}"
+    )
+    long = told["long_sessions"]
+    print(
+        f"a turn behind HTTP, all of it sent: {long['session_10_ms']:.2f} ms in a session of 10, "
+        f"{long['session_200_ms']:.2f} ms in one of 200: ratio {long['ratio']:.2f} (at most 1.3); of their "
+        f"last turns {long['ratio_of_last_turns']:.2f}"
     )
     if options.engine:
         print(f"prefix cache: {told['prefix_cache']['hit_rate']:.3f} of prompt tokens (at least 0.9)")

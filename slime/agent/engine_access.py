@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from slime.agent.pictures import PromptImages
+from slime.agent.spelling import SpelledPrompts
 from slime.arguments import PluginArgs
 from slime.rollout.generation.requests import wrong_images
 from slime.rollout.generation.turnstile import current_turnstile
@@ -133,6 +134,7 @@ class EnginePolicy:
         self.url = url.rstrip("/")
         self.client = client or EngineClient(self.url)
         self.extra = dict(extra or {})  # of every request: `lora_path`, say
+        self._prompts = SpelledPrompts()
 
     async def complete(
         self,
@@ -179,6 +181,9 @@ class EnginePolicy:
     ) -> AsyncIterator[GenerateRequest]:
         """Requests until `made`, which the caller fills between two of them, has ended."""
         params, idle, turnstile = SamplingParams.from_json(dict(sampling)), 0, current_turnstile()
+        wire: Sequence[int] = (
+            images.wire_ids if images is not None else self._prompts.spelled(session, prompt_ids)
+        )
         while made.finish is None:
             scope = await turnstile.passing() if turnstile is not None else None
             left = params
@@ -190,7 +195,7 @@ class EnginePolicy:
                 left = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
             count = len(made.ids)
             yield GenerateRequest(
-                input_ids=[*(prompt_ids if images is None else images.wire_ids), *made.ids],
+                input_ids=[*wire, *made.ids] if made.ids else wire,
                 image_data=images.urls if images is not None else (),
                 num_prompt_tokens=len(prompt_ids) + count if images is not None else None,
                 forbidden_ids=frozenset() if images is None else frozenset((images.image_token_id,)),

@@ -19,7 +19,7 @@ import random
 import socket
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -137,6 +137,28 @@ def _origin(url: str) -> str:
     return "/".join(str(url).split("/", 3)[:3])
 
 
+class Spelled(list[Any]):
+    """A list whose JSON is known, as that of ids which are sent again and again; it is not to be changed."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, values: Iterable[Any], text: str) -> None:
+        super().__init__(values)
+        self.text = text  # within the brackets
+
+
+def _as_json(payload: Any) -> str:
+    """What `json.dumps` would write, without writing `Spelled` lists of the payload again."""
+    known = (
+        [name for name, value in payload.items() if type(value) is Spelled] if type(payload) is dict else []
+    )
+    if not known:
+        return json.dumps(payload)
+    spelled = [f"{json.dumps(name)}: [{payload[name].text}]" for name in known]
+    rest = json.dumps({name: value for name, value in payload.items() if name not in known})
+    return "{" + ", ".join(spelled) + (", " + rest[1:] if rest != "{}" else "}")
+
+
 class HttpError(RuntimeError):
     """An answer that is an error. `status` 0: no answer at all."""
 
@@ -155,7 +177,10 @@ def get_session() -> aiohttp.ClientSession:
         most = min(_MAX_CONNECTIONS, most_requests(files_each=3))
         connector = aiohttp.TCPConnector(limit=most, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S)
         session = aiohttp.ClientSession(
-            connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers={"User-Agent": CLIENT}
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"User-Agent": CLIENT},
+            json_serialize=_as_json,
         )
         _sessions[loop] = session
     return session

@@ -231,7 +231,7 @@ class GenerateRequest:
 
     def to_json(self) -> dict[str, Any]:
         out = {
-            "input_ids": list(self.input_ids),
+            "input_ids": self.input_ids if isinstance(self.input_ids, list) else list(self.input_ids),
             "sampling_params": self.sampling.to_json(),
             "return_logprob": self.return_logprob,
             "stream": self.stream,

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, content_parts, folded, function_tool, paired, text_parts
 from slime.agent.adapters.common import BaseAdapter, Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, count, invalid, number, want
@@ -29,22 +30,28 @@ _STOP_REASONS = {"length": "max_tokens"}
 class Messages(Dialect):
     path = "/v1/messages"
 
-    def read(self, body: dict[str, Any]) -> Call:
+    def read(self, request: Body) -> Call:
+        body = request.fields
         given = want(body.get("messages"), list, "messages", "a list")
         if count(body, "max_tokens") is None:
             raise invalid("max_tokens: Field required", "max_tokens")
-        messages: list[Message] = []
-        if body.get("system"):
-            messages.append({"role": "system", "content": _text(body["system"], "system")})
-        for place, message in enumerate(given):
-            _add_message(messages, message, f"messages.{place}")
+        system = body.get("system")
+
+        def read(start: int) -> list[Message]:
+            messages: list[Message] = []
+            if start == 0 and system:
+                messages.append({"role": "system", "content": _text(system, "system")})
+            for place, message in enumerate(given, start):
+                _add_message(messages, message, f"messages.{place}")
+            return paired(folded(messages), start)
+
         choice = want(body.get("tool_choice") or {"type": "auto"}, dict, "tool_choice", "an object").get(
             "type"
         )
         if choice not in ("auto", "none"):
             raise invalid("tool_choice: only auto and none are supported: a call cannot be forced here")
         return Call(
-            messages=paired(folded(messages)),
+            messages=request.messages(read),
             tools=_tools(body.get("tools")),
             sampling=_sampling(body),
             stream=want(body.get("stream") or False, bool, "stream", "a boolean"),

@@ -99,11 +99,12 @@ def _picture(address: Any, where: str) -> Shown:
         raise invalid(f"Invalid image: {error}.", where) from None
 
 
-def paired(messages: list[Message]) -> list[Message]:
+def paired(messages: list[Message], start: int = 0) -> list[Message]:
     """The same messages with the results of several calls in the order of the calls.
 
     Clients send results in the order in which tools ended; templates do not write which call each answers.
-    A result without a call, or a call without a result, is refused as the real endpoints do.
+    A result without a call, or a call without a result, is refused as the real endpoints do. `start` is the
+    number of messages before these.
     """
     out: list[Message] = []
     wanted: list[str] = []
@@ -115,14 +116,14 @@ def paired(messages: list[Message]) -> list[Message]:
             while end < len(messages) and messages[end]["role"] == "tool":
                 end += 1
             results = messages[at:end]
-            out.extend(_in_order(results, wanted, at))
+            out.extend(_in_order(results, wanted, start + at))
             wanted, at = [], end
             continue
         if wanted:
             raise invalid(
                 "An assistant message with 'tool_calls' must be followed by tool messages responding to each "
                 f"'tool_call_id'. These ids have no response: {', '.join(wanted)}",
-                f"messages[{at}].role",
+                f"messages[{start + at}].role",
             )
         wanted = [str(call["id"]) for call in message.get("tool_calls") or ()]
         out.append(message)

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from uuid import uuid4
 
 from aiohttp import web
 
+from slime.agent.adapters.bodies import Body, Known, read_body
 from slime.agent.adapters.calls import Call, folded
-from slime.agent.adapters.errors import ApiError, api_error, invalid
+from slime.agent.adapters.errors import ApiError, api_error
 from slime.agent.adapters.live_text import LiveText, Piece
 from slime.agent.engine_access import EnginePolicy, Made, Policy
 from slime.agent.parsing import FormatParser, ParsedModelOutput, parser_for
@@ -84,7 +83,7 @@ class Dialect(ABC):
     path: ClassVar[str]
 
     @abstractmethod
-    def read(self, body: dict[str, Any]) -> Call: ...
+    def read(self, body: Body) -> Call: ...
 
     @abstractmethod
     def answer(self, reply: Reply) -> dict[str, Any]: ...
@@ -112,6 +111,7 @@ class _Open:
     tasks: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
     unread: dict[bytes, tuple[Asked, Made]] = field(default_factory=dict)  # made, and lost on the way
     last: tuple[bytes, Asked, Made] | None = None  # what was delivered last
+    known: Known = field(default_factory=Known)
 
     def keep(self, digest: bytes, asked: Asked, made: Made) -> None:
         """For a client that asks again; of those that never do, a few are kept."""
@@ -256,14 +256,17 @@ class BaseAdapter:
             held.session.end()
             self._over.append(sid)
 
-    def _find(self, request: web.Request, protocol: Dialect, body: Mapping[str, Any]) -> _Open:
+    def _find(self, request: web.Request, protocol: Dialect, raw: bytes) -> tuple[_Open, Body]:
+        """Whose request it is, and what it says."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else None
         named = request.match_info.get("sid") or bearer or request.headers.get("X-Api-Key")
-        key = named or protocol.key_in(body) or "default"
+        held = self._sessions.get(named) if named else None
+        body = read_body(raw, protocol.path, held.known if held is not None else Known())
+        key = named or protocol.key_in(body.fields) or "default"
         held = self._sessions.get(key)
         if held is not None:
-            return held
+            return held, body
         if key in self._over:
             raise ApiError(503, "closed", "this session is over", retry=False)
         raise ApiError(
@@ -273,18 +276,17 @@ class BaseAdapter:
     # -- one request ---------------------------------------------------------------------------------------
 
     def _handler(
-        self, protocol: Dialect, serve: Callable[[web.Request, Dialect, _Open, bytes, Any], Any]
+        self, protocol: Dialect, serve: Callable[[web.Request, Dialect, _Open, Body], Any]
     ) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 raw = await request.read()
-                body = _json_object(raw)
-                held = self._find(request, protocol, body)
+                held, body = self._find(request, protocol, raw)
                 task = asyncio.current_task()
                 assert task is not None, "a handler runs in a task"
                 held.tasks[task] = asyncio.get_running_loop()
                 try:
-                    response: web.StreamResponse = await serve(request, protocol, held, raw, body)
+                    response: web.StreamResponse = await serve(request, protocol, held, body)
                     return response
                 finally:
                     held.tasks.pop(task, None)
@@ -301,12 +303,12 @@ class BaseAdapter:
         return handle
 
     async def _count(
-        self, request: web.Request, protocol: Dialect, held: _Open, raw: bytes, body: dict[str, Any]
+        self, request: web.Request, protocol: Dialect, held: _Open, body: Body
     ) -> web.StreamResponse:
-        call = self._read(protocol, {"max_tokens": 1, **body})
+        call = self._read(protocol, replace(body, fields={"max_tokens": 1, **body.fields}))
         return web.json_response(protocol.count(held.session.count_tokens(call.messages, call.tools)))
 
-    def _read(self, protocol: Dialect, body: dict[str, Any]) -> Call:
+    def _read(self, protocol: Dialect, body: Body) -> Call:
         call = protocol.read(body)
         call.response_id, call.tokenizer = uuid4().hex[:24], self.tokenizer
         if self._folds:
@@ -314,10 +316,10 @@ class BaseAdapter:
         return call
 
     async def _turn(
-        self, request: web.Request, protocol: Dialect, held: _Open, raw: bytes, body: dict[str, Any]
+        self, request: web.Request, protocol: Dialect, held: _Open, body: Body
     ) -> web.StreamResponse:
         call = self._read(protocol, body)
-        digest = hashlib.blake2b(raw, digest_size=16).digest()
+        digest = body.digest
         again = held.unread.pop(digest, None)
         if again is None and held.last is not None and held.last[0] == digest and _is_retry(request):
             return await self._deliver(request, protocol, held, call, *held.last[1:], record=False)
@@ -456,16 +458,6 @@ class BaseAdapter:
 async def _close_connections(app: web.Application) -> None:
     """Those to the engines, which belong to the loop that the application ran in."""
     await http_utils.close_session()
-
-
-def _json_object(raw: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"We could not parse the JSON body of your request: {error}") from None
-    if not isinstance(body, dict):
-        raise invalid("The body must be a JSON object.")
-    return body
 
 
 def _is_retry(request: web.Request) -> bool:

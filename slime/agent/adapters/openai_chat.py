@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired
 from slime.agent.adapters.common import Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, count, invalid, number, want
@@ -78,16 +79,21 @@ class ChatCompletions(Dialect):
         key = session or body.get("user")
         return key if isinstance(key, str) else None
 
-    def read(self, body: dict[str, Any]) -> Call:
+    def read(self, request: Body) -> Call:
+        body = request.fields
         refuse_what_is_not_done(body)
         given = want(body.get("messages"), list, "messages", "an array of objects")
-        messages = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
+
+        def read(start: int) -> list[Message]:
+            places = enumerate(given, start)
+            return paired([_message(message, f"messages[{place}]") for place, message in places], start)
+
         logprobs = want(body.get("logprobs") or False, bool, "logprobs", "a boolean")
         if body.get("top_logprobs"):
             raise invalid("'top_logprobs' above 0 is not supported.", "top_logprobs")
         options = body.get("stream_options") or {}
         return Call(
-            messages=paired(messages),
+            messages=request.messages(read),
             tools=_tools(body.get("tools")),
             sampling=sampling_of(body, ("max_tokens", "max_completion_tokens")),
             stream=want(body.get("stream") or False, bool, "stream", "a boolean"),

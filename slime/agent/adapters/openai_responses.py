@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired, text_parts
 from slime.agent.adapters.common import Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, invalid, want
@@ -27,7 +28,8 @@ class Responses(Dialect):
         key = session or body.get("user")
         return key if isinstance(key, str) else None
 
-    def read(self, body: dict[str, Any]) -> Call:
+    def read(self, request: Body) -> Call:
+        body = request.fields
         if body.get("previous_response_id") is not None:
             raise invalid(
                 "'previous_response_id' is not supported: send the whole input.", "previous_response_id"
@@ -36,18 +38,22 @@ class Responses(Dialect):
         style = want(text.get("format") or {}, dict, "text.format", "an object")
         if style.get("type") not in (None, "text"):
             raise invalid("'text.format' other than text is not supported.", "text.format")
-        messages: list[Message] = []
-        if body.get("instructions") is not None:
-            words = want(body["instructions"], str, "instructions", "a string")
-            messages.append({"role": "system", "content": words})
-        given = body.get("input")
+        words, given = body.get("instructions"), body.get("input")
         if isinstance(given, str):
-            messages.append({"role": "user", "content": given})
-        else:
-            for place, item in enumerate(want(given, list, "input", "a string or an array")):
+            given = [{"role": "user", "content": given}]
+        items = want(given, list, "input", "a string or an array")
+
+        def read(start: int) -> list[Message]:
+            messages: list[Message] = []
+            if start == 0 and words is not None:
+                told = want(words, str, "instructions", "a string")
+                messages.append({"role": "system", "content": told})
+            for place, item in enumerate(items, start):
                 _add_item(messages, item, f"input[{place}]")
+            return paired(messages, start)
+
         return Call(
-            messages=paired(messages),
+            messages=request.messages(read),
             tools=_tools(body.get("tools")),
             sampling=sampling_of(body, ("max_output_tokens",)),
             stream=want(body.get("stream") or False, bool, "stream", "a boolean"),
