@@ -13,13 +13,9 @@ run=${RUN_DIR:-runs/examples/retool}
     --hf-checkpoint "$run/model" --prompt-data "$run/talks.jsonl" \
     --run-dir "$run/warm-up" --save "$run/warm-up/checkpoints" --save-hf "$run/warm-up/hf-{rollout_id}"
 
-"$python" train.py \
-    --hf-checkpoint "$run/warm-up/hf-9" --prompt-data "$run/prompts.jsonl" --input-key prompt --label-key label \
-    --custom-generate-function-path examples/retool/agent.py:generate \
-    --num-rollout 24 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 128 \
-    --rollout-max-response-len 120 --rollout-shuffle --lr 8e-4 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0 \
-    --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
-    --eval-prompt-data held_out "$run/held_out.jsonl" --eval-interval 6 --n-samples-per-eval-prompt 1 \
-    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 24 --save-hf "$run/rl/hf-{rollout_id}" "$@"
+"$python" train.py --config recipes/laptop/tools.yaml \
+    --hf-checkpoint "$run/warm-up/hf-9" --prompt-data "$run/prompts.jsonl" \
+    --eval-prompt-data held_out "$run/held_out.jsonl" \
+    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-hf "$run/rl/hf-{rollout_id}" "$@"
 
 "$python" examples/retool/data.py tell "$run/rl"

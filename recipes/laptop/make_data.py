@@ -1,6 +1,6 @@
-"""Makes the data of three laptop recipes, problems that are small enough for SmolLM2-135M:
+"""Makes the data of two laptop recipes, problems that are small enough for SmolLM2-135M:
 
-    python recipes/laptop/make_data.py      # data/math.jsonl, data/code.jsonl, data/tools.jsonl
+    python recipes/laptop/make_data.py      # data/math.jsonl and data/code.jsonl
 
 One problem in eight is kept out of training, in `data/math-held-out.jsonl` and so on, for the evaluations.
 """
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512, help="of each training file")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    for name, problems in (("math", sums()), ("code", programs()), ("tools", products())):
+    for name, problems in (("math", sums()), ("code", programs())):
         training: list[Row] = []
         held_out: dict[str, Row] = {}
         while len(training) < options.rows or len(held_out) < NUM_HELD_OUT:
@@ -60,19 +60,8 @@ def sums() -> Iterator[tuple[str, Row]]:
         a, b = draw.randint(2, 20), draw.randint(2, 20)
         sign, value = ("+", a + b) if draw.random() < 0.5 else ("-", a - b)
         if value >= 0:
-            text = f"What is {a} {sign} {b}? Answer with the number only, written as \\boxed{{number}}."
+            text = f"What is {a} {sign} {b}? Answer with the number only."
             yield text, {"prompt": text, "label": str(value)}
-
-
-def products() -> Iterator[tuple[str, Row]]:
-    """Products that nobody knows by heart; the prompt says how the calculator is called."""
-    draw = random.Random(0)
-    while True:
-        a, b = draw.randint(12, 99), draw.randint(12, 99)
-        text = (
-            f"What is {a} * {b}? Write <calc>{a} * {b}</calc>, wait for the result, and end with that number."
-        )
-        yield text, {"prompt": text, "label": str(a * b)}
 
 
 @dataclass(frozen=True)

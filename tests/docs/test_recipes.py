@@ -28,7 +28,8 @@ def test_a_recipe_is_read_as_a_run_would_read_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(world)
     values = yaml.safe_load(Path(name).read_text())
     subprocess.run([sys.executable, "recipes/laptop/make_data.py", "--rows", "4"], check=True)
-    provide(world, [str(value) for value in values.values()])
+    for value in values.values():
+        provide(world, [str(word) for word in (value if isinstance(value, list) else [value])])
     for key in ("hf-checkpoint", "opd-teacher-load"):
         if str(values.get(key)).startswith(("runs/", "models/")):
             provide_model(world / values[key])
