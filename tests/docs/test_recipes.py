@@ -1,5 +1,6 @@
 """Every recipe is read by the same parser as `--config`, with its plug-ins, and says what it is."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -17,9 +18,11 @@ NAMES = [str(path.relative_to(ROOT)) for path in RECIPES]
 
 def test_there_is_a_recipe_for_each_hardware_and_each_task():
     found = {tuple(path.with_suffix("").parts[-2:]) for path in RECIPES}
-    assert {hardware for hardware, _ in found} == {"laptop", "gpu24", "gpu80", "gpu8", "nodes2"}
-    assert {task for _, task in found} == {"math", "code", "tools", "sft", "dpo", "opd"}
-    assert {("laptop", task) for task in ("math", "code", "tools", "sft", "dpo", "opd")} <= found
+    hardware, tasks = (
+        ("laptop", "gpu24", "gpu80", "gpu8", "nodes2"),
+        ("math", "code", "tools", "sft", "dpo", "opd"),
+    )
+    assert found == set(itertools.product(hardware, tasks))
 
 
 @pytest.mark.parametrize("name", NAMES)
