@@ -5,7 +5,7 @@ import asyncio
 import aiohttp
 
 from slime.agent.adapters import adapter_of
-from slime.agent.session import Session
+from slime.agent.session import Session, SessionError
 
 made: list[int] = []
 NUM_TURNS = 3
@@ -43,3 +43,45 @@ async def _converse(url, sample):
                 assert answer.status == 200, await answer.text()
                 text = (await answer.json())["choices"][0]["message"]["content"]
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+
+
+async def says_nothing(args, sample, sampling_params):
+    """A function that forgot to return."""
+    await Session.of_run(args, sample, sampling_params).turn(
+        [{"role": "user", "content": str(sample.prompt)}]
+    )
+
+
+async def asks_nothing(args, sample, sampling_params):
+    """A program that ended before its first request."""
+    adapter = await adapter_of(args)
+    adapter.open_session(sample.session_id, sampling_params)
+    return await adapter.finish_session(sample.session_id, base_sample=sample, reward=1.0, args=args)
+
+
+async def shares_a_key(args, sample, sampling_params):
+    """Two agents with one name."""
+    adapter = await adapter_of(args)
+    adapter.open_session("agent", sampling_params)
+    await asyncio.sleep(0.2)
+    return await adapter.finish_session("agent", base_sample=sample, reward=1.0, args=args)
+
+
+async def never_stops(args, sample, sampling_params):
+    """Turns until the context is full, which it does not expect."""
+    session = Session.of_run(args, sample, sampling_params)
+    messages = [{"role": "user", "content": str(sample.prompt)}]
+    while True:
+        answer = await session.turn(messages)
+        messages += [answer.message, {"role": "user", "content": "on"}]
+
+
+async def stops_when_full(args, sample, sampling_params):
+    session = Session.of_run(args, sample, sampling_params)
+    messages = [{"role": "user", "content": str(sample.prompt)}]
+    try:
+        while True:
+            answer = await session.turn(messages)
+            messages += [answer.message, {"role": "user", "content": "on"}]
+    except SessionError:
+        return session.samples(sample, reward=1.0)

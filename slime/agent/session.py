@@ -38,6 +38,7 @@ from slime.observability.metrics import AGENT_KEY
 from slime.rollout.generation.turnstile import RolloutEnded, turnstile_for_session
 from slime.rollout.groups import without_response
 from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.reward_failure import infra_error
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -419,7 +420,7 @@ class Session:
         max_sample_tokens: int | None = None,
         args: PluginArgs | None = None,
     ) -> list[Sample]:
-        """The episode as training data, see `samples_of`; empty when the policy said nothing.
+        """The episode as training data, see `samples_of`; where the policy said nothing, one without a score.
 
         `metadata["turns"]` has a span for each turn, `metadata["session"]` what the episode was.
         """
@@ -448,7 +449,9 @@ class Session:
             sample.session_id = base_sample.session_id or self.session_id
             response = sample.tokens[len(sample.tokens) - sample.response_length :]
             sample.response = self.renderer.tokenizer.decode(response, skip_special_tokens=False)
-        return samples if self.outcome != "aborted" else [_given_up(base_sample, told)]
+        if self.outcome == "aborted":
+            return [_given_up(base_sample, told)]
+        return samples or [_nothing_said(base_sample, told)]
 
     def _costs(self) -> dict[str, float]:
         """What the metrics `rollout/agent/*` are made of."""
@@ -467,6 +470,15 @@ def _given_up(base_sample: Sample, told: dict[str, Any]) -> Sample:
     """What stands for an episode that was cut short: nothing to train on, its prompt begins again."""
     sample = without_response(base_sample)
     sample.status, sample.metadata["session"] = Sample.Status.ABORTED, told
+    return sample
+
+
+def _nothing_said(base_sample: Sample, told: dict[str, Any]) -> Sample:
+    """What stands for an episode without a turn: --reward-failure-action decides what becomes of it."""
+    sample = without_response(base_sample)
+    sample.status, sample.metadata["session"] = Sample.Status.COMPLETED, told
+    why = told["reason"] or ("no program asked it anything" if told["num_turns"] == 0 else told["outcome"])
+    sample.reward_failure = infra_error(f"session {told['id']}: the policy said nothing ({why})")
     return sample
 
 

@@ -310,7 +310,9 @@ def test_budgets_answer_as_the_real_endpoints_do():
         asyncio.run(episode())
         (sample,) = finish(world, "turns")
         assert sample.metadata["session"]["outcome"] == "turn_budget"
-        assert finish(world, "context") == []
+        (silent,) = finish(world, "context")
+        assert silent.response_length == 0 and silent.metadata["session"]["outcome"] == "context"
+        assert "the policy said nothing (prompt is too long" in silent.reward_failure.reason
         (cut,) = finish(world, "tokens")
         assert cut.response_length == 2
 
@@ -445,7 +447,8 @@ def test_shutting_a_session_down_ends_its_requests():
             samples = await world.adapter.finish_session(
                 "key-1", base_sample=Sample(index=1), wait_timeout=0.1
             )
-            assert samples == []
+            assert [s.response_length for s in samples] == [0] and samples[0].reward is None
+            assert "no program asked it anything" in samples[0].reward_failure.reason
             await asyncio.gather(request, return_exceptions=True)
             while not world.engine.aborts:
                 await asyncio.sleep(0.01)
