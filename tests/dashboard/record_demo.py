@@ -47,6 +47,8 @@ def record() -> None:
         with sqlite3.connect(folder / "record.db") as connection:
             connection.execute("PRAGMA journal_mode = DELETE")
             connection.execute("VACUUM")
+        for path in (folder / "run.json", *folder.glob("logs/*")):
+            path.write_text(path.read_text().replace(f"{name}/", ""))
         written = json.loads((folder / "run.json").read_text())
         written["machine"] |= {"host": "laptop", "pid": 1}
         (folder / "run.json").write_text(json.dumps(written, indent=1))
