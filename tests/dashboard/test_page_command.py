@@ -30,7 +30,7 @@ def test_the_demo_is_a_whole_run(tmp_path):
             [run] = listed["runs"]
             assert run["key"] == "demo" and run["state"] == "finished" and not listed["may_act"]
             lanes = {lane["name"] for lane in answer(address, "api/runs/demo/timeline?step=3")["lanes"]}
-            assert {"loop", "engines", "reward", "trainer-0"} <= lanes
+            assert {"loop", "engine-0", "engine-1", "reward", "trainer-0", "push"} <= lanes
             [row] = answer(address, "api/runs/demo/samples?kind=train&step=13&limit=1")["rows"]
             found = answer(address, f"api/runs/demo/samples/{row['id']}")
             assert found["advantage"] and found["log_probs"] and found["texts"]
