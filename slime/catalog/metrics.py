@@ -3,6 +3,7 @@
 A part of a name in angle brackets stands for one of several: `<stat>` is mean, median, max or min.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -258,3 +259,10 @@ def find_metric(name: str) -> Metric | None:
     if not rows and name.startswith("eval/"):
         return find_metric(re.sub("^eval/[^/]+/", "rollout/", name))
     return max(rows, key=lambda row: len(re.sub("<.*?>", "", row.name)), default=None)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_eval_score(name: str) -> bool:
+    """Whether a metric is the score of an evaluation, as opposed to what else is known of its answers."""
+    row = find_metric(name) if name.startswith("eval/") else None
+    return row is not None and row.name == "eval/<dataset>"

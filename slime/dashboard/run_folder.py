@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.catalog.metrics import find_metric
+from slime.catalog.metrics import find_metric, is_eval_score
 from slime.dashboard.curves import Curves
 from slime.dashboard.logs import LogTrouble
 from slime.dashboard.samples import Positions
@@ -107,7 +107,7 @@ class RunFolder:
             if summary is not None:
                 headlines.append({"title": title, **summary, **explain(name)})
         for name in self.curves.names():
-            if name.startswith("eval/") and name.count("/") == 1 and "-" not in name:
+            if is_eval_score(name):
                 summary = self.curves.summary(name)
                 headlines.append({"title": name, **(summary or {}), **explain(name)})
         return {

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from slime.catalog.metrics import is_eval_score
+
 PATIENCE = 3  # rollouts in a row that show the same before it is told
 
 
@@ -244,7 +246,7 @@ def _length_explodes(history: History, facts: Facts) -> tuple[str, str] | None:
 @_check
 def _evaluation_falls(history: History, facts: Facts) -> tuple[str, str] | None:
     for name, values in history.values.items():
-        if not name.startswith("eval/") or "-" in name or name.count("/") > 1 or len(values) < 3:
+        if not is_eval_score(name) or len(values) < 3:
             continue
         best, last = max(values.values()), list(values.values())[-2:]
         if best > 0 and max(last) < 0.8 * best and best - max(last) > 0.03:

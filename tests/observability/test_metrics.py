@@ -5,6 +5,7 @@ import itertools
 import pytest
 from argument_helpers import declared
 
+from slime.catalog.metrics import is_eval_score
 from slime.observability.metrics import (
     eval_metrics,
     has_repetition,
@@ -160,3 +161,21 @@ def test_turns_are_stretches_that_the_policy_wrote():
     assert metrics["multi_turn/raw_response_length/mean"] == 5
     assert metrics["multi_turn/observation_length/max"] == 3
     assert metrics["multi_turn/round_number/mean"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("eval/math", True),
+        ("eval/aime-2024", True),
+        ("eval/held-out", True),
+        ("eval/aime-2024-truncated_ratio", False),
+        ("eval/math-failed", False),
+        ("eval/math-pass@4", False),
+        ("eval/math/response_len/mean", False),
+        ("eval/step", False),
+        ("rollout/raw_reward", False),
+    ],
+)
+def test_the_score_of_an_evaluation_is_known_by_its_name(name, is_one):
+    assert is_eval_score(name) == is_one

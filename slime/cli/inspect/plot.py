@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from slime.observability.terminal.progress import is_score
+from slime.catalog.metrics import is_eval_score
 from slime.observability.tracking import read_metrics
 from slime.utils.files.run_file import no_run, read_run
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     known = sorted({key for curves in runs.values() for key in curves})
-    shown = [key for key in known if options.metric or not key.startswith("eval/") or is_score(key)]
+    shown = [key for key in known if options.metric or not key.startswith("eval/") or is_eval_score(key)]
     names, unknown = _chosen(options.metric or DEFAULT, shown)
     if options.list or not names or (options.metric and unknown):
         for pattern in unknown if options.metric else ():

@@ -11,6 +11,7 @@ import yaml
 from slime.arguments import Args
 from slime.arguments.core.draft import DEFAULT
 from slime.catalog.datasets import HUB, hub_parts
+from slime.catalog.metrics import is_eval_score
 from slime.observability.tracking import read_metrics
 from slime.runtime.base import Future, in_background
 from slime.utils.files.run_file import read_run
@@ -134,8 +135,7 @@ def _section(title: str, head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> 
 
 def _names(run_dir: Path) -> list[str]:
     logged = {name for row in read_metrics(run_dir) for name in row}
-    scores = sorted(name for name in logged if name.startswith("eval/") and name.count("/") == 1)
-    return [name for name in (*_CURVES, *scores) if name in logged and name != "eval/step"]
+    return [name for name in (*_CURVES, *sorted(filter(is_eval_score, logged))) if name in logged]
 
 
 def _curve(run_dir: Path, last: int) -> list[tuple[Any, ...]]:

@@ -10,8 +10,10 @@ from typing import Any
 
 from rich.text import Text
 
+from slime.catalog.metrics import is_eval_score
+
 REWARD, LOSS, STEP_TIME = "rollout/raw_reward", "train/loss", "perf/step_time"
-WASTE, WASTE_UNITS = "rollout/waste/", ("samples", "tokens", "seconds")
+WASTE = "rollout/waste/"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 10  # steps that speeds and shares are taken over
 _BARS = (16, 8)  # how long the bar is; where neither leaves room for a curve there is none: `12/500` says it
@@ -62,7 +64,7 @@ class Progress:
         if self.value_key in numbers:
             self.values[step] = numbers[self.value_key]
             _keep_last(self.values, _MAX_KEPT)
-        for key in filter(is_score, numbers):
+        for key in filter(is_eval_score, numbers):
             self.evals.setdefault(key, {})[step] = numbers[key]
         if str(row.get("step_key", "rollout/step")) == "rollout/step":
             self._steps.setdefault(step, {}).update(numbers)
@@ -89,12 +91,16 @@ class Progress:
         return sum(count * length for count, length, _ in steps) / seconds if seconds else None
 
     def waste_words(self) -> str:
-        """What taught nothing, by cause; empty where nothing was lost: stale 8 samples, 1.2k tokens, 30 s."""
+        """What taught nothing, by cause; empty where nothing was lost: stale 8 samples, 1.2k tokens.
+
+        Seconds are logged, and not told here: those of requests side by side add up to more than the run.
+        """
         causes = sorted({name.partition("/")[0] for name in self.wasted if "/" in name})
-        rows = [[self.wasted.get(f"{cause}/{unit}", 0.0) for unit in WASTE_UNITS] for cause in causes]
+        units = ("samples", "tokens")
+        rows = [[self.wasted.get(f"{cause}/{unit}", 0.0) for unit in units] for cause in causes]
         return "; ".join(
-            f"{cause.replace('_', ' ')} {samples:.0f} samples, {short(tokens)} tokens, {seconds:.0f} s"
-            for cause, (samples, tokens, seconds) in zip(causes, rows, strict=True)
+            f"{cause.replace('_', ' ')} {samples:.0f} samples, {short(tokens)} tokens"
+            for cause, (samples, tokens) in zip(causes, rows, strict=True)
             if samples
         )
 
@@ -209,11 +215,6 @@ def _fitting(words: list[tuple[str, str]], width: int, gap: int) -> list[tuple[s
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_score(key: str) -> bool:
-    """Whether a metric is the score of an evaluation, as opposed to what else is known of its answers."""
-    return key.startswith("eval/") and key != "eval/step" and "-" not in key and key.count("/") == 1
 
 
 def _keep_last(values: dict[int, Any], count: int) -> None:
