@@ -68,6 +68,12 @@ def provide(folder: Path, words: list[str]) -> None:
             write(path, PLUGIN)
 
 
+def provide_settings(folder: Path, values: dict) -> None:
+    """The same for the values of a YAML file, of which some are lists."""
+    for value in values.values():
+        provide(folder, [str(word) for word in (value if isinstance(value, list) else [value])])
+
+
 def provide_model(path: Path) -> None:
     make_tiny_tokenizer().save_pretrained(path)
     write(path / "config.json", json.dumps(CONFIG))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_world import ROOT, make_run, make_world, provide, provide_model, read_settings
+from docs_world import ROOT, make_run, make_world, provide, provide_model, provide_settings, read_settings
 
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.arguments.parser import build_parser, known_options
@@ -155,7 +155,7 @@ def _slime(name, words, world, monkeypatch):
 def _train(words, world, loop):
     if "--config" in words:
         values = yaml.safe_load((world / words[words.index("--config") + 1]).read_text())
-        provide(world, [str(value) for value in values.values()])
+        provide_settings(world, values)
     words = [word.replace("/shared/", "shared/").replace("/volume/", "volume/") for word in words]
     check_plugins(read_settings(words, training_loop=loop))
 

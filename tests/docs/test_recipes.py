@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_world import ROOT, make_world, provide, provide_model, read_settings
+from docs_world import ROOT, make_world, provide_model, provide_settings, read_settings
 
 from slime.plugins import check_plugins
 
@@ -31,8 +31,7 @@ def test_a_recipe_is_read_as_a_run_would_read_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(world)
     values = yaml.safe_load(Path(name).read_text())
     subprocess.run([sys.executable, "recipes/laptop/make_data.py", "--rows", "4"], check=True)
-    for value in values.values():
-        provide(world, [str(word) for word in (value if isinstance(value, list) else [value])])
+    provide_settings(world, values)
     for key in ("hf-checkpoint", "opd-teacher-load"):
         if str(values.get(key)).startswith(("runs/", "models/")):
             provide_model(world / values[key])
