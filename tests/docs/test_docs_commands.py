@@ -37,9 +37,9 @@ ANY_RUN = (
     "--hf-checkpoint MODEL --prompt-data prompts.jsonl --rollout-batch-size 4 --num-rollout 2 "
     "--n-samples-per-prompt 2 --rollout-max-response-len 16 --custom-rm-path reward.py:reward"
 )
-RUNS = ("RUN", "mytask/run", "myagent/run", "runs/laptop-tools")
+RUNS = ("RUN", "mytask/run", "myagent/run", "runs/examples/retool/rl")
 EXECUTED = ("help", "new", "plan", "plot", "samples", "status", "watch")
-MODELS = ("DIR", "MODEL", "MODEL_DIR", "SAVED")
+MODELS = ("DIR", "MODEL", "MODEL_DIR", "SAVED", "runs/examples/retool/warm-up/hf-9")
 OUTSIDE = (
     "apt-get",
     "ray",
