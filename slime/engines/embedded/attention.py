@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from slime.algorithms.attention_variants import PLAIN, Variant, masked_attention, sees, variant_of
+from slime.engines.embedded.decode.paged import attend_to_pages
 from slime.engines.embedded.images import ImageRows
 
 NAME = "slime_paged"
@@ -26,6 +27,16 @@ class DecodeGroup:
     count: int
     blocks: torch.Tensor  # [count * num_blocks] int64, every row padded with block 0
     mask: torch.Tensor  # [count, 1, 1, num_blocks * block_size], 0 where a key exists and -inf elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGroup:
+    """As a decode group, of any lengths: keys are read where they lie, so nothing is padded or copied."""
+
+    start: int
+    count: int
+    table: torch.Tensor  # [count, W] int32 pages of each sequence; those behind its length mean nothing
+    lengths: torch.Tensor  # [count] int32, the newest token included
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +61,14 @@ class BatchPlan:
     positions: torch.Tensor  # [1, T]
     write_rows: torch.Tensor  # [T] pool row that takes the key and value of each token
     logit_index: torch.Tensor  # [N]
-    decode: tuple[DecodeGroup, ...]
+    decode: tuple[DecodeGroup | PagedGroup, ...]
     prefill: tuple[PrefillGroup, ...]
     grid: torch.Tensor | None = None  # [3, 1, T] positions of families that have grids; None: `positions`
     images: tuple[ImageRows, ...] = ()  # in the order of their rows
+
+    @property
+    def only_decodes(self) -> bool:
+        return len(self.decode) == 1 and not self.prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,7 @@ class ShapeProbe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}  # by layer
+        self.plain = True  # no layer has a window, chunks, sinks or a soft cap
 
 
 class KVPool:
@@ -125,12 +141,18 @@ def paged_attention(
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, D]
     if isinstance(pool, ShapeProbe):
         pool.shapes[module.layer_idx] = KVShape(k.shape[1], k.shape[2], v.shape[2])
+        pool.plain &= variant is PLAIN
         return v.new_zeros(1, *q.shape[:2], v.shape[2]), None
     assert plan is not None, "only a probe comes without a plan"
     keys, values = pool.keys[module.layer_idx], pool.values[module.layer_idx]
     keys.index_copy_(0, plan.write_rows, k)
     values.index_copy_(0, plan.write_rows, v)
-    parts = [_decode(g, q, keys, values, pool.block_size, scaling, plan, variant) for g in plan.decode]
+    parts = [
+        _decode(g, q, keys, values, pool.block_size, scaling, plan, variant)
+        if isinstance(g, DecodeGroup)
+        else _decode_pages(g, q, keys, values, pool.block_size, scaling)
+        for g in plan.decode
+    ]
     parts += [_prefill(g, q, k, v, keys, values, scaling, variant) for g in plan.prefill]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.unsqueeze(0), None
@@ -170,6 +192,18 @@ def _decode(
         k, v = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v))
         out = masked_attention(q[rows, :, None], k, v, seen[:, None, None], scaling, variant)
     return out.reshape(group.count, -1, values.shape[2])
+
+
+def _decode_pages(
+    group: PagedGroup,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_size: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    q = q[group.start : group.start + group.count]
+    return attend_to_pages(q, keys, values, group.table, group.lengths, block_size=block_size, scale=scaling)
 
 
 def _prefill(

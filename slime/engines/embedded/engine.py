@@ -30,6 +30,8 @@ NOT_FINITE = "NotFinite"
 MAX_KEPT_IDS = 1 << 24
 _NARROWER = "too many to tell; lower top_p or top_k, the temperature or max_new_tokens"
 _PREFILL_BUDGET = {"cpu": 2048, "cuda": 8192}  # tokens of prompts in one pass
+# A pass with a prompt in it is launched kernel by kernel, and takes as long as several that are replayed.
+_RECORDED_PASSES = 16
 
 
 @dataclass
@@ -68,6 +70,8 @@ class Engine:
             device=self.runner.device,
             in_grid=self.runner.vision is not None and self.runner.vision.grid_positions,
             never=self.runner.image_ids,
+            paged=self.runner.paged,
+            admit_every=_RECORDED_PASSES if self.runner.paged and self.runner.device.type == "cuda" else 1,
         )
 
     @property

@@ -9,6 +9,9 @@ import torch
 from slime.algorithms.vision.towers import attention_by_tower, family_of, run_text
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup, ShapeProbe
+from slime.engines.embedded.decode.norms import fuse_norms
+from slime.engines.embedded.decode.paged import can_read_pages
+from slime.engines.embedded.graphs import DecodeGraphs
 from slime.engines.embedded.images import FeatureCache, ImageRows
 from slime.engines.embedded.sequence import Sequence
 from slime.utils.files.safetensors_files import files_by_tensor
@@ -33,6 +36,7 @@ class ModelRunner:
     """`max_total_tokens` None: derived from the free memory, and at most what all requests could need.
 
     `fp8_block`: updates bring FP8 weights in such blocks; None: as the checkpoint holds its own.
+    `paged`: decoding reads keys where they lie, in recorded passes; None: on GPUs, where the model allows it.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class ModelRunner:
         max_running: int,
         max_total_tokens: int | None,
         fp8_block: tuple[int, int] | None = None,
+        paged: bool | None = None,
     ) -> None:
         from transformers import AutoConfig, FineGrainedFP8Config  # late: takes seconds to import
         from transformers.utils import logging as transformers_logging
@@ -69,13 +74,24 @@ class ModelRunner:
         self.hub_names = frozenset(files_by_tensor(folder_of(model_path)))
         self.vocab_size: int = self.config.vocab_size
         self.context_len: int = self.config.max_position_embeddings
-        self.kv_shapes = self._probe()
+        probe = self._probe()
+        self.kv_shapes = probe.shapes
+        self.paged = (
+            probe.plain and self.vision is None and (can_read_pages(self.device) if paged is None else paged)
+        )
+        self.max_running = max_running
+        if self.paged and self.device.type == "cuda":
+            from slime.engines.embedded.decode.kernels import rms_norm  # late: needs Triton
+
+            fuse_norms(self.model, rms_norm)
         self.num_blocks = self._derive_num_blocks(max_running, max_total_tokens)
         self.num_forward_passes = 0
         self.pool: KVPool | None = self._make_pool()
+        self._graphs: DecodeGraphs | None = None  # None: to be made when a pass wants them
+        self._can_record = self.paged  # False: this model decides on the host what to compute
 
     @torch.inference_mode()
-    def _probe(self) -> dict[int, attention.KVShape]:
+    def _probe(self) -> ShapeProbe:
         """Finds the shape of keys and values of each layer: families have more than one way to say it."""
         one, probe = torch.zeros(1, 1, dtype=torch.int64, device=self.device), ShapeProbe()
         try:
@@ -85,7 +101,7 @@ class ModelRunner:
                 run_text(self.model, one, one, None, None, plan=None, pool=probe)
         except (TypeError, KeyError) as error:  # a layer that does not hand its attention on
             raise ValueError(f"{type(self.model).__name__} {_NEEDS_OTHER} ({error})") from error
-        return probe.shapes
+        return probe
 
     @property
     def row_bytes(self) -> int:
@@ -125,6 +141,24 @@ class ModelRunner:
         self.num_forward_passes += 1
         if self.vision is not None:
             return self._forward_with_images(plan)
+        if self._can_record and plan.only_decodes:
+            replayed = self._replay(plan)
+            if replayed is not None:
+                return replayed
+        return self._forward_text(plan)
+
+    def _replay(self, plan: BatchPlan) -> torch.Tensor | None:
+        if self._graphs is None:
+            blocks = -(-min(self.context_len, self.num_blocks * BLOCK_SIZE) // BLOCK_SIZE)
+            self._graphs = DecodeGraphs(
+                self._forward_text, max_running=self.max_running, max_blocks=blocks, device=self.device
+            )
+        logits = self._graphs.run(plan)
+        if logits is None:
+            self._graphs, self._can_record = None, False
+        return logits
+
+    def _forward_text(self, plan: BatchPlan) -> torch.Tensor:
         out = self.model(
             input_ids=plan.token_ids,
             position_ids=plan.positions,
@@ -187,7 +221,7 @@ class ModelRunner:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def release_pool(self) -> None:
-        self.pool = None
+        self.pool = self._graphs = None
         self._empty_cache()
 
     def wipe_pool(self) -> None:
@@ -201,6 +235,7 @@ class ModelRunner:
     def release_weights(self) -> None:
         """Move parameters to host memory; on a CPU they already are there, and stay."""
         self.features.clear()
+        self._graphs = None
         if self.device.type == "cuda":
             self.model.to("cpu")
             self._empty_cache()

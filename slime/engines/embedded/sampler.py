@@ -14,6 +14,7 @@ import torch
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_CHUNK = 1024  # ids of the vocabulary
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -123,15 +124,34 @@ def _ban(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
 def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
     # A CPU adds one after the other: in float32 the sum over a large vocabulary would swallow the tail. A GPU
     # adds in a tree, where float32 is exact enough and half as slow.
-    dtype = torch.float64 if log_probs.device.type == "cpu" else torch.float32
-    cumulative = log_probs.exp().cumsum(dim=-1, dtype=dtype)
+    if log_probs.device.type == "cpu":
+        return _find(log_probs.exp(), torch.from_numpy(u), torch.float64)[0]
+    return _draw_in_chunks(log_probs.exp(), torch.from_numpy(u).to(log_probs.device))
+
+
+def _draw_in_chunks(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """First a chunk of the vocabulary, then a token of it: few numbers are added one after the other."""
+    count, vocab = probs.shape
+    chunks = torch.nn.functional.pad(probs, (0, -vocab % _CHUNK)).view(count, -1, _CHUNK)
+    chunk, rest = _find(chunks.sum(-1), u, torch.float32)
+    inside = chunks[torch.arange(count, device=probs.device), chunk]
+    token, _ = _find(inside, rest, torch.float32)
+    return (chunk * _CHUNK + token).clamp_(max=vocab - 1)
+
+
+def _find(masses: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the share `u` of each row's mass falls, and how far into that entry, as a share of it."""
+    cumulative = masses.cumsum(dim=-1, dtype=dtype)
     total = cumulative[:, -1:]
-    target = torch.from_numpy(u).to(cumulative.device, dtype)[:, None] * total
+    target = u.to(dtype)[:, None] * total
     target = torch.minimum(
         target, torch.nextafter(total, torch.zeros_like(total))
     )  # rounding must not reach the end
-    # right=True steps over tokens of probability 0: their cumulative value equals the one before
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=log_probs.shape[-1] - 1)
+    # right=True steps over entries of mass 0: their cumulative value equals the one before
+    found = torch.searchsorted(cumulative, target, right=True).clamp_(max=masses.shape[-1] - 1)
+    before = torch.where(found > 0, cumulative.gather(1, (found - 1).clamp_(min=0)), 0)
+    share = (target - before) / (cumulative.gather(1, found) - before)
+    return found.squeeze(1), share.squeeze(1)
 
 
 def _filter(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slime.engines.embedded.attention import BatchPlan, DecodeGroup, PrefillGroup
+from slime.engines.embedded.attention import BatchPlan, DecodeGroup, PagedGroup, PrefillGroup
 from slime.engines.embedded.images import ImageRows
 from slime.engines.embedded.kv_cache import BlockAllocator
 from slime.engines.embedded.sampler import Draws, SampleRows
@@ -123,6 +123,8 @@ class Scheduler:
         device: str | torch.device,
         in_grid: bool = False,  # positions have three rows
         never: tuple[int, ...] = (),  # ids that no answer may hold
+        paged: bool = False,  # decoding reads keys where they lie, and not from padded copies
+        admit_every: int = 1,  # passes: while others decode, newcomers wait for each other so long
     ):
         self.allocator = allocator
         self.max_running = max_running
@@ -130,10 +132,11 @@ class Scheduler:
         self.row_bytes = row_bytes
         self.dtype = dtype  # of the keys; a mask of another type would send attention down a slow path
         self.device = torch.device(device)
-        self.in_grid, self.never = in_grid, never
+        self.in_grid, self.never, self.paged = in_grid, never, paged
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission; prompts may be half computed
         self.num_retractions = 0
+        self.admit_every, self._passes_since = admit_every, 0  # since somebody was admitted
         self._slots = SlotTable(max_running, allocator.blocks_for(max_tokens))
         self._free_slots = list(range(max_running))[::-1]
 
@@ -205,8 +208,12 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Those that fit; siblings of a prompt that is being computed wait for its pages, a pass later."""
+        self._passes_since += 1
         if not self.waiting or not self._free_slots:
             return
+        if self.running and self._passes_since < self.admit_every:
+            return
+        self._passes_since = 0
         held_back: list[Sequence] = []
         try:
             self._admit_all_but(held_back)
@@ -376,15 +383,19 @@ class Scheduler:
         """An order of the decoding rows and the bounds of their groups; a group pads less than twofold."""
         if len(length) == 0:
             return np.arange(0), []
-        if len(length) * int(length.max()) * self.row_bytes <= _SPLIT_DECODE_BYTES[self.device.type]:
+        padded_bytes = 0 if self.paged else len(length) * int(length.max()) * self.row_bytes
+        if padded_bytes <= _SPLIT_DECODE_BYTES[self.device.type]:
             return np.arange(len(length)), [(0, len(length))]
         order = np.argsort(length, kind="stable")
         classes = np.ceil(np.log2(length[order]))
         edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(length)]
         return order, list(itertools.pairwise(edges))
 
-    def _decode_group(self, slots: np.ndarray, length: np.ndarray, start: int) -> DecodeGroup:
+    def _decode_group(self, slots: np.ndarray, length: np.ndarray, start: int) -> DecodeGroup | PagedGroup:
         num_blocks = self.allocator.blocks_for(int(length.max()))
+        if self.paged:
+            table = self._tensor(self._slots.blocks[slots, :num_blocks].astype(np.int32))
+            return PagedGroup(start, len(slots), table, self._tensor(length.astype(np.int32)))
         blocks = self._tensor(self._slots.blocks[slots, :num_blocks].reshape(-1))
         keys = torch.arange(num_blocks * self.allocator.block_size, device=self.device)
         exists = keys[None, :] < self._tensor(length)[:, None]

@@ -1,0 +1,1 @@
+"""Attention of decoding that reads the pages of the KV pool where they lie."""

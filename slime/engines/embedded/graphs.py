@@ -1,0 +1,109 @@
+"""Passes in which every sequence decodes one token, recorded once per batch size and replayed.
+
+A pass of a small model is hundreds of kernels that take microseconds each, so launching them from Python
+takes longer than computing them. The recorded pass reads its inputs from buffers that stay where they are;
+sequences are padded to the next power of two, and what the padding writes goes to the page that is never
+handed out.
+
+What is recorded holds addresses: of the weights, whose values may change in place, and of the pool. Whoever
+moves either makes a new `DecodeGraphs`.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from slime.engines.embedded.attention import BatchPlan, PagedGroup
+
+logger = logging.getLogger(__name__)
+Forward = Callable[[BatchPlan], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A pass over a number of rows, and where its logits are after a replay. None: it is computed anew."""
+
+    plan: BatchPlan
+    graph: torch.cuda.CUDAGraph | None
+    logits: torch.Tensor | None
+
+
+class DecodeGraphs:
+    """`forward` computes a plan. Elsewhere than on a GPU it runs on the same buffers, without a record."""
+
+    def __init__(self, forward: Forward, *, max_running: int, max_blocks: int, device: torch.device):
+        self.forward, self.device = forward, device
+        rows = bucket_of(max_running)
+        self._ids, self._positions, self._write_rows = (
+            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
+        self._table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        self._order = torch.arange(rows, device=device)
+        self._recorded: dict[int, Recorded] = {}
+        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def run(self, plan: BatchPlan) -> torch.Tensor | None:
+        """Logits of a pass that only decodes, to be read before the next one; None: it cannot be recorded."""
+        group = plan.decode[0]
+        assert isinstance(group, PagedGroup), "a padded group has another shape in every pass"
+        size = bucket_of(group.count)
+        self._fill(plan, group, size)
+        recorded = self._recorded.get(size)
+        if recorded is None:
+            recorded = self._record(size)
+            if recorded is None:
+                return None
+            self._recorded[size] = recorded
+        if recorded.graph is None or recorded.logits is None:
+            return self.forward(recorded.plan)[: group.count]
+        recorded.graph.replay()
+        return recorded.logits[: group.count]
+
+    def _fill(self, plan: BatchPlan, group: PagedGroup, size: int) -> None:
+        count = group.count
+        self._ids[:count].copy_(plan.token_ids[0])
+        self._positions[:count].copy_(plan.positions[0])
+        self._write_rows[:count].copy_(plan.write_rows)
+        self._lengths[:count].copy_(group.lengths)
+        self._table[:count, : group.table.shape[1]].copy_(group.table)
+        if count < size:
+            self._write_rows[count:size].zero_()
+            self._lengths[count:size].fill_(1)
+
+    def _record(self, size: int) -> Recorded | None:
+        plan = BatchPlan(
+            token_ids=self._ids[None, :size],
+            positions=self._positions[None, :size],
+            write_rows=self._write_rows[:size],
+            logit_index=self._order[:size],
+            decode=(PagedGroup(0, size, self._table[:size], self._lengths[:size]),),
+            prefill=(),
+        )
+        if self.device.type != "cuda":
+            return Recorded(plan, None, None)
+        try:
+            return self._capture(plan)
+        except Exception as error:  # such a model decides on the host what to compute: it runs as others do
+            logger.warning("decoding is not recorded as CUDA graphs: %s: %s", type(error).__name__, error)
+            return None
+
+    def _capture(self, plan: BatchPlan) -> Recorded:
+        # Once without a record: kernels are compiled and libraries get their workspaces. It writes the keys
+        # that the replay will write again.
+        current, aside = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            self.forward(plan)
+        current.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            logits = self.forward(plan)
+        return Recorded(plan, graph, logits)
+
+
+def bucket_of(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
