@@ -61,6 +61,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--lr", type=float, help="default: by shape")
     parser.add_argument("--fp8-folder", action="store_true", help="start from the model as an FP8 checkpoint")
+    parser.add_argument(
+        "--device-gib", type=float, help="as on a GPU of this size: the rest is taken before the run starts"
+    )
     parser.add_argument("--run-dir", type=Path, help="default: a temporary folder")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/colocated_grpo.json"))
     return parser.parse_known_args()
@@ -100,6 +103,16 @@ def flags(options: argparse.Namespace, folder: Path) -> list[str]:
     return [*words, "--colocate", "--use-dynamic-batch-size"]
 
 
+def take_all_but(gib: float) -> Any:
+    """Device memory that nobody else gets while this is referenced."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    held = torch.empty(max(0, free - int(gib * 2**30)), dtype=torch.uint8, device="cuda")
+    print(f"{held.numel() / 2**30:.1f} GiB of the device are taken: peaks below count them too")
+    return held
+
+
 def read_steps(path: Path) -> list[dict[str, float]]:
     """One row per step. The push after step i is logged with the rollout that uses it, i + 1."""
     steps: dict[int, dict[str, float]] = {}
@@ -128,7 +141,9 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as name:
         args = parse_args([*flags(options, Path(name)), *extra])
+        held = take_all_but(options.device_gib) if options.device_gib else None
         train(args)
+        del held
         steps = read_steps(Path(args.run_dir) / "metrics.jsonl")
     report(steps)
     rewards = [step["rollout/raw_reward"] for step in steps if "rollout/raw_reward" in step]
