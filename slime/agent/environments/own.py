@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from slime.catalog.environments import ENVIRONMENTS
 from slime.utils.misc import load_function
 
 
 def task_names() -> None:
     """Any path is tried."""
     return None
+
+
+def check(task: str) -> None:
+    """Raise ValueError for a path that leads to no environment."""
+    try:
+        found = load_function(task)
+    except Exception as error:  # a file of the user's may raise anything
+        family, _, _ = task.partition(":")
+        near = difflib.get_close_matches(family, ENVIRONMENTS, n=1, cutoff=0.6)
+        meant = f"did you mean {near[0]}?" if near else "a class of yours is module:Class or file.py:Class."
+        raise ValueError(
+            f"--env {task}: {type(error).__name__}: {error}; {family!r} is no family of environments either; "
+            f"{meant}"
+        ) from error
+    missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+    if isinstance(found, type) and missing:
+        raise ValueError(f"--env {task}: the class has no method {' and no method '.join(missing)}")
+    if not callable(found):
+        raise ValueError(f"--env {task}: it is a {type(found).__name__}, and not a class")
 
 
 def make(task: str, options: Mapping[str, Any]) -> Any:

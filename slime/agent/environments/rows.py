@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, Choice, read_source
+from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, OWN, Choice, read_source
 from slime.data.mix import mix64
 from slime.data.reader import Place, PlacedRows
 from slime.utils.misc import is_installed
@@ -51,14 +51,14 @@ def _take_turns(choices: Sequence[Choice]) -> Iterator[Choice]:
 
 
 def check_task(choice: Choice, source: str) -> None:
-    """Raise ValueError for a package that is missing or a task that the family does not have."""
+    """Raise ValueError for a package that is missing, or a task or class that is not there."""
     row = ENVIRONMENTS[choice.family]
     if row.package is not None and not is_installed(row.package):
         raise ValueError(
             f"--env {choice.name} needs the package {row.package}: pip install 'slime[{row.extra}]'"
         )
     module = import_module(row.module)
-    if row.plays_itself:
+    if row.plays_itself or choice.family == OWN:
         module.check(choice.task)
     names = module.task_names()
     if names is not None and choice.task not in names:

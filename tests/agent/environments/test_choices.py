@@ -1,6 +1,7 @@
 """How environments are chosen, where items come from, and what flags follow from --env."""
 
 import itertools
+import re
 from collections import Counter
 
 import pytest
@@ -80,3 +81,18 @@ def test_settings_that_contradict_each_other_are_told(tmp_path, own, said):
 def test_flags_of_environments_do_nothing_without_one(tmp_path):
     with pytest.raises(ValueError, match="no environment is chosen; add --env"):
         make_args(tmp_path, None, "--max-turns", "3")
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ("nope:X", "No module named 'nope'; 'nope' is no family of environments either"),
+        ("reasoning-gym:gcd", "did you mean reasoning_gym"),
+        ("missing.py:X", "no such plug-in file: missing.py"),
+        ("environments_under_test:Nobody", "has no 'Nobody'; it defines"),
+        ("json:JSONDecoder", "the class has no method reset and no method step"),
+    ],
+)
+def test_a_class_that_is_not_there_is_refused_before_anything_starts(env, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        next(read_environment(f"env:{env}#train:2"))
