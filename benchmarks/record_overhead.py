@@ -172,7 +172,7 @@ def family_cpu_seconds() -> float:
     return sum(seconds for process, seconds in spent.items() if is_ours(process))
 
 
-def measure_run(command: list[str], results: Path) -> int:
+def measure_run(command: list[str], options: argparse.Namespace) -> int:
     """What the steps of a run of `slime COMMAND` spent; the first, which starts parts, is left out."""
     meter, steps_of = Meter(), defaultdict(list)
     for owner, part in ((Ledger, "ledger"), (Recording, "recording"), (Advisor, "advice")):
@@ -190,7 +190,7 @@ def measure_run(command: list[str], results: Path) -> int:
         raise SystemExit(f"`slime {' '.join(command)}` was to make at least three steps")
     count, (first, last) = len(steps) - 1, (steps[0], steps[-1])
     spent = {part: (value - first.get(part, 0.0)) / count for part, value in last.items()}
-    return tell(spent.pop("whole"), spent, results, f"CPU, {count} steps")
+    return tell(spent.pop("whole"), spent, options, f"CPU, {count} steps")
 
 
 def step_seconds(run_dir: Path | None) -> float:
@@ -208,26 +208,27 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100, help="whose samples are recorded")
     parser.add_argument("--run-dir", type=Path, help="of a finished run, whose steps are the measure")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/record_overhead.json"))
+    parser.add_argument("--goal", type=float, default=GOAL, help="share of a step; 0.03 for the tiny model")
     parser.add_argument(
         "--run", nargs=argparse.REMAINDER, help="measure a run of this `slime` command instead"
     )
     options = parser.parse_args()
     if options.run:
-        return measure_run(options.run, options.json)
+        return measure_run(options.run, options)
     with tempfile.TemporaryDirectory() as folder:
         parts = costs(Path(folder), options.steps)
-    return tell(step_seconds(options.run_dir), parts, options.json, "wall")
+    return tell(step_seconds(options.run_dir), parts, options, "wall")
 
 
-def tell(whole: float, parts: dict[str, float], results: Path, of: str) -> int:
+def tell(whole: float, parts: dict[str, float], options: argparse.Namespace, of: str) -> int:
     print(f"of a step of {whole:.3f} s ({of})")
     for part, seconds in parts.items():
         print(f"  {part:34s} {1000 * seconds:7.2f} ms  {seconds / whole:7.3%}")
     share = sum(parts.values()) / whole
-    print(f"  together {share:.3%} (goal {GOAL:.0%})")
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps({"cpu_seconds": parts, "step": whole, "share": share}, indent=1))
-    return 0 if share <= GOAL else 1
+    print(f"  together {share:.3%} (goal {options.goal:.0%})")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"cpu_seconds": parts, "step": whole, "share": share}, indent=1))
+    return 0 if share <= options.goal else 1
 
 
 if __name__ == "__main__":

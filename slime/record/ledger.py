@@ -1,9 +1,10 @@
 """The ledger of a run: every event of its groups, samples and steps, in the order they happened.
 
     issued     a group was handed out: `value` "new" (of the dataset) or "buffer"
-    generated  a sample is finished (tokens, log-probs, versions are in `samples`); `value`: how it ended
-    recalled   the same, taken from the ledger after a crash instead of generated again
-    scored     a group got its rewards together
+    generated  samples of a group are finished (tokens, log-probs, versions are in `samples`); `value`: how
+               each ended, by its index
+    recalled   a finished sample was taken from the ledger after a crash instead of generated again
+    scored     samples got rewards; `value`: each one's by its index, or those of a group in their order
     kept       a group is part of the batch of this rollout; `value`: the indices of its samples
     dropped    a group left the run; `value`: filtered or failed, with the reason
     returned   a group went back to the buffer
@@ -19,15 +20,17 @@ A step that was lost with its process is consumed again: `resumed` says which st
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from slime.record import plain_bytes
 from slime.record.schema import RecordError, open_for_reading
+from slime.record.tables import pack_table, unpack_table
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ Event = Literal[
     "issued", "generated", "recalled", "scored", "kept", "dropped", "returned", "cut", "made",
     "consumed", "committed", "evaluated", "resumed",
 ]  # fmt: skip
+_as_json = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
 # After these the disk is asked to have everything, where --record-sync is "step".
 MILESTONES = frozenset({"made", "consumed", "committed", "resumed"})
 
@@ -53,14 +57,8 @@ class LedgerRow:
     value: str | None
 
 
-KeptEntry = tuple[int, int, int, int | None, int | None, str, bytes]  # a row of ledger_samples
-
-
 class Note(NamedTuple):
-    """What a writer adds: an event, and what else is done in the same transaction.
-
-    `entry`: a finished sample that is put where a run that goes on finds it.
-    """
+    """What a writer adds: an event, and what else is done in the same transaction."""
 
     time: float
     event: Event
@@ -70,33 +68,110 @@ class Note(NamedTuple):
     attempt: int | None = None
     value: str | None = None
     also: Callable[[sqlite3.Connection], object] | None = None
-    entry: KeptEntry | None = None
 
     def row(self, start: int) -> tuple[object, ...]:
         about = (self.group_index, self.sample_index, self.attempt)
         return (self.time, start, self.event, self.rollout, *about, self.value)
 
 
-def write_notes(connection: sqlite3.Connection, notes: Sequence[Note], start: int) -> None:
+class Finished(NamedTuple):
+    """A sample is finished: that it was generated and scored, and all of it for a run that goes on.
+
+    Those of a group that come together are one row of each kind. `kept` is what the sample is made again from
+    (the siblings of a fan-out are several), in containers of its own, since samples may change later; None:
+    it is not kept. Example: Finished(1754820000.1, 3, 17, 68, 0, 0, 4, "8c1f", "completed", 1.0, True,
+    [{"index": 68, "tokens": [5, 6]}], False, True).
+    """
+
+    time: float
+    rollout: int
+    group_index: int | None
+    sample_index: int
+    attempt: int
+    started: int  # response tokens that it had when generation began
+    version: int | None  # newest weights that made a token of it
+    settings: str  # digest of the settings it was made with
+    status: str
+    reward: object
+    is_scored: bool
+    kept: list[dict[str, Any]] | None
+    is_fan_out: bool
+    is_small: bool  # it holds few numbers
+
+    @property
+    def event(self) -> Event:
+        return "generated"
+
+
+def write_notes(connection: sqlite3.Connection, notes: Sequence[Note | Finished], start: int) -> None:
     """Events that waited together, with what belongs to them; `start`: number of the run's start."""
+    rows: list[tuple[object, ...]] = []
+    finished: list[Finished] = []
+    for note in notes:
+        if isinstance(note, Finished):
+            finished.append(note)
+            continue
+        if finished:  # in their order: what comes now may remove what was put there before
+            rows += _write_finished(connection, finished, start)
+            finished = []
+        rows.append(note.row(start))
+        if note.also is not None:
+            note.also(connection)
+    rows += _write_finished(connection, finished, start)
     connection.executemany(
         "INSERT INTO ledger (time, start, event, rollout, group_index, sample_index, attempt, value) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        [note.row(start) for note in notes],
+        rows,
     )
-    entries: list[KeptEntry] = []
-    for note in notes:
-        if note.entry is not None:
-            entries.append(note.entry)
-        if note.also is not None:  # in their order: it may remove what was put there before
-            _write_entries(connection, entries)
-            entries = []
-            note.also(connection)
-    _write_entries(connection, entries)
 
 
-def _write_entries(connection: sqlite3.Connection, entries: Sequence[KeptEntry]) -> None:
-    connection.executemany("INSERT OR REPLACE INTO ledger_samples VALUES (?, ?, ?, ?, ?, ?, ?)", entries)
+def _write_finished(
+    connection: sqlite3.Connection, finished: Iterable[Finished], start: int
+) -> list[tuple[object, ...]]:
+    """Keeps finished samples; the rows of their events."""
+    groups: dict[tuple[int, int | None, int], list[Finished]] = {}
+    for note in finished:
+        groups.setdefault((note.rollout, note.group_index, note.attempt), []).append(note)
+    rows: list[tuple[object, ...]] = []
+    kept: list[tuple[object, ...]] = []
+    for (rollout, group, attempt), notes in groups.items():
+        about, time = (rollout, group, None, attempt), notes[-1].time
+        ended = _as_json({note.sample_index: note.status for note in notes})
+        rows.append((time, start, "generated", *about, ended))
+        rewards = {note.sample_index: note.reward for note in notes if note.is_scored}
+        if rewards:
+            rows.append((time, start, "scored", *about, _as_json(rewards)))
+        kept += _kept_rows([note for note in notes if note.kept is not None])
+    if kept:
+        connection.executemany(
+            "INSERT INTO ledger_finished (group_index, settings, keys, payload) VALUES (?, ?, ?, ?)", kept
+        )
+    return rows
+
+
+def _kept_rows(notes: list[Finished]) -> list[tuple[object, ...]]:
+    """Rows of ledger_finished of one group: small samples in one piece, large ones each by itself."""
+    small = [note for note in notes if note.is_small]
+    pieces = ([small] if small else []) + [[note] for note in notes if not note.is_small]
+    rows: list[tuple[object, ...]] = []
+    for piece in pieces:
+        payload = _packed_samples(piece)
+        if payload is None and len(piece) > 1:  # one holds something foreign: the others need not suffer
+            rows += [row for note in piece for row in _kept_rows([note])]
+        elif payload is not None:
+            keys = [(note.sample_index, note.attempt, note.started, note.version) for note in piece]
+            rows.append((piece[0].group_index, piece[0].settings, _as_json(keys), payload))
+    return rows
+
+
+def _packed_samples(notes: list[Finished]) -> bytes | None:
+    """None: it holds something that no file can, or they are not of one kind."""
+    [first, *others] = notes
+    if not others:
+        value = {"fan_out": first.is_fan_out, "samples": first.kept}
+        return _packed(value, f"sample {first.sample_index}")
+    rows = [fields for note in notes for fields in note.kept or ()]
+    return None if any(note.is_fan_out for note in notes) else pack_table(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +180,15 @@ class FinishedEntry:
 
     version: int | None
     payload: bytes
+    place: int | None  # in a table of several; None: it is by itself
 
     @property
     def is_fan_out(self) -> bool:
-        return bool(plain_bytes.loads(self.payload)["fan_out"])
+        return self.place is None and bool(plain_bytes.loads(self.payload)["fan_out"])
 
     def samples(self) -> list[dict[str, Any]]:
+        if self.place is not None:
+            return [unpack_table(self.payload)[self.place]]
         found: list[dict[str, Any]] = plain_bytes.loads(self.payload)["samples"]
         return found
 
@@ -170,34 +248,19 @@ class LedgerReader:
     def finished_entries(self, settings: str) -> dict[tuple[int, int, int], FinishedEntry]:
         """Finished entries by sample index, attempt, and tokens at the start of generation."""
         rows = self._ask(
-            "SELECT sample_index, attempt, started, version, payload FROM ledger_samples WHERE settings = ?",
-            (settings,),
+            "SELECT keys, payload FROM ledger_finished WHERE settings = ? ORDER BY id", (settings,)
         )
-        return {(index, attempt, started): FinishedEntry(*rest) for index, attempt, started, *rest in rows}
+        return {
+            (index, attempt, started): FinishedEntry(version, payload, place if len(keys) > 1 else None)
+            for keys, payload in ((json.loads(text), payload) for text, payload in rows)
+            for place, (index, attempt, started, version) in enumerate(keys)
+        }
 
     def is_evaluated(self, rollout_id: int) -> bool:
         rows = self._ask(
             "SELECT 1 FROM ledger WHERE event = 'evaluated' AND rollout = ? LIMIT 1", (rollout_id,)
         )
         return bool(rows)
-
-
-def keep_entry(
-    key: tuple[int, int, int],
-    group_index: int | None,
-    version: int | None,
-    settings: str,
-    value: object,
-    *,
-    is_small: bool = False,  # it holds few numbers
-) -> KeptEntry | None:
-    """A finished sample as the ledger keeps it. At once: what it is made of may change later.
-
-    None: it holds something that no file can.
-    """
-    pack = plain_bytes.dumps_small if is_small else plain_bytes.dumps
-    payload = _packed(value, f"sample {key[0]}", pack)
-    return None if payload is None else (*key, group_index, version, settings, payload)
 
 
 def keep_rollout(rollout_id: int, settings: str, value: object) -> Callable[[sqlite3.Connection], object]:
@@ -212,10 +275,10 @@ def keep_rollout(rollout_id: int, settings: str, value: object) -> Callable[[sql
     return keep
 
 
-def _packed(value: object, name: str, pack: Callable[[Any], bytes] = plain_bytes.dumps) -> bytes | None:
+def _packed(value: object, name: str) -> bytes | None:
     """None: it holds something that no file can, so that after a crash it is made again."""
     try:
-        return pack(value)
+        return plain_bytes.dumps(value)
     except plain_bytes.ForeignValue as error:
         logger.info("%s holds %s: it is not kept, and made again after a crash", name, error)
         return None
@@ -224,7 +287,7 @@ def _packed(value: object, name: str, pack: Callable[[Any], bytes] = plain_bytes
 def forget_entries(groups: list[int]) -> Callable[[sqlite3.Connection], object]:
     """These groups are decided: what became of them is in a rollout, or in its cursor."""
     return lambda connection: connection.executemany(
-        "DELETE FROM ledger_samples WHERE group_index = ?", [(group,) for group in groups]
+        "DELETE FROM ledger_finished WHERE group_index = ?", [(group,) for group in groups]
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from array import array
 from collections.abc import Sequence
@@ -47,12 +48,17 @@ def unpack_floats(data: bytes) -> list[float]:
 def pack_mask(mask: Sequence[int]) -> bytes:
     """Lengths of its runs, beginning with zeros. Example: [1, 1, 0] -> runs 0, 2, 1."""
     if type(mask) is list and mask and mask.count(1) == len(mask):
-        return pack_ids([0, len(mask)])
+        return _pack_ones(len(mask))
     values = np.asarray(mask, dtype=bool)
     edges = np.flatnonzero(np.diff(values)) + 1 if len(values) else np.array([], dtype=int)
     runs = np.diff(np.concatenate([[0], edges, [len(values)]]))
     starts_with_one = bool(len(values)) and bool(values[0])
     return pack_ids([0, *runs.tolist()] if starts_with_one else runs.tolist())
+
+
+@functools.lru_cache(maxsize=4096)
+def _pack_ones(count: int) -> bytes:
+    return pack_ids([0, count])
 
 
 def unpack_mask(data: bytes) -> list[int]:

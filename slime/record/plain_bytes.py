@@ -9,6 +9,7 @@ it is.
 from __future__ import annotations
 
 import json
+import operator
 import struct
 import sys
 from array import array
@@ -23,6 +24,7 @@ _CODES = "bhiq"  # the same widths, as `array` names them
 _LONG = 64  # from so many entries on numpy, which takes a while to begin, is the faster
 _SCALARS = frozenset({type(None), bool, int, float, str})  # what JSON gives back as it was
 _STRINGS = frozenset({str})
+_LAYOUT = operator.attrgetter("dtype", "ndim", "is_cpu")
 _as_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
@@ -37,23 +39,14 @@ def dumps(value: Any) -> bytes:
     return bytes(out)
 
 
-def dumps_small(value: Any) -> bytes:
-    """The same for values of few numbers: as one piece of JSON, where that gives the same value back."""
-    try:
-        text = _as_json(value) if _is_json(value) else None
-    except (ValueError, RecursionError):
-        text = None
-    return dumps(value) if text is None else b"T" + _text(text)
-
-
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
     """Whether JSON gives it back as it is. To look at types is faster than to read the JSON again."""
     kind = type(value)
     if kind in _SCALARS:
         return True
     if kind is list:
-        return _SCALARS.issuperset(map(type, value)) or all(map(_is_json, value))
-    return kind is dict and _STRINGS.issuperset(map(type, value)) and all(map(_is_json, value.values()))
+        return _SCALARS.issuperset(map(type, value)) or all(map(is_json, value))
+    return kind is dict and _STRINGS.issuperset(map(type, value)) and all(map(is_json, value.values()))
 
 
 def loads(data: bytes) -> Any:
@@ -185,8 +178,7 @@ def _is_tensor(value: Any) -> bool:
 
 def _are_rows(tensors: list[Any]) -> bool:
     """Whether they are what a batch holds of its samples: one row each, of one kind."""
-    dtype = tensors[0].dtype
-    return all(t.dtype == dtype and t.dim() == 1 and t.device.type == "cpu" for t in tensors)
+    return set(map(_LAYOUT, tensors)) == {(tensors[0].dtype, 1, True)}
 
 
 def _write_rows(out: bytearray, tensors: list[Any]) -> None:
@@ -194,8 +186,8 @@ def _write_rows(out: bytearray, tensors: list[Any]) -> None:
     import torch  # as above
 
     out += b"C"
-    _write(out, [len(tensor) for tensor in tensors], "")
-    _write_tensor(out, torch.cat([tensor.detach() for tensor in tensors]))
+    _write(out, [tensor.numel() for tensor in tensors], "")
+    _write_tensor(out, torch.cat(tensors))
 
 
 def _write_values(out: bytearray, flat: np.ndarray[Any, Any]) -> None:

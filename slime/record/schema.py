@@ -8,7 +8,7 @@
     spans      what took how long in which lane: the loop, engines, rewards, trainer ranks, pushes
     actions    what somebody asked of the run, and what it answered at a boundary of steps
     ledger     one row per event of a group, a sample or a step, in the order they happened; only added to
-    ledger_samples, ledger_rollouts
+    ledger_finished, ledger_rollouts
                what was generated and is not part of a checkpoint yet, whole: a run that was killed goes on
                with it
 
@@ -117,17 +117,15 @@ CREATE TABLE IF NOT EXISTS ledger (
     attempt INTEGER,
     value TEXT                      -- reason, status, or numbers as JSON
 );
-CREATE TABLE IF NOT EXISTS ledger_samples (
-    sample_index INTEGER NOT NULL,
-    attempt INTEGER NOT NULL,
-    started INTEGER NOT NULL,       -- response tokens that it had when generation began
+CREATE TABLE IF NOT EXISTS ledger_finished (
+    id INTEGER PRIMARY KEY,
     group_index INTEGER,
-    version INTEGER,                -- newest weights that made a token of it
-    settings TEXT NOT NULL,         -- digest of the settings it was made with
-    payload BLOB NOT NULL,          -- slime.record.plain_bytes
-    PRIMARY KEY (sample_index, attempt, started)
+    settings TEXT NOT NULL,         -- digest of the settings these samples were made with
+    keys TEXT NOT NULL,             -- JSON: index, attempt, tokens at the start and newest weights of each
+    payload BLOB NOT NULL           -- slime.record.plain_bytes
 );
-CREATE INDEX IF NOT EXISTS ledger_samples_of_group ON ledger_samples (group_index);
+CREATE INDEX IF NOT EXISTS ledger_finished_of_group ON ledger_finished (group_index);
+DROP TABLE IF EXISTS ledger_samples;  -- of an earlier version: one row for each
 CREATE TABLE IF NOT EXISTS ledger_rollouts (
     rollout_id INTEGER PRIMARY KEY,
     settings TEXT NOT NULL,
@@ -162,7 +160,7 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         connection.executescript(f"BEGIN; {_LEDGER} COMMIT;")
         if owner != run_id:  # of a run that ended before its first rollout: nothing of it is in the way
             with connection:
-                for table in ("ledger", "ledger_samples", "ledger_rollouts", "spans", "actions"):
+                for table in ("ledger", "ledger_finished", "ledger_rollouts", "spans", "actions"):
                     connection.execute(f"DELETE FROM {table}")
                 connection.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run_id,))
     except sqlite3.Error as error:

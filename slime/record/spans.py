@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ PUSH, WAITS = "push", "waits: {owner}"
 _OF_THE_LOOP = ("run", "start of the run")  # owners of what the lane of the loop shows
 _MAX_WAITS = 200  # of one process in a step; the longest
 _encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
+_Stretch = tuple[float, float, int | None, bool, dict[str, Any]]  # start, end, sample, of its group, more
+_ABOUT_S = 0.02  # that samples begin and end apart and are drawn as one
 _LANE_OF_TRACE = {
     "generate": ENGINES,
     "generate_function": EPISODES,
@@ -46,22 +48,54 @@ class Span:
 
 
 def spans_of_samples(rollout_id: int, samples: Iterable[Sample]) -> list[Span]:
-    """When engines and rewards worked on each sample, read from the traces of those that have one."""
-    found: dict[str, Span] = {}  # by id: one call for a whole group is on the trace of each of its samples
+    """When engines and rewards worked on each sample, read from the traces of those that have one.
+
+    Samples of a group that begin and end at about the same time are one span: "group 7", with their number.
+    """
+    found: dict[tuple[str, int | None], list[_Stretch]] = {}
     for sample in samples:
-        opened: dict[str, dict[str, Any]] = {}
+        opened: dict[str, float] = {}
         for event in (sample.__dict__.get("trace") or {}).get("events", ()):
-            key = event.get("span_id")
-            if event.get("type") == "span_start":
-                opened[key] = event
-            elif event.get("type") == "span_end" and key in opened and event["name"] in _LANE_OF_TRACE:
-                lane, start = _LANE_OF_TRACE[event["name"]], opened[key]["ts"]
-                about = {"sample": sample.index, "group": sample.group_index, **(event.get("attrs") or {})}
-                lane = about.pop("engine", None) or lane
+            kind, lane = event.get("type"), _LANE_OF_TRACE.get(event["name"])
+            if lane is None:
+                continue
+            if kind == "span_start":
+                opened[event["span_id"]] = event["ts"]
+            elif kind == "span_end" and (start := opened.get(event["span_id"])) is not None:
+                attrs = event.get("attrs") or {}
+                at = (attrs.get("engine") or lane, sample.group_index)
                 of_group = event["name"].startswith("group")
-                name = f"group {sample.group_index}" if of_group else f"sample {sample.index}"
-                found[f"{lane} {name} {start}"] = Span(rollout_id, lane, name, start, event["ts"], about)
-    return list(found.values())
+                found.setdefault(at, []).append((start, event["ts"], sample.index, of_group, attrs))
+    spans: list[Span] = []
+    for (lane, group), stretches in found.items():
+        stretches.sort(key=lambda stretch: stretch[1])
+        for together in _at_once(stretches):
+            spans.append(_span_of(rollout_id, lane, group, together))
+    return spans
+
+
+def _at_once(stretches: list[_Stretch]) -> Iterator[list[_Stretch]]:
+    """Those that belong together, of a list in the order of their ends."""
+    first = stretches[0]
+    together: list[_Stretch] = []
+    for stretch in stretches:
+        if stretch[1] - first[1] > _ABOUT_S or abs(stretch[0] - first[0]) > _ABOUT_S:
+            yield together
+            first, together = stretch, []
+        together.append(stretch)
+    yield together
+
+
+def _span_of(rollout_id: int, lane: str, group: int | None, together: list[_Stretch]) -> Span:
+    start, end, index, of_group, attrs = together[0]
+    about: dict[str, Any] = {"group": group, **attrs}
+    about.pop("engine", None)
+    if len(together) == 1 and not of_group:
+        return Span(rollout_id, lane, f"sample {index}", start, end, {"sample": index, **about})
+    if not of_group:
+        about = {"group": group, "samples": len(together)}
+        start, end = min(stretch[0] for stretch in together), together[-1][1]
+    return Span(rollout_id, lane, f"group {group}", start, end, about)
 
 
 def spans_of_waits(rollout_id: int) -> list[Span]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.record.entries import Entry, prompt_hash, prompt_text
-from slime.record.ledger import MILESTONES, Note, write_notes
+from slime.record.ledger import MILESTONES, Finished, Note, write_notes
 from slime.record.packed import pack_floats, pack_ids, pack_mask
 from slime.record.schema import create_or_open
 from slime.utils.types import Sample
@@ -52,7 +52,7 @@ class _Work:
     write: Callable[[sqlite3.Connection], object]
 
 
-_GATHER_S = 0.02  # how long the first of several events waits for the others
+_GATHER_S = 0.05  # how long the first of several events waits for the others
 
 
 class RecordWriter:
@@ -78,7 +78,7 @@ class RecordWriter:
         self._sync, self._start = sync, start
         self._committed: int | None = -1 if keeps_uncommitted else None
         self._connection = create_or_open(path, run_id)
-        self._waiting: deque[_Rollout | _Work | Note] = deque()
+        self._waiting: deque[_Rollout | _Work | Note | Finished] = deque()
         self._news = threading.Condition()
         self._is_idle = False  # the thread waits for something to do
         self._missed = self._missed_events = 0
@@ -114,7 +114,7 @@ class RecordWriter:
             self._waiting.append(item)
             self._news.notify_all()
 
-    def note(self, *notes: Note) -> None:
+    def note(self, *notes: Note | Finished) -> None:
         """Hand over events of the ledger. Never waits: the event loop calls it."""
         with self._news:
             self._waiting.extend(notes)
@@ -159,9 +159,9 @@ class RecordWriter:
                 self._connection.rollback()
                 self._tell_missed(work, error)
 
-    def _next_work(self) -> _Rollout | _Work | list[Note] | None:
+    def _next_work(self) -> _Rollout | _Work | list[Note | Finished] | None:
         """A rollout, or all events that wait before the next one; None: nothing will come any more."""
-        notes: list[Note] = []
+        notes: list[Note | Finished] = []
         with self._news:
             self._is_idle = True
             self._news.wait_for(lambda: self._waiting or self._closed)
@@ -170,7 +170,7 @@ class RecordWriter:
                 self._news.wait_for(lambda: self._closed or self._in_a_hurry, _GATHER_S)
             while self._waiting:
                 first = self._waiting[0]
-                if not isinstance(first, Note):
+                if not isinstance(first, (Note, Finished)):
                     if notes:
                         break
                     self._waiting.popleft()
@@ -181,7 +181,7 @@ class RecordWriter:
                 self._waiting.popleft()
         return notes or None
 
-    def _tell_missed(self, work: _Rollout | _Work | list[Note], error: sqlite3.Error) -> None:
+    def _tell_missed(self, work: _Rollout | _Work | list[Note | Finished], error: sqlite3.Error) -> None:
         is_first = not self._missed and not self._missed_events
         if isinstance(work, _Rollout):
             self._missed += 1
@@ -195,7 +195,7 @@ class RecordWriter:
         if is_first:
             logger.warning("%s cannot be written (%s): %s; the run goes on.", self._path, error, what)
 
-    def _write_notes(self, notes: Sequence[Note]) -> None:
+    def _write_notes(self, notes: Sequence[Note | Finished]) -> None:
         durable = self._sync == "always" or (
             self._sync == "step" and any(note.event in MILESTONES for note in notes)
         )
@@ -213,8 +213,9 @@ class RecordWriter:
                 connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, str(count)))
 
     def _write(self, rollout: _Rollout) -> None:
-        samples = [sample for entry in rollout.entries for sample in entry.samples]
-        rewards = [r for r in (_reward(sample, rollout.reward_key) for sample in samples) if r is not None]
+        key_of_reward = rollout.reward_key
+        found = [[_reward(sample, key_of_reward) for sample in entry.samples] for entry in rollout.entries]
+        rewards = [reward for group in found for reward in group if reward is not None]
         with self._connection as connection:
             # With its groups and samples: a rollout that is made again after a resume replaces the first.
             key = (rollout.kind, rollout.rollout_id)
@@ -227,13 +228,13 @@ class RecordWriter:
                     rollout.time,
                     rollout.version,
                     len(rollout.entries),
-                    len(samples),
+                    sum(map(len, found)),
                     sum(rewards) / len(rewards) if rewards else None,
                 ),
             ).lastrowid
             assert row is not None
-            for entry in rollout.entries:
-                _write_entry(connection, row, entry, rollout.reward_key)
+            for entry, of_group in zip(rollout.entries, found, strict=True):
+                _write_entry(connection, row, entry, of_group)
             self._note_missed(connection)
 
     def _prune(self) -> None:
@@ -258,8 +259,8 @@ class RecordWriter:
             return False
         with self._connection as connection:
             connection.execute("DELETE FROM groups WHERE rollout = ?", (row,))
-            connection.execute(
-                "DELETE FROM spans WHERE rollout_id = ? AND lane IN ('engines', 'reward')",  # one per sample
+            connection.execute(  # those of samples
+                "DELETE FROM spans WHERE rollout_id = ? AND (lane LIKE 'engine%' OR lane = 'reward')",
                 (rollout_id,),
             )
             connection.execute("UPDATE rollouts SET pruned = 1 WHERE id = ?", (row,))
@@ -278,9 +279,12 @@ class RecordWriter:
         return int((pages - free) * size)
 
 
-def _write_entry(connection: sqlite3.Connection, rollout: int, entry: Entry, reward_key: str | None) -> None:
+def _write_entry(
+    connection: sqlite3.Connection, rollout: int, entry: Entry, found: Sequence[float | None]
+) -> None:
+    """`found`: the rewards of its samples."""
     first = entry.samples[0]
-    rewards = [r for r in (_reward(sample, reward_key) for sample in entry.samples) if r is not None]
+    rewards = [reward for reward in found if reward is not None]
     prompt = _text(prompt_text(first.prompt))
     group = connection.execute(
         "INSERT INTO groups (rollout, dataset, group_index, prompt, prompt_hash, label, outcome, reason, "
@@ -303,17 +307,17 @@ def _write_entry(connection: sqlite3.Connection, rollout: int, entry: Entry, rew
         "INSERT INTO samples (group_row, sample_index, execution, status, reward, reward_parts, failure, "
         "response, num_tokens, tokens, log_probs, loss_mask, versions) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [(group, *_sample_row(sample, reward_key)) for sample in entry.samples],
+        [(group, *_sample_row(sample, reward)) for sample, reward in zip(entry.samples, found, strict=True)],
     )
 
 
-def _sample_row(sample: Sample, reward_key: str | None) -> tuple[Any, ...]:
+def _sample_row(sample: Sample, reward: float | None) -> tuple[Any, ...]:
     failure = sample.reward_failure
     return (
         sample.index,
         sample.rollout_id,
         sample.status.value,
-        _reward(sample, reward_key),
+        reward,
         _json(sample.reward) if isinstance(sample.reward, dict) else None,
         _text(f"{failure.kind}: {failure.reason}") if failure is not None else None,
         _text(sample.response),

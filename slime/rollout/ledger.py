@@ -8,20 +8,23 @@ the rollout manager, also if that function and its data source know nothing of t
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from slime.record.ledger import (
     Event,
+    Finished,
     FinishedEntry,
-    KeptEntry,
     Note,
     forget_entries,
     forget_rollouts,
-    keep_entry,
     keep_rollout,
 )
 from slime.record.writer import RecordWriter
@@ -33,11 +36,20 @@ from slime.utils.types import Sample, flatten_samples, version_number
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int, int]  # sample index, attempt, response tokens at the start
-_NOT_KEPT = ("multimodal_inputs", "trace")
+_NOT_KEPT = frozenset({"multimodal_inputs", "trace"})
+_UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
 _FEW_TOKENS = 100
-_NOTHING = object()
-_AS_NEW = Sample().to_dict()
 _encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
+# The fields of a sample by what they hold: of most samples, most are as in a new one.
+_NEW = vars(Sample())
+_FIELDS = _NEW.keys()
+_OF_NUMBERS = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
+_COUNTS = {name: vars(_NEW[name]) for name in ("spec_info", "prefix_cache_info")}
+_APART = {*_OF_NUMBERS, *_COUNTS, *_NOT_KEPT, "status", "version_spans"}
+_CONTAINERS = {n: v for n, v in _NEW.items() if isinstance(v, (list, dict)) and n not in _APART}
+_PLAIN = tuple(name for name in _NEW if name not in _APART and name not in _CONTAINERS)
+_PLAIN_NEW = tuple(_NEW[name] for name in _PLAIN)
+_plain_values = operator.itemgetter(*_PLAIN)
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
 
 
@@ -131,7 +143,7 @@ class Ledger:
             return None
         assert isinstance(entry, Sample)
         del self._known[key]  # type: ignore[arg-type]
-        samples = [Sample.from_dict(data) for data in found.samples()]
+        samples = [_from_kept(fields) for fields in found.samples()]
         for sample in samples:
             if sample.multimodal_inputs is None:
                 sample.multimodal_inputs = entry.multimodal_inputs  # of the prompt, as it was read again
@@ -141,38 +153,46 @@ class Ledger:
     def finished(self, origin: Entry, made: Entry) -> None:
         """`origin` was generated (and scored, where rewards are not those of groups)."""
         key = _key(origin)
-        if key is None or is_finished(origin):
-            return
-        assert isinstance(origin, Sample), "only these have a key"
+        if key is not None and not is_finished(origin):
+            assert isinstance(origin, Sample), "only these have a key"
+            self._finished(key, origin.group_index, made)
+
+    def finished_from_prompt(self, sample: Sample) -> None:
+        """The same of a sample that began with its prompt and is one still."""
+        key = _key(sample)
+        if key is not None:
+            self._finished((key[0], key[1], 0), sample.group_index, sample)
+
+    def _finished(self, key: Key, group_index: int | None, made: Entry) -> None:
         samples = [made] if isinstance(made, Sample) else flatten_samples([made])
-        now, about = time.time(), (origin.group_index, origin.index, key[1])
-        # With its own reward, if any.
-        whole = all(s.status in FINISHED and s.reward_failure is None for s in samples)
-        keep = self._kept_entry(key, origin.group_index, made, samples) if whole and self._keeps else None
-        status = samples[-1].status.value
-        notes = [Note(now, "generated", self._rollout, *about, status, entry=keep)]
-        if any(s.reward is not None or s.reward_failure is not None for s in samples):
-            notes.append(Note(now, "scored", self._rollout, *about, _rewards(samples)))
-        self._writer.note(*notes)
+        whole, is_scored, size = self._keeps, False, 0
+        for sample in samples:  # with its own reward, if any
+            whole = whole and sample.status in FINISHED and sample.reward_failure is None
+            is_scored = is_scored or sample.reward is not None or sample.reward_failure is not None
+            size += len(sample.tokens)
+        version = _newest_version(samples)
+        note = Finished(
+            time.time(),
+            self._rollout,
+            group_index,
+            *key,
+            self._version if version is None else version,
+            self.settings,
+            samples[-1].status.value,
+            _rewards(samples),
+            is_scored,
+            [_kept_fields(s) for s in samples] if whole else None,
+            isinstance(made, list),
+            size <= _FEW_TOKENS,
+        )
+        self._writer.note(note)
 
     def scored(self, group: Group) -> None:
         """The samples of a group got their rewards together."""
         for index, attempt in _groups([group]):
-            self._note("scored", group=index, attempt=attempt, value=_rewards(flatten_samples(group)))
-
-    def _kept_entry(
-        self, key: Key, group_index: int | None, made: Entry, samples: Sequence[Sample]
-    ) -> KeptEntry | None:
-        version = newest_version(list(samples))
-        value = {"fan_out": isinstance(made, list), "samples": [_kept_fields(s) for s in samples]}
-        return keep_entry(
-            key,
-            group_index,
-            self._version if version is None else version,
-            self.settings,
-            value,
-            is_small=sum(len(s.tokens) for s in samples) <= _FEW_TOKENS,
-        )
+            self._note(
+                "scored", group=index, attempt=attempt, value=_encode(_rewards(flatten_samples(group)))
+            )
 
     # -- rollouts and steps
 
@@ -276,19 +296,69 @@ def _key(entry: Entry) -> Key | None:
 
 
 def _kept_fields(sample: Sample) -> dict[str, Any]:
-    """What the sample is made again from: not its media or when it was worked on, nor what a new one has."""
-    kept = {name: value for name, value in sample.to_dict().items() if not _is_as_new(name, value)}
-    for name in _NOT_KEPT:
-        kept.pop(name, None)
-    kept["version_spans"] = list(map(list, sample.version_spans))  # tuples again when they are read
+    """What the sample is made again from, in containers of its own.
+
+    Not its media or when it was worked on, nor what a new one has.
+    """
+    fields = sample.__dict__
+    kept = {
+        name: value if type(value) in _UNCHANGING else _own(value)
+        for name, value, new in zip(_PLAIN, _plain_values(fields), _PLAIN_NEW, strict=True)
+        if value is not new
+    }
+    for name in _OF_NUMBERS:
+        if (value := fields[name]) is not None:
+            kept[name] = value[:] if type(value) is list else _own(value)
+    for name, new in _CONTAINERS.items():
+        if (value := fields[name]) or type(value) is not type(new):
+            kept[name] = _own(value)
+    for name, new in _COUNTS.items():
+        if (counts := vars(fields[name])) != new:
+            kept[name] = dict(counts)
+    kept["status"] = sample.status.value
+    kept["version_spans"] = _spans_text(tuple(sample.version_spans))
+    for name in fields.keys() - _FIELDS:  # attached later
+        if name not in _NOT_KEPT:
+            kept[name] = _own(fields[name])
     return kept
 
 
-def _is_as_new(name: str, value: Any) -> bool:
-    new = _AS_NEW.get(name, _NOTHING)
-    return type(value) is type(new) and bool(value == new)
+@functools.lru_cache(maxsize=1024)
+def _spans_text(spans: tuple[tuple[str, int, int], ...]) -> str:
+    """Most samples of a rollout have the same."""
+    return _encode(spans)
 
 
-def _rewards(samples: Sequence[Sample]) -> str:
+def _newest_version(samples: Sequence[Sample]) -> int | None:
+    if len(samples) == 1:
+        return _newest_of(tuple(samples[0].version_spans))
+    return newest_version(list(samples))
+
+
+@functools.lru_cache(maxsize=1024)
+def _newest_of(spans: tuple[tuple[str, int, int], ...]) -> int | None:
+    return newest_version([Sample(version_spans=list(spans))])
+
+
+def _from_kept(fields: dict[str, Any]) -> Sample:
+    spans = fields["version_spans"]
+    return Sample.from_dict({**fields, "version_spans": json.loads(spans) if spans else []})
+
+
+def _own(value: Any) -> Any:
+    """The same value, which nobody else changes; what no file can hold stays as it is."""
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    if kind is list or kind is tuple or kind is set:
+        return kind(map(_own, value))
+    if kind is dict:
+        return {key: _own(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value.detach().clone() if kind.__module__ == "torch" and hasattr(value, "detach") else value
+
+
+def _rewards(samples: Sequence[Sample]) -> Any:
     values = [s.reward_failure.kind if s.reward_failure is not None else s.reward for s in samples]
-    return _encode(values[0] if len(values) == 1 else values)
+    return values[0] if len(values) == 1 else values

@@ -45,7 +45,6 @@ from slime.rollout.generation.turnstile import call_or_wait, can_be_kept
 from slime.rollout.groups import (
     Entry,
     Group,
-    beginning_of,
     copy_group,
     copy_sample,
     describe,
@@ -368,7 +367,7 @@ async def _finish_sibling(
         logger.warning("%s begins again (%s: %s)", describe(sample), type(error).__name__, error)
         return await again(without_response(sample))
     if (durable := ledger.current()) is not None:
-        durable.finished(beginning_of(sample), sample)
+        durable.finished_from_prompt(sample)
     return sample
 
 

@@ -51,6 +51,12 @@ MODES = {
         "actor_num_gpus_per_node": 2,
         "peer_copies": 1,
     },
+    "Megatron, from its checkpoints": {
+        "script": "train_async.py",
+        "train_backend": "megatron",
+        "tensor_model_parallel_size": 2,
+        "actor_num_gpus_per_node": 2,
+    },
     "SGLang behind its router": {
         "script": "train_async.py",
         "rollout_engine": "sglang",

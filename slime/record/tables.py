@@ -1,0 +1,110 @@
+"""The small samples of a group in one piece of bytes: a header of JSON, then their numbers behind each other.
+
+Fields that all of them have in common are written once. To pack a sample takes some microseconds, a tenth of
+what `plain_bytes.dumps` takes for each by itself, and the bytes are a quarter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+import sys
+from array import array
+from typing import Any
+
+from slime.record.plain_bytes import is_json
+
+_SAME = frozenset({type(None), bool, int, str})  # equal ones are the same, unlike 0.0 and -0.0
+_CODES = "BHIqfd"
+_as_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
+
+
+def pack_table(rows: list[dict[str, Any]]) -> bytes | None:
+    """Dicts with the same names. None: their names differ, or they hold more than JSON does.
+
+    Example: [{"a": 1, "b": [2, 3]}, {"a": 1, "b": [4]}] has the header {"names": ["a", "b"], "count": 2,
+    "columns": [["=", 1], ["B", [2, 1]]]}, and the bytes 2, 3 and 4.
+    """
+    names = rows[0].keys()
+    if any(row.keys() != names for row in rows):
+        return None
+    columns, blobs = [], []
+    for name in names:
+        column, blob = _pack_column([row[name] for row in rows])
+        if column is None:
+            return None
+        columns.append(column)
+        blobs.append(blob)
+    try:
+        text = _as_json({"names": list(names), "count": len(rows), "columns": columns})
+    except (ValueError, RecursionError):  # an integer of thousands of digits; half of a surrogate pair is one
+        return None
+    header = text.encode("utf-8", "surrogatepass")
+    return b"".join((struct.pack("<I", len(header)), header, *blobs))
+
+
+def _pack_column(values: list[Any]) -> tuple[list[Any] | None, bytes]:
+    first, kinds = values[0], set(map(type, values))
+    if len(kinds) == 1:
+        if type(first) in _SAME and values.count(first) == len(values):
+            return ["=", first], b""
+        if type(first) is list and (numbers := _pack_numbers(values)) is not None:
+            return [numbers.typecode, list(map(len, values))], _bytes_of(numbers)
+    return (["", values] if is_json(values) else None), b""
+
+
+def _pack_numbers(lists: list[list[Any]]) -> array[Any] | None:
+    """All entries as narrow as they fit; None: there are others than whole numbers or floats, or none."""
+    flat = list(itertools.chain.from_iterable(lists))
+    kinds = set(map(type, flat))
+    if kinds == {float}:
+        doubles = array("d", flat)
+        singles = array("f", flat)
+        return singles if array("d", singles).tobytes() == doubles.tobytes() else doubles
+    if kinds != {int}:
+        return None
+    low, high = min(flat), max(flat)
+    if low >= 0 and high < 1 << 32:
+        return array("B" if high < 1 << 8 else "H" if high < 1 << 16 else "I", flat)
+    return array("q", flat) if low >= -(1 << 63) and high < 1 << 63 else None
+
+
+def _bytes_of(numbers: array[Any]) -> bytes:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def unpack_table(data: bytes) -> list[dict[str, Any]]:
+    """Inverse of `pack_table`. ValueError: it did not write these bytes, or not all of them are there."""
+    try:
+        (size,) = struct.unpack_from("<I", data)
+        header, at = json.loads(data[4 : 4 + size].decode("utf-8", "surrogatepass")), 4 + size
+        count, lists = header["count"], []
+        for kind, value in header["columns"]:
+            if kind in ("", "="):
+                values = value if kind == "" else list(itertools.repeat(value, min(count, len(data))))
+            else:
+                values, at = _unpack_numbers(kind, value, data, at)
+            lists.append(values)
+        if at != len(data):
+            raise ValueError("there are too many")
+        return [dict(zip(header["names"], row, strict=True)) for row in zip(*lists, strict=True)]
+    except Exception as error:
+        said = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ValueError(f"these are not the bytes of samples ({said})") from error
+
+
+def _unpack_numbers(code: str, lengths: list[int], data: bytes, at: int) -> tuple[list[Any], int]:
+    if code not in _CODES or any(length < 0 for length in lengths):
+        raise ValueError("no list of numbers")
+    numbers = array(code)
+    end = at + sum(lengths) * numbers.itemsize
+    if end > len(data):
+        raise ValueError("it ends early")
+    numbers.frombytes(data[at:end])
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    ends = itertools.accumulate(lengths)
+    return [numbers[end - length : end].tolist() for length, end in zip(lengths, ends, strict=True)], end
