@@ -1,7 +1,8 @@
 """What does the ledger cost, of a training step?
 
-    python benchmarks/ledger_overhead.py              # beside the step of the SmolLM2 quick start
-    python benchmarks/ledger_overhead.py --large      # 256 answers of 4,096 tokens, beside a step of a minute
+    python benchmarks/ledger_overhead.py                # beside the step of the SmolLM2 quick start
+    python benchmarks/ledger_overhead.py --shape tiny   # 576 answers of 6 tokens, the tiny quick start
+    python benchmarks/ledger_overhead.py --shape large  # 256 answers of 4,096 tokens, a step of a minute
 
 All events of a step and whole samples and batches as they are kept until a checkpoint covers them, until they
 lie in record.db, for each --record-sync. CPU seconds of the process, and the seconds that the disk kept it
@@ -19,10 +20,14 @@ import torch
 from record_overhead import STEP_S, _sample, cpu_seconds
 
 from slime.record import RECORD_FILE, RecordWriter
-from slime.rollout.groups import without_response
 from slime.rollout.ledger import Ledger
 
-LARGE_STEP_S = 60.0
+# Prompts, answers of each, tokens; seconds of a step (tiny: CPU seconds of all processes); goal.
+SHAPES = {
+    "smollm2": ((6, 8, 30), STEP_S, 0.03),
+    "tiny": ((36, 16, 6), 1.43, 0.03),
+    "large": ((32, 8, 4096), 60.0, 0.01),
+}
 
 
 def make_groups(step: int, prompts: int, copies: int, tokens: int) -> list:
@@ -31,10 +36,12 @@ def make_groups(step: int, prompts: int, copies: int, tokens: int) -> list:
     for group in groups:
         for sample in group:
             sample.index = sample.group_index * copies + sample.index % copies
-            if tokens > sample.response_length:
-                sample.tokens = sample.tokens[:45] + [draw.randrange(150_000) for _ in range(tokens)]
+            if tokens != sample.response_length:
+                prompt = sample.tokens[: min(45, tokens)]
+                sample.tokens = prompt + [draw.randrange(150_000) for _ in range(tokens)]
                 sample.rollout_log_probs = [-draw.random() for _ in range(tokens)]
                 sample.loss_mask, sample.response_length = [1] * tokens, tokens
+                sample.version_spans = [("run:1", 0, tokens)]
     return groups
 
 
@@ -53,12 +60,12 @@ def play(folder: Path, sync: str, steps: list) -> None:
     writer = RecordWriter(folder / f"{sync}-{RECORD_FILE}", "run", 1 << 32, sync=sync, keeps_uncommitted=True)
     ledger = Ledger(writer, "settings")
     ledger.resumed(-1, -1)
-    for number, (groups, origins, batch) in enumerate(steps):
+    for number, (groups, batch) in enumerate(steps):
         ledger.begin(number, "run:1")
         ledger.issued(groups, from_buffer=False)
-        for group, before in zip(groups, origins, strict=True):
-            for sample, origin in zip(group, before, strict=True):
-                ledger.finished(origin, sample)
+        for group in groups:
+            for sample in group:
+                ledger.finished_from_prompt(sample)
         ledger.consumed(groups, "trained")
         ledger.cut(number)
         ledger.made(number, {"batch": batch, "cursor": {}, "metrics": {}, "num_samples": 0})
@@ -72,18 +79,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--large", action="store_true", help="256 answers of 4,096 tokens")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="smollm2")
     parser.add_argument("--steps", type=int, help="default: 50, or 4 large ones")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/ledger_overhead.json"))
     options = parser.parse_args()
-    shape = (32, 8, 4096) if options.large else (6, 8, 30)
-    count = options.steps or (4 if options.large else 50)
-    whole, goal = (LARGE_STEP_S, 0.01) if options.large else (STEP_S, 0.03)
+    shape, whole, goal = SHAPES[options.shape]
+    count = options.steps or (4 if options.shape == "large" else 50)
     steps = []
     for number in range(count):
         groups = make_groups(number, *shape)
-        origins = [[without_response(sample) for sample in group] for group in groups]
-        steps.append((groups, origins, batch_of(groups)))
+        steps.append((groups, batch_of(groups)))
     shares = {}
     print(f"of a step of {whole:.2f} s with {shape[0] * shape[1]} answers of {shape[2]} tokens")
     for sync in ("off", "step", "always"):

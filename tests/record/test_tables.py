@@ -17,7 +17,7 @@ tables = st.lists(st.text(), unique=True, min_size=1, max_size=4).flatmap(
 
 
 @given(tables)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_rows_come_back_as_they_were(rows):
     assert repr(unpack_table(pack_table(rows))) == repr(rows), "with types, order, and the bits of floats"
 
@@ -40,7 +40,7 @@ def test_other_names_and_what_json_does_not_hold_are_refused(odd):
 
 
 @given(st.binary(max_size=60), st.integers(0, 200))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_other_bytes_are_a_value_error(data, cut):
     whole = pack_table([{"a": [1, 2, 3], "b": "x"}, {"a": [4], "b": "y"}])
     for broken in (data, whole[: cut % len(whole)], whole[: cut % len(whole)] + data):

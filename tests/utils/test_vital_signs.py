@@ -31,6 +31,8 @@ def silent(clock: SilenceClock, seconds: int, signs) -> None:
         (Signs(False, True, 5.0), 120, "waits for a disk, or for a debugger"),
         (lambda second: Signs(False, False, 5.0 + 0.1 * second), 120, "computes and does not answer"),
         (lambda second: Signs(False, False, 5.0 + 0.001 * second), 10, "hangs"),
+        (lambda second: Signs(False, False, 5.0, wants_core=second % 4 > 0), 120, "waits for a core"),
+        (lambda second: Signs(False, False, 5.0, wants_core=second % 4 == 0), 10, "hangs"),
         (None, 30, "nothing is known"),
     ],
 )

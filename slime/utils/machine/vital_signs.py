@@ -1,7 +1,8 @@
 """Whether a process that does not answer is stopped, hangs, or only has much to do.
 
 Silence alone tells little on a loaded machine. The system knows more: a stopped process says so, one that
-hangs uses no CPU, one that compiles or reads from a slow disk does. So patience depends on what is seen.
+hangs uses no CPU, one that compiles or reads from a slow disk does, and one that gets no turn on a crowded
+machine stands in line for it. So patience depends on what is seen.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ _PROC = Path("/proc")
 _STATE, _PARENT, _GROUP, _USER_TIME, _SYSTEM_TIME = 0, 1, 2, 11, 12  # fields of `stat` behind the name
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _BUSY_SHARE = 0.02  # of one core, over the silence: threads that only wait use less
+_IN_LINE_SHARE = 0.5  # of the looks
 # How many times the limit a silence may last.
 _BUSY_FACTOR, _UNSEEN_FACTOR = 12.0, 3.0
 
@@ -25,12 +27,14 @@ class Signs:
     """What the system says of a process or a group of them.
 
     `stopped`: by SIGSTOP, or from a terminal. `held`: by a
-    debugger, or waiting for a disk: its silence is no hang.
+    debugger, or waiting for a disk: its silence is no hang. `wants_core`: a thread could run
+    and waits for its turn, or runs.
     """
 
     stopped: bool
     held: bool
     cpu_s: float
+    wants_core: bool = False
 
 
 def signs_of(pids: Iterable[int]) -> Signs | None:
@@ -40,7 +44,7 @@ def signs_of(pids: Iterable[int]) -> Signs | None:
         return None
     states = {row[_STATE] for row in rows}
     ticks = sum(int(row[_USER_TIME]) + int(row[_SYSTEM_TIME]) for row in rows)
-    return Signs("T" in states, bool(states & {"t", "D"}), ticks / _TICKS_PER_S)
+    return Signs("T" in states, bool(states & {"t", "D"}), ticks / _TICKS_PER_S, "R" in states)
 
 
 def signs_of_group(leader: int) -> Signs | None:
@@ -93,11 +97,14 @@ class SilenceClock:
         self.silent_s = 0.0
         self._signs: Signs | None = None
         self._first_cpu_s: float | None = None
+        self._num_in_line = self._num_asked = 0  # how often it wanted a core, of how many looks
 
     def miss(self, elapsed_s: float, signs: Signs | None) -> None:
         """Asked and not answered, this long after the last time."""
         self.silent_s += min(elapsed_s, self._longest_step_s)
         self._signs = signs
+        if signs is not None:
+            self._num_in_line, self._num_asked = self._num_in_line + signs.wants_core, self._num_asked + 1
         if signs is not None and self._first_cpu_s is None:
             self._first_cpu_s = signs.cpu_s
 
@@ -105,7 +112,7 @@ class SilenceClock:
     def allowed_s(self) -> float:
         if self._signs is None:
             return self._limit_s * _UNSEEN_FACTOR
-        busy = self._computes(self._signs) or self._signs.held
+        busy = self._computes(self._signs) or self._signs.held or self._is_in_line
         return self._limit_s * (_BUSY_FACTOR if busy and not self._signs.stopped else 1.0)
 
     @property
@@ -122,7 +129,14 @@ class SilenceClock:
             return "its process waits for a disk, or for a debugger"
         if self._computes(self._signs):
             return "its process computes and does not answer"
+        if self._is_in_line:
+            return "its process waits for a core: too much else runs on its machine"
         return "its process does nothing: it hangs"
+
+    @property
+    def _is_in_line(self) -> bool:
+        """Seen in most looks: a thread that only wakes up now and then is rarely met."""
+        return self._num_in_line > _IN_LINE_SHARE * self._num_asked
 
     def _computes(self, signs: Signs) -> bool:
         used_s = signs.cpu_s - (self._first_cpu_s or 0.0)
