@@ -72,8 +72,9 @@ def _check_what_is_recorded(folder):
     """Spans of every lane, the text of tokens, and the advantage of what was trained."""
     [run] = open_runs([folder]).values()
     with run.record() as connection:
+        number = "coalesce(json_extract(about, '$.samples'), 1)"  # of answers that one bar stands for
         lanes = dict(
-            connection.execute("SELECT lane, count(*) FROM spans WHERE rollout_id = 0 GROUP BY lane")
+            connection.execute(f"SELECT lane, sum({number}) FROM spans WHERE rollout_id = 0 GROUP BY lane")
         )
         assert lanes["engine-0"] == lanes["reward"] == 16 and lanes["trainer-0"] >= 2
         names = {name for (name,) in connection.execute("SELECT name FROM spans WHERE lane = 'loop'")}
