@@ -253,9 +253,7 @@ def main() -> int:
     add("--target", type=float, default=0.9, help="held-out accuracy that both are to reach")
     add("--prompts", type=int, default=16, help="of a step")
     add("--samples", type=int, default=8, help="of a prompt")
-    add(
-        "--lr", type=float, default=3e-4, help="half of the quick start's: large for old tokens"
-    )
+    add("--lr", type=float, default=3e-4, help="half of the quick start's: large for old tokens")
     add("--staleness", type=int, default=2, help="--max-weight-staleness of the asynchronous runs")
     add("--at-once", type=int, default=1, help="runs side by side; only where waiting is all that they do")
     add("--json", type=Path, default=Path("benchmarks/results/async_speedup.json"))
