@@ -10,6 +10,7 @@ meet in the prompt's keys and values. Results equal those of the whole documents
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,20 +88,19 @@ class PromptShare:
         lengths = mb.documents.lengths
         if not mb.positions or len(lengths) < 2:
             return None
-        ids = torch.split(mb.input_ids[0], list(lengths))
         prompt_sizes = [n - r for n, r in zip(lengths, mb.response_lengths, strict=True)]
-        families = _same_prompts([x[:p] for x, p in zip(ids, prompt_sizes, strict=True)])
+        families = _same_prompts(mb.input_ids[0].numpy(), mb.documents.bounds.tolist(), prompt_sizes)
         saved = sum(prompt_sizes[family[0]] * (len(family) - 1) for family in families)
         if saved < _PAYS_FROM * sum(lengths):
             return None
         return _build(cls, mb, families, prompt_sizes)
 
 
-def _same_prompts(prompts: Sequence[Tensor]) -> list[list[int]]:
+def _same_prompts(ids: np.ndarray, starts: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """Samples by prompt, in the order of their first."""
     found: dict[bytes, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        found.setdefault(prompt.numpy().tobytes(), []).append(index)
+    for index, (start, size) in enumerate(zip(starts, sizes, strict=False)):
+        found.setdefault(ids[start : start + size].tobytes(), []).append(index)
     return list(found.values())
 
 
@@ -108,36 +108,37 @@ def _build(
     cls: type[PromptShare], mb: MicroBatch, families: list[list[int]], prompt_sizes: list[int]
 ) -> PromptShare:
     lengths, starts = mb.documents.lengths, mb.documents.bounds.tolist()
-    picked: list[Tensor] = []  # by part of the stream: places in the documents
-    keys: list[Tensor] = []  # by part: places in the stream
-    expand: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(lengths)
+    # In numpy, whose small arrays cost a tenth of small tensors.
+    picked: list[np.ndarray] = []  # by part of the stream: places in the documents
+    keys: list[np.ndarray] = []  # by part: places in the stream
+    expand: list[np.ndarray] = [np.empty(0, np.int64)] * len(lengths)
     end = 0  # of the stream so far
     for family in families:
         first, size = family[0], prompt_sizes[family[0]]
         if len(family) == 1:
-            picked.append(torch.arange(starts[first], starts[first + 1]))
-            expand[first] = torch.arange(end, end + lengths[first])
+            picked.append(np.arange(starts[first], starts[first + 1]))
+            expand[first] = np.arange(end, end + lengths[first])
             keys.append(expand[first])
             end += lengths[first]
             continue
-        prompt = torch.arange(end, end + size)
-        picked.append(torch.arange(starts[first], starts[first] + size))
+        prompt = np.arange(end, end + size)
+        picked.append(np.arange(starts[first], starts[first] + size))
         keys.append(prompt)
         end += size
         for member in family:
             own = lengths[member] - size
-            picked.append(torch.arange(starts[member] + size, starts[member + 1]))
-            expand[member] = torch.cat((prompt, torch.arange(end, end + own)))
+            picked.append(np.arange(starts[member] + size, starts[member + 1]))
+            expand[member] = np.concatenate((prompt, np.arange(end, end + own)))
             keys.append(expand[member])
             end += own
-    places = torch.cat(picked)
+    places = _joined(picked)
     documents = PromptTree(
         whole=mb.documents,
-        expand=torch.cat(expand),
+        expand=_joined(expand),
         own=places,
         cu_query=_bounds(picked),
         cu_key=_bounds(keys),
-        keys=torch.cat(keys),
+        keys=_joined(keys),
         bound=1 << (max(len(part) for part in keys) - 1).bit_length(),
     )
     return cls(
@@ -151,6 +152,10 @@ def _build(
     )
 
 
-def _bounds(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))
+
+
+def _bounds(parts: Sequence[np.ndarray]) -> Tensor:
     sizes = torch.tensor([0, *(len(part) for part in parts)])
     return sizes.cumsum(0).to(torch.int32)
