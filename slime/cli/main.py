@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from slime.utils.errors import FolderTaken, NotStarted, RunStopped
+from slime.utils.machine.garbage import search_seldom
 from slime.utils.waits import WaitTimeout
 
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
@@ -118,6 +119,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if argv is None:  # the process is ours alone
+        search_seldom()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["help"] and argv[1:2]:
         return main([argv[1], "--help", *argv[2:]])

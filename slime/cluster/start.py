@@ -61,6 +61,7 @@ from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.step_folders import StepFolder
 from slime.utils.machine import shm
 from slime.utils.machine.accelerator import device_count, has_bfloat16
+from slime.utils.machine.garbage import searching_new_only
 from slime.utils.machine.run_identity import Run
 from slime.utils.models.model_config import context_of
 from slime.utils.types import RolloutBatch
@@ -125,7 +126,8 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
                 cluster.plan = report.plan
                 cluster.requests.take_up(cluster)
                 try:
-                    yield cluster
+                    with searching_new_only():
+                        yield cluster
                 except BaseException:
                     if cluster.saver is not None:
                         cluster.saver.tell_of_loss()

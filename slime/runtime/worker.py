@@ -22,7 +22,7 @@ from typing import Any
 
 from slime.runtime.notes import Notebook, working
 from slime.utils import waits
-from slime.utils.machine import stacks
+from slime.utils.machine import garbage, stacks
 
 WORK, CONTROL = "work", "control"  # the lanes
 BEAT, BEAT_S = b"beat", 1.0  # a pickle begins otherwise
@@ -96,6 +96,7 @@ class _Worker:
         path, *rest = args
         with working("start"):
             self._target = load_function(path)(*rest, **kwargs)
+        garbage.search_new_only()
         return None
 
     def _answer(self, call_id: int, ok: bool, value: Any) -> None:
@@ -130,6 +131,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends us in order
     waits.name_process(options.name)
     stacks.answer_signal()
+    garbage.search_seldom()
     _Worker(Connection(options.fd), options.shm_prefix).run()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
-from slime.utils.machine import stacks
+from slime.utils.machine import garbage, stacks
 from slime.utils.machine.open_files import raise_limit, tell_of_scarcity
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")
     stacks.answer_signal()
+    garbage.search_seldom()
     if args.life_fd is not None:
         _die_with_parent(args)
     # Small tensor operations give up the interpreter lock hundreds of times per step; with the default of 5
@@ -129,6 +130,7 @@ async def _serve(args: argparse.Namespace) -> None:
     await runner.setup()
     await web.SockSite(runner, listener, backlog=_TAKEN_AT_ONCE).start()
     listener.listen(_BACKLOG)
+    garbage.search_new_only()
     tell_of_scarcity(asyncio.get_running_loop())
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
