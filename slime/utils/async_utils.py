@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -62,3 +64,34 @@ def run(coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
     except BaseException:
         future.cancel()  # a Ctrl-C in the waiting thread must not leave the coroutine running
         raise
+
+
+async def side_by_side(work: Callable[[T], Coroutine[Any, Any, R]], items: Iterable[T]) -> list[R]:
+    """`work` of all items together, results in their order; when one fails, the others are cancelled.
+
+    Those that never wait are done in this task, one behind the other: a task for each would cost more than
+    most of them do. As soon as one waits for something, all that are left get tasks of their own.
+    """
+    left = deque(enumerate(items))
+    made: dict[int, R] = {}
+    tasks: dict[int, asyncio.Task[R]] = {}
+    try:
+        async with asyncio.TaskGroup() as group:
+
+            def spread() -> None:
+                while left:
+                    place, item = left.popleft()
+                    tasks[place] = group.create_task(work(item))
+
+            waited = asyncio.get_running_loop().call_soon(spread)  # its turn comes when this task waits
+            try:
+                while left:
+                    place, item = left.popleft()
+                    made[place] = await work(item)
+            finally:
+                waited.cancel()
+    except BaseExceptionGroup as several:
+        first = several.exceptions[0]  # its failure ended the others
+        raise first from first.__cause__
+    made |= {place: task.result() for place, task in tasks.items()}
+    return [made[place] for place in range(len(made))]

@@ -29,6 +29,7 @@ from slime.rollout.generation.requests import (
 from slime.rollout.generation.scope import RequestScope
 from slime.rollout.groups import Entry, Group, describe
 from slime.utils import http_utils
+from slime.utils.async_utils import side_by_side
 from slime.utils.errors import EngineAnswerError
 from slime.utils.types import Sample
 from slime.wire.client import EngineClient
@@ -99,24 +100,32 @@ async def generate_siblings(
     for sample in samples:
         prepare_prompt(sample, tokenizer)
     budget = token_budget(args, samples[0], sampling_params.get("max_new_tokens"), ways.scope.max_context_len)
-    work: list[asyncio.Task[Entry]] = []
-    places: list[int] = []
+    made: dict[int, Entry] = {}
+
+    async def follow(places: list[int], way: Work) -> None:
+        taken = places.copy()
+        places.clear()  # who comes from now on is followed by another
+        made.update(zip(taken, await side_by_side(way, [samples[place] for place in taken]), strict=True))
+
     try:
         async with asyncio.TaskGroup() as tasks:
+            missing = set(range(len(samples)))
             if budget != 0:
                 requests = sibling_requests(args, samples, sampling_params, budget)
+                came: dict[Work, list[int]] = {finish: [], alone: []}
                 told = _answers(args, samples, requests, ways)
                 async with contextlib.aclosing(told) as answers:
                     async for place, is_whole in answers:
-                        follow = finish if is_whole else alone
-                        work.append(tasks.create_task(follow(samples[place])))
-                        places.append(place)
-            for place in set(range(len(samples))) - set(places):
-                work.append(tasks.create_task(alone(samples[place])))
-                places.append(place)
+                        missing.discard(place)
+                        way = finish if is_whole else alone
+                        came[way].append(place)
+                        if len(came[way]) == 1:  # those that came in the same moment are followed together
+                            tasks.create_task(follow(came[way], way))
+            if missing:
+                tasks.create_task(follow(sorted(missing), alone))
     except BaseExceptionGroup as several:
-        raise several.exceptions[0] from None  # the first failure ended the others
-    made = dict(zip(places, (task.result() for task in work), strict=True))
+        first = several.exceptions[0]  # its failure ended the others
+        raise first from first.__cause__
     return [made[place] for place in range(len(samples))]
 
 

@@ -21,6 +21,7 @@ from slime.rollout.rm_hub.hub import (
     scores_groups,
 )
 from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, settle_reward
+from slime.utils.async_utils import side_by_side
 from slime.utils.errors import RunStopped
 from slime.utils.plugin_errors import may_pass, place_of, wrong_return
 from slime.utils.reward_failure import RewardFailure, infra_error
@@ -44,15 +45,7 @@ async def score_samples(args: PluginArgs, samples: Sequence[Any], *, evaluation:
             await _score_group(args, flat, evaluation)
         return
     pending = [sample for sample in flat if sample.reward is None]
-    if len(pending) == 1:
-        await _score_one(args, pending[0], evaluation)
-        return
-    tasks = [asyncio.create_task(_score_one(args, sample, evaluation)) for sample in pending]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()  # after a breach nobody waits for the rest
+    await side_by_side(lambda sample: _score_one(args, sample, evaluation), pending)
 
 
 async def _score_one(args: PluginArgs, sample: Sample, evaluation: bool) -> None:

@@ -46,7 +46,8 @@ class LoopWatch:
         self._lock = threading.Lock()
         self._steps: set[_Step] = set()
         self._told: set[str] = set()  # names, each once
-        self._num_calls = 0
+        self._num_calls = 0  # in progress
+        self._num_ended = 0
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -76,24 +77,27 @@ class LoopWatch:
     def _calling(self) -> Iterator[None]:
         with self._lock:
             self._num_calls += 1
-            if self._num_calls == 1:
-                self._start()
+            self._start()
         try:
             yield
         finally:
             with self._lock:
                 self._num_calls -= 1
+                self._num_ended += 1
 
     def _start(self) -> None:
-        self._wake.set()
-        if self._thread is None or not self._thread.is_alive():
+        if not self._wake.is_set():  # it stays awake between calls that follow each other
+            self._wake.set()
+        if self._thread is None or not self._thread.is_alive():  # as in a process that was forked
             self._thread = threading.Thread(target=self._look_on, name="loop-watch", daemon=True)
             self._thread.start()
 
     def _look_on(self) -> None:
         while True:
             self._wake.wait()
-            while self._num_calls:
+            ended = -1
+            while self._num_calls or self._num_ended != ended:
+                ended = self._num_ended
                 _dump_if_nobody_runs()
                 time.sleep(_LOOK_EVERY_S)
                 for step in list(self._steps):
