@@ -187,8 +187,15 @@ class Scheduler:
         """The next pass, or None when there is nothing to compute."""
         self._grow_running()
         self._admit()
-        decoding = [s for s in self.running if s.num_computed == s.num_tokens - 1 and s.output]
-        chunks = self._chunks()
+        decoding: list[Sequence] = []
+        prompts: list[tuple[Sequence, int]] = []  # with the tokens that are not computed
+        for sequence in self.running:  # all of them in every pass: no call for each
+            missing = len(sequence.prompt) + len(sequence.output) - sequence.num_computed
+            if missing == 1 and sequence.output:
+                decoding.append(sequence)
+            else:
+                prompts.append((sequence, missing))
+        chunks = self._chunks(prompts)
         if not decoding and not chunks:
             return None
         return self._lay_out(decoding, chunks, self._admit_twins(chunks))
@@ -196,9 +203,8 @@ class Scheduler:
     def _grow_running(self) -> None:
         """Give each decoding sequence the page that its newest token needs, or retract from the back."""
         size = self.allocator.block_size
-        for sequence in self.running.copy():
-            if sequence.slot < 0 or len(sequence.blocks) * size >= sequence.num_tokens:
-                continue
+        growing = [s for s in self.running if len(s.blocks) * size < len(s.prompt) + len(s.output)]
+        for sequence in growing:
             while self.allocator.num_free == 0 and sequence.slot >= 0:
                 self.retract(self.running[-1])
             if sequence.slot >= 0:
@@ -305,12 +311,11 @@ class Scheduler:
             return None
         return tuple(sequence.keys[:end])
 
-    def _chunks(self) -> list[Chunk]:
+    def _chunks(self, prompts: list[tuple[Sequence, int]]) -> list[Chunk]:
         budget, chunks = self.prefill_budget, []
-        for sequence in self.running:
-            missing = sequence.num_tokens - sequence.num_computed
-            if (missing == 1 and sequence.output) or budget <= 0:
-                continue
+        for sequence, missing in prompts:
+            if budget <= 0:
+                break
             end = sequence.num_computed + min(missing, budget)
             chunks.append(Chunk(sequence, sequence.num_computed, end))
             budget -= end - sequence.num_computed
