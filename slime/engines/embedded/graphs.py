@@ -12,6 +12,7 @@ moves either makes a new `DecodeGraphs`.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +20,20 @@ from slime.engines.embedded.attention import BatchPlan, PagedGroup
 
 logger = logging.getLogger(__name__)
 Forward = Callable[[BatchPlan], torch.Tensor]
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ROPES_BY_LENGTH = ("dynamic", "longrope")
+
+
+def decides_on_host(config: Any) -> bool:
+    """Whether models of such a configuration read numbers back from the device within a pass.
+
+    Experts count their tokens, and some rotary positions depend on the longest sequence: a record of such a
+    pass would be of one case.
+    """
+    values = config.to_dict()
+    ropes = [values.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    kinds = {rope.get("rope_type", rope.get("type")) for rope in ropes}
+    return any(values.get(name) for name in _EXPERT_COUNTS) or bool(kinds & set(_ROPES_BY_LENGTH))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +101,7 @@ class DecodeGraphs:
             return Recorded(plan, None, None)
         try:
             return self._capture(plan)
-        except Exception as error:  # such a model decides on the host what to compute: it runs as others do
+        except Exception as error:  # it runs kernel by kernel, as a pass with a prompt does
             logger.warning("decoding is not recorded as CUDA graphs: %s: %s", type(error).__name__, error)
             return None
 

@@ -11,7 +11,7 @@ from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup, ShapeProbe
 from slime.engines.embedded.decode.norms import fuse_norms
 from slime.engines.embedded.decode.paged import can_read_pages
-from slime.engines.embedded.graphs import DecodeGraphs
+from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
 from slime.engines.embedded.images import FeatureCache, ImageRows
 from slime.engines.embedded.sequence import Sequence
 from slime.utils.files.safetensors_files import files_by_tensor
@@ -88,7 +88,7 @@ class ModelRunner:
         self.num_forward_passes = 0
         self.pool: KVPool | None = self._make_pool()
         self._graphs: DecodeGraphs | None = None  # None: to be made when a pass wants them
-        self._can_record = self.paged  # False: this model decides on the host what to compute
+        self._can_record = self.paged and not decides_on_host(self.config)
 
     @torch.inference_mode()
     def _probe(self) -> ShapeProbe:

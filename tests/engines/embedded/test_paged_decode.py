@@ -9,7 +9,7 @@ from tiny_model import make_tiny_model
 from slime.engines.embedded.decode.norms import fuse_norms
 from slime.engines.embedded.decode.paged import _from_copies, attend_to_pages
 from slime.engines.embedded.engine import Engine
-from slime.engines.embedded.graphs import bucket_of
+from slime.engines.embedded.graphs import bucket_of, decides_on_host
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.sampler import _draw_in_chunks, _find
 from slime.engines.embedded.sequence import Sequence
@@ -91,6 +91,14 @@ def test_new_weights_and_memory_given_back_reach_recorded_passes(folder, device,
 
 def test_a_batch_is_padded_to_the_next_power_of_two():
     assert [bucket_of(count) for count in (1, 2, 3, 5, 64, 65)] == [1, 2, 4, 8, 64, 128]
+
+
+def test_models_that_decide_on_the_host_are_not_recorded():
+    from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+    stretched = LlamaConfig(rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    assert decides_on_host(Qwen3MoeConfig()) and decides_on_host(stretched)
+    assert not decides_on_host(Qwen3Config()) and not decides_on_host(LlamaConfig())
 
 
 def pages(device, dtype, *, count, kv_heads=2, group=2, key_dim=16, value_dim=16, longest=100):
