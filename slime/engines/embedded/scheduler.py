@@ -73,9 +73,8 @@ class SlotTable:
     """Facts of running sequences as arrays, one entry per slot: a pass is laid out without a Python loop."""
 
     def __init__(self, max_running: int, max_blocks: int):
-        self.length = np.zeros(
-            max_running, np.int64
-        )  # tokens including the newest, whose KV is not yet written
+        # tokens including the newest, whose KV is not yet written
+        self.length = np.zeros(max_running, np.int64)
         self.last_token = np.zeros(max_running, np.int64)
         self.blocks = np.zeros((max_running, max_blocks), np.int64)
         self.seed = np.zeros(max_running, np.int64)
@@ -482,9 +481,8 @@ class Scheduler:
         for chunk in done.chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.end
-            if (
-                sequence.epoch == self.allocator.epoch
-            ):  # siblings that wait share these pages from the next pass on
+            # Siblings that wait share these pages from the next pass on.
+            if sequence.epoch == self.allocator.epoch:
                 self.allocator.keep(sequence.blocks, sequence.keys[: chunk.end])
         for sequence in done.samplers[: done.num_decoding]:
             sequence.num_computed += 1
