@@ -33,6 +33,7 @@ async def generate(args, sample, sampling_params):
     solver, critic = session.samples(sample)
     solver.metadata |= {"role": "solver", "score": float(right)}
     critic.metadata |= {"role": "critic", "score": float(verdict.text == (YES if right else NO))}
+    critic.metadata["read_right_answer"] = right
     return [solver, critic]
 
 
@@ -41,16 +42,26 @@ def reward(args, sample):
 
 
 def normalise(args, samples):
-    """GRPO's advantages for each agent apart: a solver is compared with solvers of its prompt only."""
-    places = defaultdict(list)
+    """Advantages for each agent apart: a solver is compared with solvers of its prompt, as GRPO does.
+
+    A critic is compared with those critics of the step that read a right answer, or a wrong one, as it did;
+    both kinds weigh the same, however many there are, so that nothing is gained by saying no to everything.
+    """
+    solvers, critics = defaultdict(list), defaultdict(list)
     for place, sample in enumerate(samples):
-        places[sample.group_index, sample.metadata["role"]].append(place)
+        if sample.metadata["role"] == "solver":
+            solvers[sample.group_index].append(place)
+        else:
+            critics[sample.metadata["read_right_answer"]].append(place)
     raw = [float(sample.reward) for sample in samples]
     out = [0.0] * len(samples)
-    for found in places.values():
+    num_critics = sum(map(len, critics.values()))
+    weighed = [(found, 1.0) for found in solvers.values()]
+    weighed += [(found, num_critics / len(critics) / len(found)) for found in critics.values()]
+    for found, weight in weighed:
         scores = [raw[place] for place in found]
         for place in found:
-            out[place] = (raw[place] - mean(scores)) / (pstdev(scores) + 1e-6)
+            out[place] = weight * (raw[place] - mean(scores)) / (pstdev(scores) + 1e-6)
     return raw, out
 
 

@@ -6,6 +6,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,12 +31,15 @@ NEEDS = {
 
 
 def run_example(name, folder, **more):
-    """As its README says; all that it makes is in `folder`."""
+    """What it wrote on the way; all that it makes is in `folder`."""
     package = NEEDS.get(name)
     if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"examples/{name} needs the package {package}")
     environment = {**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(folder), **more}
-    subprocess.run([ROOT / "examples" / name / "run.sh"], env=environment, check=True)
+    with open(folder / "told.txt", "w+") as out:
+        subprocess.run([ROOT / "examples" / name / "run.sh"], env=environment, stdout=out, check=True)
+        out.seek(0)
+        return out.read()
 
 
 def curve(folder, metric):
@@ -53,3 +57,12 @@ def test_the_example_learns(name, tmp_path):
         assert values[-1] > least_after, metric
     if name == "geo_shapes":  # who sees another picture can only guess
         assert max(curve(tmp_path, "other_picture")) < 0.40
+
+
+@pytest.mark.slow
+def test_two_agents_of_one_model_both_learn(tmp_path):
+    told = run_example("multi_agent", tmp_path)
+    shares = re.findall(r"(?:solver|critic) is right in ([0-9.]+) of", told)
+    solver, critic, better_solver, better_critic = map(float, shares)
+    assert better_solver > solver + 0.2
+    assert better_critic > critic
