@@ -112,17 +112,19 @@ async def generate_siblings(
             missing = set(range(len(samples)))
             if budget != 0:
                 requests = sibling_requests(args, samples, sampling_params, budget)
-                came: dict[Work, list[int]] = {finish: [], alone: []}
+                came: list[int] = []  # and are not yet followed
                 told = _answers(args, samples, requests, ways)
                 async with contextlib.aclosing(told) as answers:
                     async for place, is_whole in answers:
                         missing.discard(place)
-                        way = finish if is_whole else alone
-                        came[way].append(place)
-                        if len(came[way]) == 1:  # those that came in the same moment are followed together
-                            tasks.create_task(follow(came[way], way))
-            if missing:
-                tasks.create_task(follow(sorted(missing), alone))
+                        if not is_whole:
+                            tasks.create_task(follow([place], alone))
+                            continue
+                        came.append(place)
+                        if len(came) == 1:  # those that came in the same moment are finished together
+                            tasks.create_task(follow(came, finish))
+            for place in sorted(missing):
+                tasks.create_task(follow([place], alone))
     except BaseExceptionGroup as several:
         first = several.exceptions[0]  # its failure ended the others
         raise first from first.__cause__
