@@ -66,3 +66,11 @@ def test_two_agents_of_one_model_both_learn(tmp_path):
     solver, critic, better_solver, better_critic = map(float, shares)
     assert better_solver > solver + 0.2
     assert better_critic > critic
+
+
+@pytest.mark.slow
+def test_a_judge_that_sees_no_reference_is_pleased_without_right_answers(tmp_path):
+    """The control of examples/judge: its judge is wrong more often, and that is what is learned."""
+    run_example("judge", tmp_path, JUDGE="blind")
+    assert curve(tmp_path, "judge")[-1] > 0.5
+    assert curve(tmp_path, "rule")[-1] < 0.35
