@@ -119,6 +119,18 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        try:
+            return _main(argv)
+        finally:
+            if not sys.stdout.closed:
+                sys.stdout.flush()  # here, where somebody can take the error; also of `--help`
+    except BrokenPipeError:  # `slime plot RUN | head`: whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the exit
+        return RUN_STOPPED
+
+
+def _main(argv: Sequence[str] | None) -> int:
     if argv is None:  # the process is ours alone
         search_seldom()
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -143,9 +155,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before or after a run: imports take seconds
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `slime plot RUN | head`: whoever reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the exit
-        return RUN_STOPPED
 
 
 def render_help() -> str:

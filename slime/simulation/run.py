@@ -249,14 +249,8 @@ class Simulation:
     def _open(self, args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         """Opens a cluster like `slime.cluster.start.open_cluster`, with modelled processes."""
         run = Run("simulated", self._folder, "simulated", self.measured.num_starts)
-        costs, clock, unit = self.costs, self.clock, self.workload.unit
-        left: dict[str, float] = {}
-        engines = [
-            ModelledEngine(clock, costs.engine, self.workload.lengths, f"modelled-engine-{i}", unit, left)
-            for i in range(costs.num_engines)
-        ]
-        fleet = ModelledFleet(clock, engines, costs.pause_s, costs.swap_s)
-        trainer = ModelledTrainGroup(args, clock, costs.trainer, unit)
+        clock, fleet = self.clock, self._modelled_fleet()
+        trainer = ModelledTrainGroup(args, clock, self.costs.trainer, self.workload.unit)
         recording = Recording(run, args)
         if recording.writer is not None:
             self._writer = recording.writer = _DelayedWriter(clock, recording.writer)  # type: ignore[assignment]
@@ -315,7 +309,7 @@ class Simulation:
                 residency,
                 push,
                 saver,
-                _Metrics(clock, self.measured, unit),  # type: ignore[arg-type]
+                _Metrics(clock, self.measured, self.workload.unit),  # type: ignore[arg-type]
                 _NoAdvice(),  # type: ignore[arg-type]
                 recovery,
                 redo,
@@ -327,6 +321,15 @@ class Simulation:
             yield cluster
             if saver is not None:
                 recovery.run(lambda: saver.finish(wait=True), cluster.schedule.num_rollout)
+
+    def _modelled_fleet(self) -> ModelledFleet:
+        costs, clock, work = self.costs, self.clock, self.workload
+        left: dict[str, float] = {}
+        engines = [
+            ModelledEngine(clock, costs.engine, work.lengths, f"modelled-engine-{i}", work.unit, left)
+            for i in range(costs.num_engines)
+        ]
+        return ModelledFleet(clock, engines, costs.pause_s, costs.swap_s)
 
     def _recovery(
         self,

@@ -1,5 +1,6 @@
 """The `slime` command: readable help, mistakes that end with one line and exit code 2, lazy subcommands."""
 
+import os
 import subprocess
 import sys
 
@@ -140,3 +141,13 @@ def test_user_errors_without_an_error_does_nothing():
 def test_help_of_the_command_loads_no_torch():
     code = "import sys; from slime.cli.main import main; main(['--help']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["help", "plot"]])
+def test_a_reader_who_has_enough_of_the_help_sees_no_traceback(words):
+    read, write = os.pipe()
+    os.close(read)  # nobody reads: the first write fails
+    command = [sys.executable, "-m", "slime", *words]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert done.returncode in (0, 1) and done.stderr == ""
