@@ -91,6 +91,7 @@ def test_flags_of_environments_do_nothing_without_one(tmp_path):
         ("missing.py:X", "no such plug-in file: missing.py"),
         ("environments_under_test:Nobody", "has no 'Nobody'; it defines"),
         ("json:JSONDecoder", "the class has no method reset and no method step"),
+        ("environments_under_test:NoStep", "the class has no method step"),
     ],
 )
 def test_a_class_that_is_not_there_is_refused_before_anything_starts(env, said):
