@@ -87,3 +87,9 @@ def test_cpu_time_counts_and_what_is_gone_has_no_signs():
         pass
     assert signs_of([os.getpid()]).cpu_s > first
     assert signs_of([2**22 + 5]) is None and signs_of_group(2**22 + 5) is None
+
+
+def test_the_thread_that_looks_is_no_sign_of_life():
+    """It runs while it looks: a process that watches itself would always seem to want a core."""
+    looks = [signs_of([os.getpid()]).wants_core for _ in range(20)]
+    assert not all(looks)

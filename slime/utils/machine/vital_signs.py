@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,11 @@ class Signs:
 
 def signs_of(pids: Iterable[int]) -> Signs | None:
     """The signs of these processes together; None where the system does not tell, or all are gone."""
-    rows = [row for pid in pids for row in _rows_of(pid)]
-    if not rows:
+    own = str(threading.get_native_id())  # the thread that looks always runs
+    found = {thread: row for pid in pids for thread, row in _rows_of(pid)}
+    if not found:
         return None
-    states = {row[_STATE] for row in rows}
+    rows, states = found.values(), {row[_STATE] for thread, row in found.items() if thread != own}
     ticks = sum(int(row[_USER_TIME]) + int(row[_SYSTEM_TIME]) for row in rows)
     return Signs("T" in states, bool(states & {"t", "D"}), ticks / _TICKS_PER_S, "R" in states)
 
@@ -71,10 +73,10 @@ def family_of(pid: int) -> list[int]:
     return found
 
 
-def _rows_of(pid: int) -> list[list[str]]:
-    """One per thread: a debugger or a disk may hold a single one."""
-    rows = (_read_stat(task / "stat") for task in (_PROC / str(pid) / "task").glob("[0-9]*"))
-    return [row for row in rows if row is not None]
+def _rows_of(pid: int) -> list[tuple[str, list[str]]]:
+    """One per thread, with its number: a debugger or a disk may hold a single one."""
+    rows = ((task.name, _read_stat(task / "stat")) for task in (_PROC / str(pid) / "task").glob("[0-9]*"))
+    return [(thread, row) for thread, row in rows if row is not None]
 
 
 def _read_stat(path: Path) -> list[str] | None:
