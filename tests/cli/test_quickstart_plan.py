@@ -163,3 +163,8 @@ def test_the_run_is_written_as_a_file_that_runs(checkpoint, tmp_path):
     same, changed = ({k: v for k, v in a.to_dict().items() if k not in own} for a in (args, again))
     assert changed == same
     assert again.run_dir == again.save.removesuffix("/checkpoints") == str(tmp_path / "mine")
+
+
+def test_a_very_long_quick_start_sees_its_prompts_again():
+    assert RECIPES["tiny"].shortened_to(100).num_rl_prompts == 3_600
+    assert RECIPES["tiny"].shortened_to(1_000_000).num_rl_prompts == 50_000

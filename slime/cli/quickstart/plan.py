@@ -35,6 +35,7 @@ _CHANGE_THESE = {
     "custom_rm_path": "your reward: my_file.py:my_function",
     "eval_config": "your held-out questions; or remove this and eval-interval",
 }
+_MAX_PROMPTS = 50_000  # seconds to write, and far more than a quick start needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,8 @@ class Recipe:
 
     @property
     def num_rl_prompts(self) -> int:
-        """Enough for every rollout to see fresh prompts."""
-        return self.num_rollout * self.over_sampling_batch_size
+        """Enough for every rollout to see fresh prompts; a very long run sees them again."""
+        return min(self.num_rollout * self.over_sampling_batch_size, _MAX_PROMPTS)
 
     def shortened_to(self, num_rollout: int) -> "Recipe":
         """The same recipe with another number of RL steps; warm-up and evaluations shrink with it."""
