@@ -124,7 +124,7 @@ bubblewrap:
 
 # SGLang's part only where `make sglang-env` has made its environment.
 test-agents: $(STAMP) agents-env
-	$(PYTEST) -m agents --timeout 900
+	$(PYTEST) -m agents --timeout 900 tests/agent
 	test ! -x $(SGLANG_VENV)/bin/python || $(PYTEST) -m sglang --timeout 1200 tests/agent
 
 # Boxes and tools with everything that they can use.

@@ -99,7 +99,13 @@ class Renderer:
         return text
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        except (TypeError, UnicodeEncodeError):
+            raise TemplateRefused(
+                "the messages hold half of a surrogate pair (\\ud800 to \\udfff), which is no text: decode "
+                "what a tool gives with errors='replace'"
+            ) from None
 
     def with_pictures(
         self, ids: list[int], messages: Sequence[Message], *, start: int

@@ -37,6 +37,7 @@ from slime.data.mix import mix64
 from slime.observability.metrics import AGENT_KEY
 from slime.rollout.generation.turnstile import RolloutEnded, turnstile_for_session
 from slime.rollout.groups import without_response
+from slime.utils.errors import EpisodeEnded
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.reward_failure import infra_error
 from slime.utils.types import Sample
@@ -58,15 +59,15 @@ class SessionClosed(SessionError):
     """The episode is over."""
 
 
-class TurnBudgetUsed(SessionError):
+class TurnBudgetUsed(SessionError, EpisodeEnded):
     outcome: Outcome = "turn_budget"
 
 
-class TokenBudgetUsed(SessionError):
+class TokenBudgetUsed(SessionError, EpisodeEnded):
     outcome: Outcome = "token_budget"
 
 
-class ContextExhausted(SessionError):
+class ContextExhausted(SessionError, EpisodeEnded):
     """The prompt leaves no room for an answer."""
 
     outcome: Outcome = "context"

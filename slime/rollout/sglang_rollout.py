@@ -38,7 +38,7 @@ from slime.rollout.generation.requests import (
     sampling_params_of,
     token_budget,
 )
-from slime.rollout.generation.returned import CUSTOM_GENERATE, check_returned
+from slime.rollout.generation.returned import CUSTOM_GENERATE, check_returned, without_a_score
 from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.generation.siblings import Ways, generate_siblings, go_together
 from slime.rollout.generation.turnstile import call_or_wait, can_be_kept
@@ -58,7 +58,7 @@ from slime.rollout.rm_hub.hub import waits_for_group
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
-from slime.utils.errors import RunStopped
+from slime.utils.errors import EpisodeEnded, RunStopped
 from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
@@ -286,15 +286,18 @@ async def _call_generate(
 async def _call_function(
     args: PluginArgs, path: str, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Entry:
-    function = load_function(path)
+    function, kept = load_function(path), (PromptError, EpisodeEnded)
     options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    with (
-        trace_span(sample, "generate_function"),
-        PolicyRequests(args).entered() as requests,
-        plugin_call(CUSTOM_GENERATE, path, lambda: describe_fully(sample), keep=(PromptError,)),
-    ):
-        call = function(args, sample, sampling_params, **options)
-        result = await loop_watch.run(f"{CUSTOM_GENERATE} {path}", call)
+    try:
+        with (
+            trace_span(sample, "generate_function"),
+            PolicyRequests(args).entered() as requests,
+            plugin_call(CUSTOM_GENERATE, path, lambda: describe_fully(sample), keep=kept),
+        ):
+            call = function(args, sample, sampling_params, **options)
+            result = await loop_watch.run(f"{CUSTOM_GENERATE} {path}", call)
+    except EpisodeEnded as ended:
+        return without_a_score(path, sample, ended)
     made = check_returned(path, sample, result)
     for one in flatten_samples([made]):
         name_versions(one, requests.versions)

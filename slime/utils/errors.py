@@ -13,5 +13,9 @@ class NotStarted(ValueError):
     """A look before the start found what keeps a run from it: nothing was written, not even this error."""
 
 
+class EpisodeEnded(RuntimeError):
+    """An episode has used up its context or its budget: its function catches it and scores what is there."""
+
+
 class EngineAnswerError(ValueError):
     """An engine answered what no engine in its senses does: it is asked again, whoever called it."""

@@ -33,7 +33,7 @@ def play(tmp_path, function, *flags):
         ("says_nothing", "returned NoneType; return a Sample"),
         ("asks_nothing", "the policy said nothing \\(no program asked it anything\\)"),
         ("shares_a_key", "session 'agent' is open already: a key names one episode"),
-        ("never_stops", "prompt is too long: [0-9]+ tokens > 99 maximum"),
+        ("never_stops", "let ContextExhausted escape \\(prompt is too long: [0-9]+ tokens > 99 maximum\\)"),
     ],
 )
 def test_a_function_that_is_wrong_is_named_with_what_it_did(tmp_path, function, said):

@@ -37,6 +37,29 @@ TWICE = {
     ),
 }
 
+CANNOT_BE_TOLD = {
+    "hermes": [
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 100_000 + "</tool_call>",
+    ],
+    "llama3": [
+        '{"name": "add", "parameters": {"a": -Infinity}}',
+        '{"name": "add", "parameters": ' + '{"a":' * 9**6,
+    ],
+    "pythonic": ["[add(a={1, 2})]", "[add(a=b'x')]", "[add(a=2j)]", "[add(a={(1, 2): 3})]", "[add(a=...)]"],
+    "glm": ["<tool_call>add<arg_key>a</arg_key><arg_value>Infinity</arg_value></tool_call>"],
+    "deepseek": [WRITTEN["deepseek"].replace('"a": 1', '"a": NaN')],
+}
+
+
+@pytest.mark.parametrize(("name", "texts"), CANNOT_BE_TOLD.items())
+def test_a_call_that_no_client_could_read_stays_text(name, texts):
+    """Numbers that JSON does not have, half of a surrogate pair, Python's own values, any depth."""
+    for text in texts:
+        parsed = parse_model_output(text, tools_schema=TOOLS, tool_parser_name=name)
+        assert parsed == ParsedModelOutput("", text, [], ill_formed=True), text[:80]
+
 
 def parse(text, name, **options):
     return parse_model_output(text, tools_schema=TOOLS, tool_parser_name=name, **options)

@@ -9,7 +9,8 @@ from typing import Any
 from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, content_parts, folded, function_tool, paired, text_parts
 from slime.agent.adapters.common import BaseAdapter, Dialect, Reply, Stream
-from slime.agent.adapters.errors import ApiError, count, invalid, number, want
+from slime.agent.adapters.errors import ApiError, count, invalid, maybe, number, want
+from slime.agent.adapters.unused import ANTHROPIC, PART, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 
@@ -36,27 +37,28 @@ class Messages(Dialect):
         if count(body, "max_tokens") is None:
             raise invalid("max_tokens: Field required", "max_tokens")
         system = body.get("system")
+        check_unused(body, ANTHROPIC)
+        if (maybe(body, "output_config", dict, "an object") or {}).get("format") is not None:
+            raise invalid("output_config.format: other formats than text are not supported")
 
         def read(start: int) -> list[Message]:
             messages: list[Message] = []
-            if start == 0 and system:
-                messages.append({"role": "system", "content": _text(system, "system")})
+            if start == 0 and system is not None and (words := _text(system, "system")):
+                messages.append({"role": "system", "content": words})
             for place, message in enumerate(given, start):
                 _add_message(messages, message, f"messages.{place}")
             return paired(folded(messages), start)
 
-        choice = want(body.get("tool_choice") or {"type": "auto"}, dict, "tool_choice", "an object").get(
-            "type"
-        )
-        if choice not in ("auto", "none"):
+        choice = maybe(body, "tool_choice", dict, "an object")
+        if choice is not None and choice.get("type") not in ("auto", "none"):
             raise invalid("tool_choice: only auto and none are supported: a call cannot be forced here")
         return Call(
             messages=request.messages(read),
             tools=_tools(body.get("tools")),
             sampling=_sampling(body),
-            stream=want(body.get("stream") or False, bool, "stream", "a boolean"),
-            model=want(body.get("model") or "policy", str, "model", "a string"),
-            uses_tools=choice != "none",
+            stream=bool(maybe(body, "stream", bool, "a boolean")),
+            model=want(body.get("model"), str, "model", "a string"),
+            uses_tools=choice is None or choice["type"] != "none",
         )
 
     def answer(self, reply: Reply) -> dict[str, Any]:
@@ -82,7 +84,7 @@ class Messages(Dialect):
 
 
 def _sampling(body: dict[str, Any]) -> dict[str, Any]:
-    stops = want(body.get("stop_sequences") or [], list, "stop_sequences", "a list")
+    stops = maybe(body, "stop_sequences", list, "a list") or []
     for place, text in enumerate(stops):
         want(text, str, f"stop_sequences.{place}", "a string")
     found = {
@@ -98,7 +100,7 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 def _tools(given: Any) -> list[dict[str, Any]]:
     """Tools of the client; those that the real endpoint would run itself have a type and no schema."""
     out = []
-    for place, tool in enumerate(want(given or [], list, "tools", "a list")):
+    for place, tool in enumerate(want([] if given is None else given, list, "tools", "a list")):
         where = f"tools.{place}"
         kind = want(tool, dict, where, "an object").get("type")
         if kind not in (None, "custom") and not _SERVER_TOOL.search(str(kind)):
@@ -163,7 +165,9 @@ def _add_user_blocks(messages: list[Message], blocks: list[dict[str, Any]], wher
             continue
         name = f"{where}.content.{place}"
         identity = want(block.get("tool_use_id"), str, f"{name}.tool_use_id", "a string")
-        result = _shown(block.get("content") or "", f"{name}.content")
+        check_unused(block, PART, name)
+        content = block.get("content")
+        result = _shown("" if content is None else content, f"{name}.content")
         messages.append({"role": "tool", "tool_call_id": identity, "content": result})
     if texts:
         messages.append({"role": "user", "content": _shown(texts, f"{where}.content")})
@@ -174,6 +178,7 @@ def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):
         name, kind = f"{where}.content.{place}", block.get("type")
+        check_unused(block, PART, name)
         if kind == "text":
             texts.append(want(block.get("text"), str, f"{name}.text", "a string"))
         elif kind == "thinking":

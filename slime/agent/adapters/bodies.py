@@ -18,6 +18,7 @@ from slime.agent.history import Message
 
 _LISTS = ("messages", "input")  # what OpenAI and Anthropic call the conversation
 _HEADS = ("system", "instructions")  # what stands before it, wherever it is in the body
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or in bytes
 _space = re.compile(r"[ \t\n\r]*").match
 _decode = json.JSONDecoder().raw_decode
 
@@ -57,7 +58,14 @@ class Body:
 def read_body(raw: bytes, path: str, known: Known) -> Body:
     """The body of a request to `path`; `known` is what its session sent before."""
     made = _read_on(raw, path, known) if known.path == path and known.begin else None
-    return made or _read_whole(raw, path, known)
+    made = made or _read_whole(raw, path, known)
+    if _SURROGATE.search(raw):  # nearly always two that make one character
+        try:
+            json.dumps(made.fields, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):
+            told = "We could not parse the JSON body of your request: half of a surrogate pair stands alone"
+            raise invalid(told) from None
+    return made
 
 
 def _read_on(raw: bytes, path: str, known: Known) -> Body | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.agent.adapters.errors import invalid, want
+from slime.agent.adapters.unused import PART, check_unused
 from slime.agent.history import Message
 from slime.agent.pictures import Shown, shown
 from slime.utils.media.pictures import NotAnImage
@@ -74,6 +75,7 @@ def content_parts(
     for place, part in enumerate(want(content, list, where, "a string or a list")):
         name = f"{where}[{place}]"
         kind = want(part, dict, name, "an object").get("type")
+        check_unused(part, PART, name)
         if isinstance(kind, str) and kind in pictures:
             parts.append({"type": "image", "image": _picture(pictures[kind](part, name), name)})
             continue

@@ -69,6 +69,12 @@ def want(value: Any, kinds: type | tuple[type, ...], name: str, what: str) -> An
     return value
 
 
+def maybe(given: dict[str, Any], name: str, kinds: type, what: str) -> Any:
+    """A field that may be left out; None: it is, or it is null."""
+    value = given.get(name)
+    return None if value is None else want(value, kinds, name, what)
+
+
 def number(body: dict[str, Any], name: str, low: float, high: float) -> float | None:
     """A number of the body between two others; None: it has none."""
     value = body.get(name)

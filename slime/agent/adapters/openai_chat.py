@@ -10,7 +10,8 @@ from typing import Any
 from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired
 from slime.agent.adapters.common import Dialect, Reply, Stream
-from slime.agent.adapters.errors import ApiError, count, invalid, number, want
+from slime.agent.adapters.errors import ApiError, count, invalid, maybe, number, want
+from slime.agent.adapters.unused import CHAT, CHAT_MESSAGE, FUNCTION, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 
@@ -53,13 +54,24 @@ def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, A
     return {name: value for name, value in found.items() if value is not None}
 
 
-def refuse_what_is_not_done(body: Mapping[str, Any]) -> None:
+def refuse_what_is_not_done(body: dict[str, Any]) -> None:
     """Wishes that cannot be met are refused rather than left out without a word."""
-    if body.get("n") not in (None, 1):
+    if count(body, "n") not in (None, 1):
         raise invalid("'n' above 1 is not supported: send the request again for another answer.", "n")
-    style = want(body.get("response_format") or {}, dict, "response_format", "an object")
-    if style.get("type") not in (None, "text"):
+    style = maybe(body, "response_format", dict, "an object")
+    if style is not None and style.get("type") != "text":
         raise invalid("'response_format' other than text is not supported.", "response_format")
+    if maybe(body, "logit_bias", dict, "an object"):
+        raise invalid("'logit_bias' is not supported.", "logit_bias")
+    if any(kind != "text" for kind in maybe(body, "modalities", list, "an array") or ()):
+        raise invalid("'modalities' other than text are not supported.", "modalities")
+    for name in ("functions", "function_call"):
+        if body.get(name) is not None:
+            raise invalid(f"'{name}' is not supported: send 'tools'.", name)
+    for name in ("audio", "web_search_options"):
+        if body.get(name) is not None:
+            raise invalid(f"'{name}' is not supported.", name)
+    check_unused(body, CHAT)
 
 
 def tool_choice_of(body: Mapping[str, Any]) -> bool:
@@ -88,18 +100,17 @@ class ChatCompletions(Dialect):
             places = enumerate(given, start)
             return paired([_message(message, f"messages[{place}]") for place, message in places], start)
 
-        logprobs = want(body.get("logprobs") or False, bool, "logprobs", "a boolean")
-        if body.get("top_logprobs"):
+        if count(body, "top_logprobs", 0):
             raise invalid("'top_logprobs' above 0 is not supported.", "top_logprobs")
-        options = body.get("stream_options") or {}
+        options = maybe(body, "stream_options", dict, "an object") or {}
         return Call(
             messages=request.messages(read),
             tools=_tools(body.get("tools")),
             sampling=sampling_of(body, ("max_tokens", "max_completion_tokens")),
-            stream=want(body.get("stream") or False, bool, "stream", "a boolean"),
-            model=want(body.get("model") or "policy", str, "model", "a string"),
-            logprobs=logprobs,
-            include_usage=bool(want(options, dict, "stream_options", "an object").get("include_usage")),
+            stream=bool(maybe(body, "stream", bool, "a boolean")),
+            model=want(body.get("model"), str, "model", "a string"),
+            logprobs=bool(maybe(body, "logprobs", bool, "a boolean")),
+            include_usage=bool(maybe(options, "include_usage", bool, "a boolean")),
             uses_tools=tool_choice_of(body),
         )
 
@@ -224,13 +235,14 @@ def _as_json_text(call: dict[str, Any]) -> dict[str, Any]:
 
 def _tools(given: Any) -> list[dict[str, Any]]:
     out = []
-    for place, tool in enumerate(want(given or [], list, "tools", "an array")):
+    for place, tool in enumerate(want([] if given is None else given, list, "tools", "an array")):
         where = f"tools[{place}]"
         if want(tool, dict, where, "an object").get("type") != "function":
             raise invalid(
                 f"Invalid value: {tool.get('type')!r}. Supported values are: 'function'.", f"{where}.type"
             )
         function = want(tool.get("function"), dict, f"{where}.function", "an object")
+        check_unused(function, FUNCTION, f"{where}.function")
         out.append(
             function_tool(
                 function.get("name"), function.get("description"), function.get("parameters"), where
@@ -243,6 +255,7 @@ def _message(given: Any, where: str) -> Message:
     role = want(given, dict, where, "an object").get("role")
     if role not in _ROLES:
         raise invalid(f"Invalid value: {role!r}. Supported values are: {', '.join(_ROLES)}.", f"{where}.role")
+    check_unused(given, CHAT_MESSAGE, where)
     content = given.get("content")
     if isinstance(content, list):
         pictures = {"image_url": _image_url} if role in ("user", "tool") else {}
@@ -266,16 +279,18 @@ def _read_answer(message: Message, given: dict[str, Any], where: str) -> None:
     thoughts = given.get(THOUGHTS, given.get("reasoning"))
     if isinstance(thoughts, str):
         message[THOUGHTS] = thoughts
-    calls = want(given.get("tool_calls") or [], list, f"{where}.tool_calls", "an array")
-    if calls:
+    if given.get("function_call") is not None:
+        raise invalid("'function_call' is not supported: send 'tool_calls'.", f"{where}.function_call")
+    calls = given.get("tool_calls")
+    if calls is not None and want(calls, list, f"{where}.tool_calls", "an array"):
         message["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
 def _call(given: Any, where: str) -> dict[str, Any]:
-    function = want(
-        want(given, dict, where, "an object").get("function"), dict, f"{where}.function", "an object"
-    )
+    if want(given, dict, where, "an object").get("type") != "function":
+        raise invalid("Supported values are: 'function'.", f"{where}.type")
+    function = want(given.get("function"), dict, f"{where}.function", "an object")
     name = want(function.get("name"), str, f"{where}.function.name", "a string")
-    text = want(function.get("arguments", "{}"), (str, dict), f"{where}.function.arguments", "a string")
+    text = want(function.get("arguments"), str, f"{where}.function.arguments", "a string")
     identity = want(given.get("id"), str, f"{where}.id", "a string")
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments_of(text)}}

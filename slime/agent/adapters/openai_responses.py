@@ -10,8 +10,9 @@ from typing import Any
 from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired, text_parts
 from slime.agent.adapters.common import Dialect, Reply, Stream
-from slime.agent.adapters.errors import ApiError, invalid, want
+from slime.agent.adapters.errors import ApiError, count, invalid, maybe, want
 from slime.agent.adapters.openai_chat import openai_error, sampling_of, tool_choice_of
+from slime.agent.adapters.unused import FUNCTION, RESPONSES, RESPONSES_ITEM, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 
@@ -30,14 +31,7 @@ class Responses(Dialect):
 
     def read(self, request: Body) -> Call:
         body = request.fields
-        if body.get("previous_response_id") is not None:
-            raise invalid(
-                "'previous_response_id' is not supported: send the whole input.", "previous_response_id"
-            )
-        text = want(body.get("text") or {}, dict, "text", "an object")
-        style = want(text.get("format") or {}, dict, "text.format", "an object")
-        if style.get("type") not in (None, "text"):
-            raise invalid("'text.format' other than text is not supported.", "text.format")
+        _refuse_what_is_not_done(body)
         words, given = body.get("instructions"), body.get("input")
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
@@ -56,8 +50,8 @@ class Responses(Dialect):
             messages=request.messages(read),
             tools=_tools(body.get("tools")),
             sampling=sampling_of(body, ("max_output_tokens",)),
-            stream=want(body.get("stream") or False, bool, "stream", "a boolean"),
-            model=want(body.get("model") or "policy", str, "model", "a string"),
+            stream=bool(maybe(body, "stream", bool, "a boolean")),
+            model=maybe(body, "model", str, "a string") or "policy",
             uses_tools=tool_choice_of(body),
         )
 
@@ -71,12 +65,30 @@ class Responses(Dialect):
         return openai_error(error)
 
 
+def _refuse_what_is_not_done(body: dict[str, Any]) -> None:
+    for name in ("previous_response_id", "conversation", "prompt"):
+        if body.get(name) is not None:
+            raise invalid(f"'{name}' is not supported: send the whole input.", name)
+    if maybe(body, "background", bool, "a boolean"):
+        raise invalid("'background' is not supported.", "background")
+    if count(body, "top_logprobs", 0):
+        raise invalid("'top_logprobs' above 0 is not supported.", "top_logprobs")
+    text = maybe(body, "text", dict, "an object") or {}
+    check_unused(text, {"verbosity": str}, "text")
+    style = text.get("format")
+    if style is not None and want(style, dict, "text.format", "an object").get("type") != "text":
+        raise invalid("'text.format' other than text is not supported.", "text.format")
+    check_unused(body, RESPONSES)
+
+
 def _tools(given: Any) -> list[dict[str, Any]]:
     """Functions; tools that the real endpoint would run itself do not exist here and are left out."""
     out = []
-    for place, tool in enumerate(want(given or [], list, "tools", "an array")):
+    for place, tool in enumerate(want([] if given is None else given, list, "tools", "an array")):
         where = f"tools[{place}]"
-        if want(tool, dict, where, "an object").get("type") == "function":
+        kind = want(tool, dict, where, "an object").get("type")
+        if want(kind, str, f"{where}.type", "a string") == "function":
+            check_unused(tool, FUNCTION, where)
             out.append(
                 function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
             )
@@ -85,6 +97,7 @@ def _tools(given: Any) -> list[dict[str, Any]]:
 
 def _add_item(messages: list[Message], item: Any, where: str) -> None:
     kind = want(item, dict, where, "an object").get("type", "message")
+    check_unused(item, RESPONSES_ITEM, where)
     if kind == "message":
         role = item.get("role")
         if role not in _ROLES:
@@ -100,12 +113,12 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
         else:
             messages.append({"role": "system", "content": _text(item.get("content"), place)})
     elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        _answer(messages)[THOUGHTS] = _text(parts, f"{where}.summary")
+        parts: Any = next((item[name] for name in ("content", "summary") if item.get(name) is not None), [])
+        _answer(messages)[THOUGHTS] = text_parts(parts, f"{where}.summary", _TEXT_PARTS)
     elif kind == "function_call":
         name = want(item.get("name"), str, f"{where}.name", "a string")
         identity = want(item.get("call_id"), str, f"{where}.call_id", "a string")
-        text = want(item.get("arguments", "{}"), str, f"{where}.arguments", "a string")
+        text = want(item.get("arguments"), str, f"{where}.arguments", "a string")
         function = {"name": name, "arguments": arguments_of(text)}
         calls = _answer(messages).setdefault("tool_calls", [])
         calls.append({"id": identity, "type": "function", "function": function})

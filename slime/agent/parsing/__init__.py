@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.agent.parsing import from_sglang
 from slime.agent.parsing.output import ParsedModelOutput, Parser, split_thoughts
+from slime.agent.parsing.plain import Read
 from slime.catalog.tool_formats import TOOL_FORMATS, recognised
 from slime.utils.misc import load_function
 
@@ -57,12 +59,21 @@ def parse_model_output(
     }
     if not tools_schema or tool_parser_name == "plain":
         return ParsedModelOutput(thoughts, text)
-    if tool_parser_name and from_sglang.is_sglangs(tool_parser_name):
-        read = from_sglang.read_calls(text, tool_parser_name, list(schemas.values()))
-    else:
-        name = format_of(tool_parser_name or "qwen3_coder")
-        read = load_function(TOOL_FORMATS[name].function)(text, schemas)
-    return ParsedModelOutput(thoughts, *read)
+    return ParsedModelOutput(thoughts, *_read(text, tool_parser_name or "qwen3_coder", schemas))
+
+
+def _read(text: str, parser: str, schemas: dict[str, Any]) -> Read:
+    """Calls that a client can be told; a model may write any others, as deep as it likes."""
+    name = None if from_sglang.is_sglangs(parser) else format_of(parser)
+    try:
+        if name is None:
+            read = from_sglang.read_calls(text, parser, list(schemas.values()))
+        else:
+            read = load_function(TOOL_FORMATS[name].function)(text, schemas)
+        json.dumps(read[1], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):  # NaN, half of a surrogate pair, Python's own values
+        return text, [], True
+    return read
 
 
 def parser_for(tokenizer: Any, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Parser:

@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from slime.rollout.groups import Entry, describe_fully
+from slime.rollout.groups import Entry, describe_fully, without_response
+from slime.utils.errors import EpisodeEnded
 from slime.utils.plugin_errors import wrong_return
+from slime.utils.reward_failure import infra_error
 from slime.utils.types import Sample
 
 CUSTOM_GENERATE = "--custom-generate-function-path"
@@ -16,6 +18,17 @@ def check_returned(path: str, source: Sample, result: Any) -> Entry:
         if isinstance(result, list)
         else check_sample(path, source, result)
     )
+
+
+def without_a_score(path: str, source: Sample, ended: EpisodeEnded) -> Sample:
+    """What stands for an episode whose function let its end escape: --reward-failure-action decides."""
+    sample = without_response(source)
+    sample.status, sample.session_id = Sample.Status.COMPLETED, source.session_id
+    sample.reward_failure = infra_error(
+        f"{CUSTOM_GENERATE} {path} let {type(ended).__name__} escape ({ended}); catch SessionError of "
+        "slime.agent.session and return session.samples(...), which trains the turns that it has"
+    )
+    return sample
 
 
 def check_sample(path: str, source: Sample, result: Any) -> Sample:
