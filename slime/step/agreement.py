@@ -228,7 +228,8 @@ def _joined(
     """
 
     def joined(rows: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-        return torch.cat([torch.zeros(0, dtype=dtype), *(row.to(dtype) for row in rows)])
+        found = list(rows)
+        return torch.cat(found).to(dtype) if found else torch.zeros(0, dtype=dtype)
 
     places = list(log_probs)
     lengths = torch.tensor([len(row) for row in log_probs.values()], dtype=torch.long)

@@ -73,6 +73,8 @@ async def side_by_side(work: Callable[[T], Coroutine[Any, Any, R]], items: Itera
     most of them do. As soon as one waits for something, all that are left get tasks of their own.
     """
     left = deque(enumerate(items))
+    if len(left) == 1:
+        return [await work(left[0][1])]
     made: dict[int, R] = {}
     tasks: dict[int, asyncio.Task[R]] = {}
     try:

@@ -98,6 +98,28 @@ def test_exceptions_and_cancellations_go_through(watch):
     asyncio.run(main())
 
 
+def test_what_is_begun_gives_the_same_whether_it_waits_or_not(watch, caplog):
+    async def at_once(value):
+        return value
+
+    async def run_to_end(call):
+        ended, value = watch.begin("reward", call)
+        return ended, value if ended else await value
+
+    async def main():
+        assert await run_to_end(at_once(3)) == (True, 3)
+        assert await run_to_end(waits(0.01)) == (False, 0.01)
+        assert await run_to_end(sleeps_without_await(0.3)) == (False, 0.3)  # its second step is watched too
+        with pytest.raises(KeyError, match="gold"):
+            await run_to_end(raises())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await run_to_end(waits(60))
+
+    asyncio.run(main())
+    assert "reward held up the event loop" in caplog.text
+
+
 def test_a_regular_expression_that_lets_nobody_run_is_shown_by_the_interpreter():
     script = """
 import asyncio, re

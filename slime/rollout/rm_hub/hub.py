@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
@@ -120,18 +121,24 @@ def rm_type_of(args: PluginArgs, sample: Sample) -> str:
 
 async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) -> Any:
     """Call a user's reward function, async or plain, with a deadline; a mistake in it ends the run."""
-    function = load_function(path)
+    function, name, rest = load_function(path), f"{CUSTOM_RM} {path}", None
+
+    def telling_mistakes() -> AbstractContextManager[None]:
+        return plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,))
+
+    if inspect.iscoroutinefunction(function) and not takes_columns(function):
+        with telling_mistakes():
+            ended, rest = loop_watch.begin(name, function(args, subject, **kwargs))
+        if ended:
+            return rest  # it never waited, and nothing could have ended it earlier
     waited = waits.waiting(f"reward {path}", owner="rollout", deadline_s=args.generate_timeout_s)
     try:
         async with asyncio.timeout(args.generate_timeout_s) as deadline:
-            with (
-                waited,
-                plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,)),
-            ):
+            with waited, telling_mistakes():
+                if rest is not None:
+                    return await rest
                 if takes_columns(function):
                     return await _call_with_columns(args, path, function, subject)
-                if inspect.iscoroutinefunction(function):
-                    return await loop_watch.run(f"{CUSTOM_RM} {path}", function(args, subject, **kwargs))
                 value = await _in_thread(lambda: function(args, subject, **kwargs))
                 return await value if inspect.isawaitable(value) else value
     except TimeoutError:

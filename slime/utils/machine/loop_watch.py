@@ -27,6 +27,7 @@ _LOOK_EVERY_S = 1.0
 # One C call (a regular expression) can keep every Python thread from running, the watch too. Then the
 # interpreter itself writes where all threads stand.
 _NOBODY_RUNS_S = 30.0
+_NOT_BEGUN = object()
 
 
 @dataclass(eq=False)
@@ -59,6 +60,22 @@ class LoopWatch:
             return await call
         with self._calling():
             return await _Stepwise(call, functools.partial(self.step, name))
+
+    def begin(self, name: str, call: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
+        """(True, the result) of a coroutine that never waits; else (False, what to await for its result).
+
+        To be called in the task that goes on with it.
+        """
+        with self._calling(), self.step(name):
+            try:
+                waits_for = call.send(None)
+            except StopIteration as end:
+                return True, end.value
+        return False, self._go_on(name, call, waits_for)
+
+    async def _go_on(self, name: str, call: Coroutine[Any, Any, Any], waits_for: Any) -> Any:
+        with self._calling():
+            return await _Stepwise(call, functools.partial(self.step, name), waits_for)
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -126,19 +143,23 @@ class LoopWatch:
 
 
 class _Stepwise:
-    """Awaits a coroutine, with every stretch between two of its awaits inside `step()`."""
+    """Awaits a coroutine, with every stretch between two of its awaits inside `step()`.
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], step: Any):
-        self._coroutine, self._step = coroutine, step
+    `begun`: what it waits for, where it was begun already.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], step: Any, begun: Any = _NOT_BEGUN):
+        self._coroutine, self._step, self._begun = coroutine, step, begun
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        resume, value = self._coroutine.send, None
+        resume, value, waits_for = self._coroutine.send, None, self._begun
         while True:
-            with self._step():
-                try:
-                    waits_for = resume(value)
-                except StopIteration as end:
-                    return end.value
+            if waits_for is _NOT_BEGUN:
+                with self._step():
+                    try:
+                        waits_for = resume(value)
+                    except StopIteration as end:
+                        return end.value
             try:
                 resume, value = self._coroutine.send, (yield waits_for)
             except GeneratorExit:
@@ -146,6 +167,7 @@ class _Stepwise:
                 raise
             except BaseException as error:  # a cancellation, or the exception of what was awaited
                 resume, value = self._coroutine.throw, error
+            waits_for = _NOT_BEGUN
 
 
 def _line_of(thread: int) -> str:

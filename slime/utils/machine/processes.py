@@ -64,7 +64,9 @@ def import_environment() -> dict[str, str]:
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """Environment of a child that computes with `num_threads` and waits without spinning."""
+    """Environment of a child that computes with `num_threads`, waits without spinning, and keeps memory that
+    it will soon need again (glibc would give it back between two operations, and clear it anew).
+    """
     n = str(num_threads)
     return {
         "OMP_NUM_THREADS": n,
@@ -72,6 +74,9 @@ def thread_environment(num_threads: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": n,
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the most that glibc takes: larger tensors come and go
+        "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+        "MALLOC_TOP_PAD_": str(16 << 20),
         "TOKENIZERS_PARALLELISM": "false",
     }
 
