@@ -1,4 +1,4 @@
-"""A reduced set of the kills of `make test-crash`: three in a fully asynchronous run."""
+"""A reduced set of the kills of `make test-crash`: of the synchronous and of a fully asynchronous loop."""
 
 from pathlib import Path
 
@@ -6,22 +6,30 @@ import pytest
 from crash import chains
 from crash.victim import POINTS, TARGETS, set_trap
 
-STARTS = [
-    [{"point": "rollout handed over", "nth": 2, "delay_s": 0, "target": "driver"}],
-    [
-        {"point": "step", "nth": 1, "delay_s": 0.01, "target": "trainer"},  # which the run survives
-        {"point": "checkpoint completed", "nth": 1, "delay_s": 0, "target": "driver"},
+# One list of strikes for each start of the run.
+STARTS = {
+    "train.py": [
+        [{"point": "generation", "nth": 2, "delay_s": 0.003, "target": "driver"}],
+        [{"point": "checkpoint before its rename", "nth": 1, "delay_s": 0, "target": "driver"}],
     ],
-]
+    "fully asynchronous": [
+        [{"point": "rollout handed over", "nth": 2, "delay_s": 0, "target": "driver"}],
+        [
+            {"point": "step", "nth": 1, "delay_s": 0.01, "target": "trainer"},  # which the run survives
+            {"point": "checkpoint completed", "nth": 1, "delay_s": 0, "target": "driver"},
+        ],
+    ],
+}
 
 
 @pytest.mark.timeout(1800)
-def test_a_killed_asynchronous_run_ends_as_an_undisturbed_one_bit_for_bit(tmp_path, monkeypatch):
-    world, mode = chains.make_world(tmp_path / "world"), "fully asynchronous"
+@pytest.mark.parametrize("mode", STARTS)
+def test_a_killed_run_ends_as_an_undisturbed_one_bit_for_bit(mode, tmp_path, monkeypatch):
+    world = chains.make_world(tmp_path / "world")
     chains.reference(world, mode, 3)
-    starts = iter(STARTS)
+    starts = iter(STARTS[mode])
     monkeypatch.setattr(chains, "draw_plans", lambda draw, mode: next(starts))
-    plans = [plan for start in STARTS for plan in start]
+    plans = [plan for start in STARTS[mode] for plan in start]
     result = chains.chain(world, "killed", mode, 3, None, most=len(plans))
     assert result.wrong == []
     assert [kill["point"] for kill in result.kills] == [plan["point"] for plan in plans]

@@ -1,6 +1,5 @@
 """Processes are killed at bad moments: nothing is lost, nothing is counted twice, nothing is left behind."""
 
-import random
 import signal
 import subprocess
 import sys
@@ -229,48 +228,3 @@ def test_the_end_of_the_driver_ends_everything(world, sent):
     assert process.wait(PATIENCE_S) != 0
     assert all_gone(family)
     assert segments_of(process.pid) == []
-
-
-def resume_after_kills(world, name, points, num_rollout, seed):
-    """Kill the driver at random moments, each time continue with --load; the last run ends by itself."""
-    rng = random.Random(seed)
-    settings = {
-        "load_debug_rollout_data": f"{world}/points-dump/{{rollout_id}}.pt",
-        "num_rollout": num_rollout,
-        "global_batch_size": 8,
-        "save": world / f"{name}-ckpt",
-        "load": world / f"{name}-ckpt",
-        "save_interval": 1,
-    }
-    for _ in range(points):
-        process = start_train(world, name, **settings)
-        if steps := rng.randrange(num_rollout // (points + 1) + 1):
-            before = len(series(world, name, "train/loss"))
-            wait_for(lambda n=before + steps: len(series(world, name, "train/loss")) >= n, process)
-            time.sleep(rng.uniform(0.0, 0.5))  # between two steps, or within a checkpoint
-        else:
-            time.sleep(rng.uniform(0.0, 3.0))  # while it starts
-        process.kill()
-        process.wait()
-    run_train(world, name, **settings)
-
-
-def check_resumes(world, points, num_rollout, seed):
-    dump = f"{world}/points-dump/{{rollout_id}}.pt"
-    common = {"num_rollout": num_rollout, "global_batch_size": 8}
-    run_train(world, "points-live", **common, save_debug_rollout_data=dump)
-    run_train(world, "points-whole", **common, load_debug_rollout_data=dump)
-    resume_after_kills(world, f"points-{seed}", points, num_rollout, seed)
-    for metric in ("train/loss", "train/grad_norm"):
-        whole, resumed = series(world, "points-whole", metric), series(world, f"points-{seed}", metric)
-        assert resumed == whole, metric  # bit-identical, not only close
-
-
-@pytest.mark.timeout(3600)
-def test_a_driver_killed_at_random_points_resumes_to_the_same_losses(world):
-    check_resumes(world, points=2, num_rollout=12, seed=0)
-
-
-@pytest.mark.slow
-def test_a_driver_killed_at_twenty_random_points_resumes_to_the_same_losses(world):
-    check_resumes(world, points=20, num_rollout=100, seed=1)
