@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kernel_times import profile_step
 from measuring import free_memory, peak_gib, seconds
 from shapes import SHAPES, config_of
 
@@ -50,6 +51,8 @@ def parse() -> argparse.Namespace:
         "--by-default", dest="share", action="store_const", const=None, default=True,
         help="share where that pays, in micro-batches as small as without; else as --share-prefix does",
     )  # fmt: skip
+    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes in a shared step")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=tuple(CASES))
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/shared_prefix.json"))
     return parser.parse_args()
 
@@ -81,7 +84,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, dict
         )
         backend = create_backend(args, rank=0, world_size=1, device=device, random_weights=True)
     found: dict[str, dict[str, Any]] = {}
-    for name, sizes in (TINY_CASES if options.shape == "tiny" else CASES).items():
+    cases = TINY_CASES if options.shape == "tiny" else CASES
+    for name, sizes in ((name, cases[name]) for name in options.cases):
         samples = make_samples(options.groups, *sizes, config.vocab_size)
         rows: dict[str, Any] = {}
         log_probs = []
@@ -98,6 +102,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, dict
             )
             total = sum(len(sample.tokens) for sample in samples)
             rows[label] = {"tokens_per_s": total / spent, "seconds": spent, "peak_gib": peak_gib(device)}
+            if options.profile:
+                rows[label]["profile"] = profile_step(
+                    lambda s=settings, d=data: TrainingStep(backend, s, 0, d).run(), device
+                )
             mbs = build_micro_batches(data.batch, data.scoring)
             order = data.batch["sample_indices"]
             by_index = dict(zip(order, backend.log_probs(mbs).log_probs, strict=True))
@@ -106,7 +114,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, dict
         rows["largest_difference"] = float((log_probs[0] - log_probs[1]).abs().max())
         rows["mean_difference"] = float((log_probs[0] - log_probs[1]).abs().mean())
         found[name] = rows
-        print(name, json.dumps(rows), flush=True)
+        print(name, json.dumps(rows, indent=1 if options.profile else None), flush=True)
     return found
 
 

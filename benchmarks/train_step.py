@@ -10,6 +10,7 @@ against the bare matrix products, and the balance of work over eight ranks. Each
     python benchmarks/train_step.py --part moe --part glm      # layers of mixtures of experts
     python benchmarks/train_step.py --part long --checkpointing full    # 4B, one sample of 65,536 tokens
     python benchmarks/train_step.py --backend megatron --part 0.6b --part 4b    # Megatron beside FSDP
+    python benchmarks/train_step.py --part 4b --fp8     # with --fp8-training too, after the 16-bit step
     python benchmarks/train_step.py --device cpu --tiny        (does the script work?)
 """
 
@@ -76,10 +77,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--backend", default="fsdp", choices=("fsdp", "megatron"), help="megatron: both, one after another"
     )
+    parser.add_argument("--fp8", action="store_true", help="also with --fp8-training")
     parser.add_argument("--steps", type=int, default=3, help="measured optimizer steps")
     parser.add_argument("--micro-batch-tokens", type=int, help="tokens of one micro-batch of our step")
     parser.add_argument(
         "--logits-memory-gib", type=float, default=0.0, help="memory in which a micro-batch keeps logits"
+    )
+    parser.add_argument(
+        "--only-on-policy", action="store_true", help="leave out the step with an old-policy pass"
     )
     parser.add_argument("--checkpointing", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--no-compile", action="store_true")
@@ -230,13 +235,13 @@ def one_sample(index: int, length: int, vocab: int) -> Sample:
 
 
 def our_step(
-    shape: str, device: torch.device, options: argparse.Namespace, trainer: str = "fsdp"
+    shape: str, device: torch.device, options: argparse.Namespace, trainer: str = "fsdp", *, fp8: bool = False
 ) -> list[Record]:
     budget, total = TOKENS[shape]
     budget = options.micro_batch_tokens or budget
     while True:
         try:
-            return _our_step(shape, device, options, budget, total, trainer)
+            return _our_step(shape, device, options, budget, total, trainer, fp8)
         except torch.OutOfMemoryError:
             if budget <= 4096 or shape == "long":
                 raise
@@ -246,7 +251,7 @@ def our_step(
 
 
 def _our_step(
-    shape: str, device: torch.device, options: Any, budget: int, total: int, trainer: str
+    shape: str, device: torch.device, options: Any, budget: int, total: int, trainer: str, fp8: bool
 ) -> list[Record]:
     config = config_of(shape)
     create_backend = importlib.import_module(f"slime.backends.{trainer}").create_backend
@@ -261,6 +266,7 @@ def _our_step(
             balance_data=True,
             activation_checkpointing=options.checkpointing,
             logits_memory_gib=options.logits_memory_gib,
+            fp8_training=fp8,
             compile=False if options.no_compile or options.tiny else None,
         )
         backend = create_backend(args, rank=0, world_size=1, device=device, random_weights=True)
@@ -276,7 +282,8 @@ def _our_step(
         TrainingStep(backend, settings, 0, data).run()
 
     free_memory(device)
-    for name, changes in (("on-policy step", {}), ("with an old-policy pass", {"use_rollout_entropy": True})):
+    kinds = {"on-policy step": {}, "with an old-policy pass": {"use_rollout_entropy": True}}
+    for name, changes in list(kinds.items())[: 1 if options.only_on_policy else 2]:
         chosen = args.replace(**changes)
         step = functools.partial(train_once, chosen)
         started = time.perf_counter()
@@ -286,7 +293,7 @@ def _our_step(
         duration = seconds(step, device, warmup=1, repeats=options.steps)
         records.append(
             {
-                "what": name if trainer == "fsdp" else f"{trainer}: {name}",
+                "what": f"fp8: {name}" if fp8 else name if trainer == "fsdp" else f"{trainer}: {name}",
                 "tokens_per_s": total / duration,
                 "seconds": duration,
                 "first_step_s": first,
@@ -321,6 +328,8 @@ def model_part(name: str, options: argparse.Namespace, device: torch.device, rat
     attempts: list[tuple[str, Callable[[], list[Record]]]] = [
         ("ours", lambda: our_step(shape, device, options))
     ]
+    if options.fp8:
+        attempts.append(("fp8", lambda: our_step(shape, device, options, fp8=True)))
     if options.backend == "megatron":
         attempts.append(("megatron", lambda: our_step(shape, device, options, "megatron")))
     if not options.no_references and name != "long":  # rows of 2,048 tokens say nothing of it
@@ -421,7 +430,7 @@ def summary(results: dict[str, list[Record]]) -> None:
                 for other in (
                     "plain transformers" if part in MIXTURES else "naive transformers",
                     "plain compiled layers",
-                    name.removeprefix("megatron: ") * (": " in name),
+                    name.partition(": ")[2],
                 )
             ]
             attention = f"{100 * row['mfu_with_attention']:.1f}%" if "mfu_with_attention" in row else "-"

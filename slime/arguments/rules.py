@@ -30,7 +30,7 @@ from slime.arguments.groups.images import images
 from slime.arguments.groups.megatron import choose_trainer, megatron_trainer, model_family
 from slime.arguments.groups.objectives import distillation, preference_pairs
 from slime.arguments.groups.off_policy import correct_stale_tokens, off_policy
-from slime.arguments.groups.precision import engine_precision
+from slime.arguments.groups.precision import engine_precision, fp8_training
 from slime.arguments.groups.profiling import profiling
 from slime.arguments.groups.rewards import reward_shaping, rewards
 from slime.arguments.groups.roles import critic_role
@@ -104,6 +104,7 @@ RULES: tuple[Rule, ...] = (
     router,
     trainable_parameters,
     weight_copies,
+    fp8_training,
     engine_precision,
     images,
     model_parallel_sizes,

@@ -35,7 +35,13 @@ BACKENDS: dict[str, Backend] = {
     "fsdp": Backend(
         "slime.backends.fsdp.create_backend",
         "any causal LM of transformers, sharded by PyTorch's FSDP",
-        flags=("fsdp_cpu_offload", "router_aux_loss_coef", "freeze_vision_tower", "share_prefix"),
+        flags=(
+            "fsdp_cpu_offload",
+            "router_aux_loss_coef",
+            "freeze_vision_tower",
+            "share_prefix",
+            "fp8_training",
+        ),
         flags_unread="only the FSDP trainer reads it; remove it or use --train-backend fsdp",
         reads_kept_checkpoints=True,
         folder_per_machine=True,

@@ -99,6 +99,11 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
         ),
         ({"debug_train_only": True}, "--debug-train-only starts no engines.*--load-debug-rollout-data"),
         ({"actor_num_gpus_per_node": 3}, "--actor-num-gpus-per-node is 3, but --num-gpus-per-node says .* 2"),
+        ({"fp8_training": True, "lora_rank": 8}, "--fp8-training with --lora-rank: layers with adapters"),
+        (
+            {"fp8_training": True, "tensor_model_parallel_size": 2},
+            "--fp8-training with --tensor-model-parallel-size 2: .* keep one",
+        ),
         ({"update_weight_transport": "disk"}, "needs --update-weight-disk-dir"),
         (
             {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2},
@@ -276,6 +281,7 @@ FSDP_ONLY = (
     "freeze_params_name_list",
     "router_aux_loss_coef",
     "share_prefix",
+    "fp8_training",
 )
 NO_EFFECT_BESIDE |= {name: {"train_backend": "megatron"} for name in FSDP_ONLY}
 NO_EFFECT_BESIDE["logits_memory_gib"] = {"train_backend": "megatron", "tensor_model_parallel_size": 2}

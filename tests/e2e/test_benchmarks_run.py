@@ -22,6 +22,7 @@ QUICK = {
 }
 SLOW = {
     "colocated_grpo": "--steps 2 --prompts 2 --output-tokens 8",
+    "fp8_training": "--shape tiny --device cpu --steps 8 --sequences 4 --length 32",
     "fp8_drift": "--steps 2 --prompts 2 --output-tokens 8 --cases fp8-start-stochastic",
     "rollout_overhead": "--sizes 50 --rounds 1 --concurrency 8",
     "rollout_scaling": "--sizes 20 40 --engines 1 3 --concurrency 8",

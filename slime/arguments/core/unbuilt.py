@@ -30,7 +30,7 @@ IDLE_FLAGS = {
         yarn-mscale-all-dim quick-geglu squared-relu no-rope-freq linear-attention-type
         use-hf-config-for-megatron""",
     "--dtype decides it": "bf16",
-    "this version trains in 16 or 32 bit, which is more exact and slower": """
+    "this version trains in 16 or 32 bit, or with --fp8-training in FP8 by rules of its own": """
         fp8-format fp8-recipe fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo fp8-wgrad
         fp8-param-gather keep-fp8-weight-transpose-cache first-last-layers-bf16
         num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 moe-router-padding-for-fp8""",

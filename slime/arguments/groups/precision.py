@@ -1,4 +1,4 @@
-"""What --dtype auto means here, and what follows where engines hold the policy's weights in FP8."""
+"""What --dtype auto means here, and what follows where the trainer multiplies in FP8 or engines hold FP8."""
 
 import json
 from collections.abc import Callable
@@ -101,6 +101,24 @@ def engine_precision(draft: Draft) -> None:
         draft.warn(_about_an_fp8_start(draft.hf_checkpoint, draft.fp8_rounding))
     if draft.logprob_diff_threshold is None and draft.loss_type not in SUPERVISED_LOSSES:
         draft.derive("logprob_diff_threshold", LOGPROB_DIFF_THRESHOLDS["fp8"], "engines have FP8 weights")
+
+
+def fp8_training(draft: Draft) -> None:
+    """FP8 products need whole matrices of the model's own. Runs before `engine_precision`."""
+    if not draft.fp8_training:
+        return
+    if draft.tensor_model_parallel_size > 1:
+        raise ValueError(
+            f"--fp8-training with --tensor-model-parallel-size {draft.tensor_model_parallel_size}: products "
+            "of cut matrices are in 16 bits in this version; keep one of them."
+        )
+    if draft.lora_rank:
+        raise ValueError(
+            "--fp8-training with --lora-rank: layers with adapters multiply in 16 bits in this version; "
+            "keep one of them."
+        )
+    if draft.logprob_diff_threshold is None and draft.loss_type not in SUPERVISED_LOSSES:
+        draft.derive("logprob_diff_threshold", LOGPROB_DIFF_THRESHOLDS["fp8"], "--fp8-training")
 
 
 def _about_an_fp8_start(path: str, rounding: str) -> str:

@@ -60,6 +60,13 @@ class FSDPFlags:
         "--max-tokens-per-gpu counts a shared prompt once, so that as much memory holds more samples",
         only_with=FSDP,
     )
+    fp8_training: bool = flag(
+        False,
+        "the linear layers of decoder layers multiply in FP8, forward and backward, with factors found for "
+        "each row as it comes; weights, gradients, embeddings, output matrix, routers and experts stay in "
+        "--dtype; on a CPU it is emulated, which is slow",
+        only_with=FSDP,
+    )
     router_aux_loss_coef: float | None = flag(
         None,
         "coefficient of a loss that evens out the use of experts within each sample; default: that of the "

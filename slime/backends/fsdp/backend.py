@@ -27,6 +27,7 @@ from slime.backends.base import (
     TokenLists,
     TokenOutputs,
 )
+from slime.backends.fp8.linear import use_fp8
 from slime.backends.fsdp import (
     dcp_checkpoint,
     families,
@@ -152,6 +153,8 @@ class FSDPBackend(TrainerBase):
         known = loading.known_values(model.lm)
         compiles = self._compiles()
         grouped_experts.use_operator(model.lm)
+        if args.fp8_training:
+            use_fp8(layers, self.device, self.compute_dtype)
         if compiles:
             grouped_experts.keep_out_of_compiling(layers)
         prepare_layers(

@@ -19,6 +19,7 @@ _KEPT_OPERATORS = (
     "addmm",
     "bmm",
     "_grouped_mm",
+    "_scaled_mm",
     "_flash_attention_forward",
     "_varlen_attn",
     "packed_attention",

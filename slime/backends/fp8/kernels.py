@@ -1,0 +1,33 @@
+"""The Triton kernel that turns FP8 matrices; imported only on CUDA machines."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS, _COLUMNS, _WARPS = 128, 128, 8
+
+
+@triton.jit
+def _turn(  # type: ignore[no-untyped-def]  # Triton reads annotations, and pointers have none
+    values, shares, out, rows, columns, out_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    share = tl.load(shares + row, mask=row < rows, other=0.0)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.load(values + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    tile = (tile.to(tl.float32) * share[:, None]).to(out.dtype.element_ty)
+    there = (column < columns)[:, None] & (row < out_rows)[None, :]
+    tl.store(out + column[:, None] * out_rows + row[None, :], tl.trans(tile), mask=there)
+
+
+def turn(values: Tensor, shares: Tensor, out_rows: int) -> Tensor:
+    """[K, out_rows] from [M, K]: the transpose of values * shares [M, 1], zero beyond M."""
+    rows, columns = values.shape
+    out = values.new_empty(columns, out_rows)
+    grid = (triton.cdiv(out_rows, _ROWS), triton.cdiv(columns, _COLUMNS))
+    _turn[grid](
+        values.contiguous(), shares, out, rows, columns, out_rows,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS,
+    )  # fmt: skip
+    return out

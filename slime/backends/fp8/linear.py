@@ -1,0 +1,104 @@
+"""Linear layers that multiply in FP8: their output, and the gradients of their input and their weight.
+
+Weights stay what they are, and so do gradients: 16 or 32 bits wide. Values are scaled anew for each product.
+Kept for the backward pass are the input and the weight as they were multiplied, a byte each.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime.backends.fp8.scaling import ALIGNMENT, Scaled, by_rows, product, turned
+
+_SMALL = 64  # outputs of a layer that is left alone: a gate, a router
+_TOLERANCE = 0.01  # of the norm, between the device's product and the same values multiplied in fp32
+
+
+class _Product(torch.autograd.Function):
+    """input [T, K] @ weight [N, K].T"""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        left, right = by_rows(rows), by_rows(weight)
+        ctx.save_for_backward(*left, *right)
+        ctx.weight_dtype = weight.dtype
+        return product(left, right, rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad,) = grads
+        left, left_factors, right, right_factors = ctx.saved_tensors
+        scaled = by_rows(grad)
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = product(scaled, turned(Scaled(right, right_factors)), grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = product(turned(scaled), turned(Scaled(left, left_factors)), ctx.weight_dtype)
+        return grad_rows, grad_weight
+
+
+class FP8Linear(nn.Linear):
+    """A linear layer whose three products are in FP8."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.reshape(-1, self.in_features)
+        out: Tensor = _Product.apply(rows, self.weight)
+        out = out.view(*input.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
+def use_fp8(layers: list[nn.Module], device: torch.device, dtype: torch.dtype) -> int:
+    """Make the linear layers inside `layers` multiply in FP8, and say how many they are.
+
+    Matrices that are no linear layers (experts, most routers) and gates of a few outputs are left alone.
+    """
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        raise ValueError("--fp8-training: FP8 products on a GPU end in bfloat16; use --dtype bfloat16.")
+    check_device(device)
+    found = [
+        (name, module)
+        for layer in layers
+        for name, module in layer.named_modules()
+        if type(module) is nn.Linear and module.out_features >= _SMALL
+    ]
+    if not found:
+        raise ValueError("--fp8-training: the model's layers have no linear layers that it knows; remove it.")
+    for name, module in found:
+        if module.in_features % ALIGNMENT or module.out_features % ALIGNMENT:
+            raise ValueError(
+                f"--fp8-training: {name} is {module.out_features} x {module.in_features}, and FP8 products "
+                f"take multiples of {ALIGNMENT} only; remove it."
+            )
+        module.__class__ = FP8Linear
+    return len(found)
+
+
+def check_device(device: torch.device) -> None:
+    """Compares the three products on small matrices with the same values multiplied in fp32.
+
+    A CPU multiplies them so itself.
+    """
+    if device.type != "cuda":
+        return
+    name = torch.cuda.get_device_name(device)
+    matrix = torch.randn(72, 64, generator=torch.Generator().manual_seed(0))
+    try:
+        found = _three_products(matrix.to(device))
+    except (RuntimeError, NotImplementedError, AttributeError, ImportError) as error:
+        raise ValueError(
+            f"--fp8-training: torch {torch.__version__} has no FP8 products on {name} ({error}); remove it."
+        ) from error
+    for ours, expected in zip(found, _three_products(matrix), strict=True):
+        apart = ((ours.cpu() - expected).float().norm() / expected.float().norm()).item()
+        if not apart < _TOLERANCE:
+            raise ValueError(
+                f"--fp8-training: FP8 products on {name} are off by {apart:.2g} of the norm; remove it."
+            )
+
+
+def _three_products(matrix: Tensor) -> list[Tensor]:
+    """As a layer's output and its gradients are computed: by rows, by rows and turned, turned twice."""
+    left, right = by_rows(matrix), by_rows(matrix[: matrix.shape[1]])
+    pairs = [(left, right), (left, turned(right)), (turned(left), turned(left))]
+    return [product(*pair, torch.bfloat16) for pair in pairs]

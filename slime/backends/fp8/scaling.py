@@ -1,0 +1,86 @@
+"""Matrices as e4m3 values and factors that are powers of two.
+
+A matrix is scaled by rows, so that the largest number of each row is near the largest of e4m3. A product sums
+over columns; where it must sum over rows, the matrix is turned: written the other way round with one factor
+for all of it. Since factors are powers of two, that shifts exponents and rounds again only what becomes
+smaller than e4m3's smallest normal number: next to nothing beside the row that has the largest factor.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+# Sides of a product are multiples of it.
+ALIGNMENT = 16
+# e4m3 ends at 448 = 1.75 x 2^8. Added to the bits of a float, this carries into its exponent from 1.75 on.
+_UP_FROM_7_4, _MANTISSA_BITS, _LARGEST_EXPONENT = 0x1FFFFF, 23, 8
+
+
+class Scaled(NamedTuple):
+    """values * factors is the matrix. Factors are [rows, 1], or one of no dimension."""
+
+    values: Tensor
+    factors: Tensor
+
+
+def by_rows(matrix: Tensor) -> Scaled:
+    """[M, K] with a factor per row; each value is off by at most 2^-4 of itself, or 2^-18 of its row's
+    largest. A row with what is not finite has the factor NaN.
+    """
+    largest = matrix.abs().amax(dim=1, keepdim=True).float()
+    exponent = ((largest.view(torch.int32) + _UP_FROM_7_4) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
+    exponent = exponent.clamp(min=1)
+    factors = (exponent << _MANTISSA_BITS).view(torch.float32)
+    inverse = ((254 - exponent) << _MANTISSA_BITS).view(torch.float32)
+    # Casts make of infinity what the device likes, the largest number too: the factor says it.
+    factors = torch.where(largest.isfinite(), factors, torch.nan)
+    return Scaled((matrix.float() * inverse).to(FP8), factors)
+
+
+def turned(matrix: Scaled) -> Scaled:
+    """The transpose [K, M] with one factor; M is filled up with zeros to a multiple that products take."""
+    largest = matrix.factors.amax()
+    return Scaled(_turn(matrix.values, matrix.factors / largest), largest)
+
+
+@torch.library.custom_op("slime::fp8_turn", mutates_args=())
+def _turn(values: Tensor, shares: Tensor) -> Tensor:
+    """The transpose of values * shares, which are powers of two of at most 1."""
+    if values.is_cuda:
+        return _kernels().turn(values, shares, _aligned(values.shape[0]))
+    out = values.new_zeros(values.shape[1], _aligned(values.shape[0]))
+    out[:, : values.shape[0]] = (values.float() * shares).to(FP8).T
+    return out
+
+
+@_turn.register_fake
+def _(values: Tensor, shares: Tensor) -> Tensor:
+    return values.new_empty(values.shape[1], _aligned(values.shape[0]))
+
+
+def _aligned(size: int) -> int:
+    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def product(left: Scaled, right: Scaled, dtype: torch.dtype) -> Tensor:
+    """left [M, K] @ right [N, K].T. On a GPU by its FP8 units; elsewhere the same values in fp32."""
+    if not left.values.is_cuda:
+        return (_plain(left) @ _plain(right).T).to(dtype)
+    ours, theirs = left.factors, right.factors
+    if ours.dim():  # units take factors by row on both sides or on none
+        theirs = theirs.expand(right.values.shape[0], 1).contiguous().T
+    return torch._scaled_mm(
+        left.values, right.values.T, ours, theirs, out_dtype=dtype, use_fast_accum=bool(ours.dim())
+    )
+
+
+def _plain(matrix: Scaled) -> Tensor:
+    return matrix.values.float() * matrix.factors
+
+
+def _kernels() -> Any:
+    from slime.backends.fp8 import kernels  # Triton, which CPU machines need not have
+
+    return kernels
