@@ -30,7 +30,7 @@ def value(operator: str, a: int, b: int) -> int:
 def task(rng: random.Random) -> dict:
     """A function with a wrong operator, two calls with their right values, and two more that stay hidden."""
     right, wrong = rng.sample(OPERATORS, 2)
-    calls = [(rng.randint(6, 30), rng.randint(2, 5)) for _ in range(4)]
+    calls = [(rng.randint(20, 53), rng.randint(6, 9)) for _ in range(4)]
     told = [f"f({a},{b})={value(right, a, b)}" for a, b in calls[:2]]
     asserts = [f"assert f({a}, {b}) == {value(right, a, b)}" for a, b in calls]
     source = f"def f(a, b):\n    return a{wrong}b\n"

@@ -64,11 +64,14 @@ def check_unused(given: dict[str, Any], shapes: dict[str, Shape], where: str = "
 
 
 def _check(value: Any, shape: Shape, where: str) -> None:
-    if value is None:
-        return
+    if value is not None:
+        _check_given(value, shape, where)
+
+
+def _check_given(value: Any, shape: Shape, where: str) -> None:
     if isinstance(shape, list):
         for place, one in enumerate(want(value, list, where, "an array")):
-            _check(one, shape[0], f"{where}[{place}]")
+            _check_given(one, shape[0], f"{where}[{place}]")
     elif isinstance(shape, dict):
         want(value, dict, where, "an object")
         for name in (name[:-1] for name in shape if name.endswith("!")):

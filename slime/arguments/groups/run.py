@@ -217,6 +217,8 @@ def run_folder(draft: Draft) -> None:
 def check_paths_exist(draft: Draft) -> None:
     if draft.prompt_data is not None and not draft.load_debug_rollout_data:
         words = [draft.prompt_data] if isinstance(draft.prompt_data, str) else draft.prompt_data
+        if draft.env is not None and not draft.was_given("prompt_data"):
+            _check_items(draft.env, words[0])
         for path in (path for word in words for path in _split_files(word)):
             _check_data_file("--prompt-data", path)
     for dataset in draft.eval_datasets:
@@ -253,6 +255,13 @@ def _check_data_file(what: str, path: str) -> None:
     reason = why_unreadable(_without_rows(path))
     if reason is not None:
         raise ValueError(f"{what} is {path}: {reason}.")
+
+
+def _check_items(env: str, source: str) -> None:
+    """Items that --env makes: nobody wrote the source that stands for them."""
+    reason = why_unreadable(source)
+    if reason is not None:
+        raise ValueError(f"--env is {env}: {reason}.")
 
 
 def _check_model(flag: str, model: str | None) -> None:

@@ -97,3 +97,12 @@ def test_flags_of_environments_do_nothing_without_one(tmp_path):
 def test_a_class_that_is_not_there_is_refused_before_anything_starts(env, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         next(read_environment(f"env:{env}#train:2"))
+
+
+def test_a_family_whose_package_is_missing_is_told_by_its_flag(tmp_path, monkeypatch):
+    make_args(tmp_path)  # imports what is imported late
+    monkeypatch.setattr("slime.catalog.datasets.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match="--env is reasoning_gym:gcd: it needs the package reasoning_gym: pip"
+    ):
+        flags(tmp_path, "--env", "reasoning_gym:gcd")
