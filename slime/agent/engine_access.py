@@ -250,7 +250,8 @@ class EnginePolicy:
             async with asyncio.timeout(ABORT_DEADLINE_S):
                 await self.client.cancel(await self._workers(), [rid])
         except (TimeoutError, http_utils.HttpError) as error:
-            logger.warning("request %s could not be aborted: %s", rid, error)
+            why = str(error) or f"no answer within {ABORT_DEADLINE_S:g} s"
+            logger.warning("request %s could not be aborted: %s", rid, why)
 
     async def _workers(self) -> list[str]:
         """A router forwards no aborts, so its workers are asked; an engine alone is its own worker."""
