@@ -15,9 +15,9 @@ MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py l
 SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py
 # What needs no model, no engine and no run of training.
 FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire)
-# But for three, which look at whole trainers, models and engines; a file that is named is not ignored.
+# But for four, which look at whole trainers, models and engines or start ranks; a file that is named is not ignored.
 FAST += $(filter-out tests/test_protocols.py tests/test_security.py,$(wildcard tests/test_*.py))
-FAST += --ignore=tests/batch/test_flops.py
+FAST += --ignore=tests/batch/test_flops.py --ignore=tests/utils/test_machine_copies.py
 # Workers of one thread each; a file stays with one of them, with its engines and models. Three keep two cores
 # at work: tests of processes wait a quarter of their time, for one that starts, ends or is late on purpose.
 WORKERS ?= 3
