@@ -48,6 +48,30 @@ class HarnessContext:
 class BaseHarness(metaclass=_SingletonABC):
     """How one agent program is installed, told where its model is, and started."""
 
+    @abstractmethod
+    async def install_cli(self, sandbox: Sandbox) -> None: ...
+
+    @abstractmethod
+    async def write_config(self, sandbox: Sandbox, context: HarnessContext) -> None: ...
+
+    @abstractmethod
+    async def launch_and_wait(
+        self, sandbox: Sandbox, context: HarnessContext, prompt: str, time_budget_sec: float
+    ) -> int:
+        """The exit code of the program; -1 where its time was up."""
+
+    async def run(
+        self, sandbox: Sandbox, context: HarnessContext, prompt: str, time_budget_sec: float = 1800
+    ) -> int:
+        """Install, configure, start, wait."""
+        await self.install_cli(sandbox)
+        await self.write_config(sandbox, context)
+        return await self.launch_and_wait(sandbox, context, prompt, time_budget_sec)
+
+
+class NpmHarness(BaseHarness):
+    """A program that npm installs, with its endpoint in the environment."""
+
     name: ClassVar[str]
     command: ClassVar[str]  # that must exist in the box
     package: ClassVar[str]  # of npm
@@ -108,19 +132,11 @@ class BaseHarness(metaclass=_SingletonABC):
         )
         return result[0] if isinstance(result, tuple) else int(result)
 
-    async def run(
-        self, sandbox: Sandbox, context: HarnessContext, prompt: str, time_budget_sec: float = 1800
-    ) -> int:
-        """Install, configure, start, wait."""
-        await self.install_cli(sandbox)
-        await self.write_config(sandbox, context)
-        return await self.launch_and_wait(sandbox, context, prompt, time_budget_sec)
-
     def _extra(self, what: str) -> str:
         return os.environ.get(f"SLIME_AGENT_{self.variables}_EXTRA_{what}", "")
 
 
-class ClaudeCodeHarness(BaseHarness):
+class ClaudeCodeHarness(NpmHarness):
     """`claude -p`, which speaks Anthropic's messages."""
 
     name = "claude-code"
@@ -148,7 +164,7 @@ class ClaudeCodeHarness(BaseHarness):
         }
 
 
-class CodexHarness(BaseHarness):
+class CodexHarness(NpmHarness):
     """`codex exec`, which speaks OpenAI's Responses and reads its endpoint from a file only."""
 
     name = "codex"
