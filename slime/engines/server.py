@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,8 +16,8 @@ from pathlib import Path
 from slime.engines.pulse import ENGINE_PATH
 from slime.utils import http_utils, waits
 from slime.utils.errors import RunStopped
-from slime.utils.machine import stacks
-from slime.utils.machine.processes import LifePipe, open_log, stop_process
+from slime.utils.machine import stacks, warm_start
+from slime.utils.machine.processes import Child, LifePipe, open_log, stop_process
 from slime.utils.machine.vital_signs import Signs, signs_of_group
 from slime.wire.protocol import EngineInfo
 
@@ -81,7 +80,7 @@ class EngineServer:
         self.plan = plan
         self.port = port
         self.bootstrap_port: int | None = None  # of an engine that prefills for others
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._life = LifePipe()
         self._ready_file: Path | None = None
 
@@ -112,12 +111,10 @@ class EngineServer:
         token = {http_utils.TOKEN_VARIABLE: self.plan.token} if self.plan.token is not None else {}
         inherited = {name: value for name, value in os.environ.items() if name != http_utils.TOKEN_VARIABLE}
         with open_log(self.plan.log_path, self.plan.name) as log:
-            self._process = subprocess.Popen(
+            self._process = warm_start.start(
                 command,
                 env={**inherited, **self.plan.env, **token},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                log=log,
                 pass_fds=[self._life.read_fd],
                 start_new_session=True,  # Ctrl-C goes to the driver alone, which stops the engine in order
             )
@@ -226,7 +223,7 @@ class EngineServer:
         self._life.close()
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: Child) -> None:
     """The process leads a group of its own (it was started in a new session): its workers go with it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

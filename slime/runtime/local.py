@@ -9,7 +9,6 @@ import os
 import pickle
 import queue
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -25,8 +24,8 @@ from slime.runtime.placement import Placement, Slot
 from slime.runtime.worker import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
 from slime.utils import waits
 from slime.utils.files import tensor_pickle
-from slime.utils.machine import shm, stacks
-from slime.utils.machine.processes import import_environment, last_lines, open_log, stop_process
+from slime.utils.machine import shm, stacks, warm_start
+from slime.utils.machine.processes import Child, import_environment, last_lines, open_log, stop_process
 from slime.utils.machine.vital_signs import Signs, signs_of
 
 
@@ -193,9 +192,7 @@ class ProcessHandle(Handle[T]):
             future.set_exception(error)
 
 
-def _start_worker(
-    spec: WorkerSpec, log_path: Path, shm_prefix: str
-) -> tuple[subprocess.Popen[bytes], Connection]:
+def _start_worker(spec: WorkerSpec, log_path: Path, shm_prefix: str) -> tuple[Child, Connection]:
     ours, theirs = socket.socketpair()
     devices = spec.slot.env if spec.slot is not None else {}
     env = {**os.environ, **spec.env, **devices, **import_environment()}
@@ -203,9 +200,7 @@ def _start_worker(
     command = [sys.executable, "-P", "-c", "from slime.runtime.worker import main; main()"]
     command += ["--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix, "--name", spec.name]
     with open_log(log_path, spec.name) as log:
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
-        )
+        process = warm_start.start(command, env=env, log=log, pass_fds=[theirs.fileno()])
     theirs.close()
     return process, Connection(ours.detach())
 

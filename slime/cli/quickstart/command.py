@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,8 +32,18 @@ from slime.cli.quickstart.plan import (
 from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.train import run_loop
 from slime.cli.train_async import run_loop as run_overlapped
+from slime.utils.machine.warm_start import warm_starts
 
 RANDOM_REWARD = "random-reward"
+# What trainers and engines load before they do anything: twice by the quick start's two runs.
+_IMPORTED = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "slime.backends.fsdp.backend",
+    "slime.cluster.training.train_actor",
+    "slime.engines.embedded.server",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     screen = Screen(quiet="--quiet" in options.extra)
     with contextlib.ExitStack() as stack:
         with user_errors():
-            rehearse(options, screen)
+            rehearse(options, screen, stack)
             earlier = stack.enter_context(opened(options.run_dir))
         if earlier is not None:
             screen.say(f"What an earlier quick start left in {options.run_dir} is now in {earlier}.")
@@ -103,15 +114,14 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     return Options(**vars(known), extra=tuple(extra))
 
 
-def rehearse(options: Options, screen: Screen) -> None:
+def rehearse(options: Options, screen: Screen, stack: contextlib.ExitStack) -> None:
     """Everything up to the first step of training, in a
     folder that is thrown away: what is wrong is told here.
 
     Nothing of an earlier quick start is touched before this
-    has passed, and no flag fails only after the warm-up.
+    has passed, and no flag fails only after the warm-up. `stack`: of the whole quick start, whose processes
+    start warm.
     """
-    from slime.preflight.run import preflight  # here: it loads torch, which no help need wait for
-
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory(prefix="slime-quickstart-") as name:
         scratch = replace(options, run_dir=Path(name))
@@ -121,8 +131,13 @@ def rehearse(options: Options, screen: Screen) -> None:
                     f"Model: SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}; 4-bit, de-quantised."
                 )
             with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
-                parse_args(rl_argv(recipe, scratch, write_files(recipe, scratch), stand_in(scratch)))
-            files, checkpoint = prepare(recipe, scratch)
+                files = write_files(recipe, scratch)
+                parse_args(rl_argv(recipe, scratch, files, stand_in(scratch)))
+            if "torch" not in sys.modules:  # else this process has another beginning than the command line
+                stack.enter_context(warm_starts(_IMPORTED))
+            from slime.preflight.run import preflight  # here: it loads torch, which no help need wait for
+
+            checkpoint = make_model(scratch)
             args = parse_args(rl_argv(recipe, scratch, files, checkpoint))
             preflight(args).raise_errors()
             if recipe.warm_up:

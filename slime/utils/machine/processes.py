@@ -16,7 +16,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
+
+
+class Child(Protocol):
+    """What is asked of a child process, as of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | Any: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
 
 
 class LifePipe:
@@ -99,7 +112,7 @@ def last_lines(path: Path, lines: int = 20) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
-def stop_process(process: subprocess.Popen[Any], grace_s: float = 5.0) -> None:
+def stop_process(process: Child, grace_s: float = 5.0) -> None:
     """Ask, wait, then kill; returns when the process is gone."""
     if process.poll() is not None:
         return

@@ -1,0 +1,274 @@
+"""Children that start in milliseconds: forked from a *template*, a process that has imported what they need.
+
+Half of a small run's start is imports, anew in each of its processes. The template imports once, has one
+thread and computes nothing. It forks twice, and the orphan goes to the process that asked, which adopts
+orphans meanwhile: a real child of its own, with the environment, files, folder and session that were asked
+for. Whatever the template cannot do is left to `exec`: another program, other settings of imports, a
+template that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.utils.machine.processes import Child, import_environment, thread_environment
+
+_PR_SET_CHILD_SUBREAPER = 36
+_LONGEST, _MAX_FILES = 1 << 17, 16  # bytes and files of a request
+_PATIENCE_S = 120.0  # for the template's imports
+_MAIN = re.compile(r"from ([\w.]+) import main; main\(\)")
+# Read by packages while they are imported: where one of these differs, a process imports for itself.
+_READ_AT_IMPORT = (
+    *("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "PYTHON", "LD_", "LANG", "LC_", "OMP_WAIT", "MALLOC_"),
+)
+
+
+def start(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: Any,
+    pass_fds: Sequence[int],
+    start_new_session: bool = False,
+) -> Child:
+    """Start a Python program that writes into `log` and reads nothing: warm where that is possible."""
+    if _template is not None:
+        warm = _template.start(list(command), dict(env), log.fileno(), list(pass_fds), start_new_session)
+        if warm is not None:
+            return warm
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=pass_fds,
+        start_new_session=start_new_session,
+    )
+
+
+@contextlib.contextmanager
+def warm_starts(modules: Sequence[str]) -> Iterator[None]:
+    """Within this block children start from a template that has imported `modules`."""
+    global _template
+    if sys.platform != "linux" or Path("/dev/nvidiactl").exists():  # devices and forks do not go together
+        yield
+        return
+    _template = Template(modules)
+    try:
+        yield
+    finally:
+        _template, ended = None, _template
+        ended.close()
+
+
+# ---- the side that asks ------------------------------------------------------------------------------------
+
+
+class WarmChild:
+    """A child that a template forked; `poll`, `wait` and signals as of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, words: list[str]):
+        self.pid, self.args, self.returncode = pid, words, None
+        self._lock = threading.Lock()
+        self._ended = os.pidfd_open(pid)
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                found, status = os.waitpid(self.pid, os.WNOHANG)
+                if found:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+                    os.close(self._ended)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.poll() is None:
+            watch = select.poll()
+            with contextlib.suppress(OSError):  # closed meanwhile: it has ended
+                watch.register(self._ended, select.POLLIN)
+                watch.poll(None if timeout is None else 1000 * timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Template:
+    """The process that imports `modules`, as seen from its owner; it ends when its owner does."""
+
+    def __init__(self, modules: Sequence[str]):
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(_PATIENCE_S)
+        self._environment = {**os.environ, **thread_environment(1), **import_environment()}
+        self._lock = threading.Lock()
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), *modules],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def start(
+        self, words: list[str], environment: dict[str, str], log: int, fds: list[int], new_session: bool
+    ) -> WarmChild | None:
+        """None: `exec` must start it."""
+        module = _module_of(words)
+        if module is None or _of_imports(environment) != _of_imports(self._environment):
+            return None
+        job = {
+            "module": module,
+            "arguments": words[4:],
+            "environment": environment,
+            "cwd": os.getcwd(),
+            "new_session": new_session,
+            "numbers": [1, 2, *fds],
+        }
+        request = json.dumps(job).encode()
+        if len(request) > _LONGEST or len(fds) + 2 > _MAX_FILES:
+            return None
+        with self._lock:
+            try:
+                with _adopting_orphans():
+                    socket.send_fds(self._socket, [request], [log, log, *fds])
+                    pid = int(self._socket.recv(64) or b"0")
+                return WarmChild(pid, words) if pid else None
+            except (OSError, ValueError):
+                self._socket.close()  # an answer that comes late must not be taken for another's
+                return None
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_template: Template | None = None
+
+
+def _module_of(words: list[str]) -> str | None:
+    """The module whose `main` is the program; None: it is another kind of command."""
+    match words:
+        case [sys.executable, "-P", "-m", package, *_]:
+            return f"{package}.__main__"
+        case [sys.executable, "-P", "-c", code, *_] if found := _MAIN.fullmatch(code):
+            return found[1]
+    return None
+
+
+def _of_imports(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+# ---- the template ------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """`... FD MODULE...`: imports the modules, then forks a process for each request of its owner."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group: the owner decides
+    owner = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    job, fds = _serve(owner)
+    owner.detach()  # its number may soon be another file's: nobody may close that one
+    _become(job, fds)
+    importlib.import_module(job["module"]).main()
+
+
+def _serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Returns in each new process, with its job; the template itself never returns."""
+    while True:
+        request, fds, _, _ = socket.recv_fds(owner, _LONGEST, _MAX_FILES)
+        if not request:
+            os._exit(0)  # the owner is gone
+        if len(os.listdir("/proc/self/task")) > 1:  # a lock that another thread holds would never be free
+            pid = b"0"
+        else:
+            told, tell = os.pipe()
+            adopted, let_go = os.pipe()
+            if (between := os.fork()) == 0:
+                if (child := os.fork()) == 0:
+                    os.close(let_go)
+                    os.read(adopted, 1)  # until the one between has ended, and the owner has adopted this
+                    return json.loads(request), fds
+                os.write(tell, str(child).encode())
+                os._exit(0)
+            os.waitpid(between, 0)
+            pid = os.read(told, 64)
+            for fd in (told, tell, adopted, let_go):
+                os.close(fd)
+        for fd in fds:
+            os.close(fd)
+        owner.send(pid)
+
+
+def _become(job: dict[str, Any], fds: list[int]) -> None:
+    """Files, folder, environment and signals of a process that `exec` had started."""
+    _take_files({0: os.open(os.devnull, os.O_RDONLY), **dict(zip(job["numbers"], fds, strict=True))})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if job["new_session"]:
+        os.setsid()
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    sys.argv = [job["module"], *job["arguments"]]
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) and (threads := os.environ.get("OMP_NUM_THREADS")):
+        torch.set_num_threads(int(threads))
+
+
+def _take_files(wanted: dict[int, int]) -> None:
+    """Each file at its number, and no other open."""
+    import fcntl
+
+    high = max(64, *wanted, *wanted.values()) + 1
+    parked = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, high) for number, fd in wanted.items()}
+    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if fd not in parked.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    for number, fd in parked.items():
+        os.dup2(fd, number)
+        os.close(fd)
