@@ -52,6 +52,8 @@ from slime.simulation.engines import EngineCosts, Lengths
 from slime.simulation.trainer import TrainerCosts
 from slime.simulation.workload import LengthModel
 from slime.utils.http_utils import Observer
+from slime.utils.machine.processes import Child
+from slime.utils.machine.warm_start import WarmChild
 from slime.utils.misc import load_function
 from slime.utils.types import ExpertArgs, RewardArgs
 from slime.weight_sync import live_sender_of, transport_of
@@ -92,6 +94,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Observer: [PolicyRequests],
     Runtime: [LocalRuntime],
     Beating: [ProcessHandle],
+    Child: [WarmChild],
     Ref: [SegmentRef],
     Future: [LocalFuture, Guarded, Ready],
     Sandbox: [LocalSandbox, E2BSandbox, DaytonaSandbox],
