@@ -1,5 +1,6 @@
 """Samples -> `RolloutBatch`: rewards post-processed by group; masks, log-probs and versions as tensors."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -214,9 +215,9 @@ def mask_sums_by_rollout(loss_masks: Sequence[torch.Tensor], rollout_ids: Sequen
 def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
     rollout_ids = fill_rollout_ids(samples)
     raw_reward, rewards = post_process_rewards(args, samples, rollout_ids)
-    loss_masks = [_loss_mask(sample) for sample in samples]
+    loss_masks = _rows([_mask_of(sample) for sample in samples], torch.int32)
     batch: RolloutBatch = {
-        "tokens": [torch.tensor(sample.tokens, dtype=torch.int64) for sample in samples],
+        "tokens": _rows([sample.tokens for sample in samples], torch.int64),
         "response_lengths": [sample.response_length for sample in samples],
         "loss_masks": loss_masks,
         "rewards": rewards,
@@ -241,12 +242,12 @@ def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
     keys: tuple[TokenKey, ...] = ("rollout_log_probs", "teacher_log_probs")
     for key in keys:
         if _all_or_none(samples, key):
-            batch[key] = [torch.as_tensor(getattr(s, key), dtype=torch.float32) for s in samples]
+            batch[key] = _rows([getattr(s, key) for s in samples], torch.float32)
     if _all_or_none(samples, "rollout_routed_experts"):
         batch["routed_experts"] = [torch.tensor(s.rollout_routed_experts) for s in samples]
     versions = [_token_versions(sample) for sample in samples]
     if any(max(numbers, default=-1) >= 0 for numbers in versions):
-        batch["versions"] = [torch.tensor(numbers, dtype=torch.int32) for numbers in versions]
+        batch["versions"] = _rows(versions, torch.int32)
     if any(sample.train_metadata is not None for sample in samples):
         batch["metadata"] = [sample.train_metadata for sample in samples]
     if any(sample.multimodal_train_inputs is not None for sample in samples):
@@ -299,11 +300,21 @@ def _nucleus(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _loss_mask(sample: Sample) -> torch.Tensor:
+    return torch.as_tensor(_mask_of(sample), dtype=torch.int32)
+
+
+def _mask_of(sample: Sample) -> Sequence[int]:
     if sample.remove_sample:
-        return torch.zeros(sample.response_length, dtype=torch.int32)
-    if sample.loss_mask is None:
-        return torch.ones(sample.response_length, dtype=torch.int32)
-    return torch.tensor(sample.loss_mask, dtype=torch.int32)
+        return [0] * sample.response_length
+    return [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+
+
+def _rows(values: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+    """A tensor of each list of numbers, all cut from one: a batch has hundreds, and each takes a while."""
+    if not all(type(value) in (list, tuple) for value in values):
+        return [torch.as_tensor(value, dtype=dtype) for value in values]
+    joined = torch.tensor(list(itertools.chain.from_iterable(values)), dtype=dtype)
+    return list(joined.split([len(value) for value in values]))
 
 
 def _num_trained(sample: Sample) -> float:

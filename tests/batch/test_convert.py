@@ -4,10 +4,12 @@ hooks, and one clear error for each bad field.
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from trainer_helpers import random_samples, trainer_args
 
+from slime.batch import convert
 from slime.batch.convert import samples_to_batch
 from slime.utils.plugin_errors import PluginError
 from slime.utils.types import Sample, invalid
@@ -215,3 +217,11 @@ def test_a_mistake_in_the_custom_conversion_is_named_with_its_place(tmp_path):
         PluginError, match=r"IndexError: list index out of range\n  at .*convert.py:2 in make"
     ):
         samples_to_batch(args(custom_convert_samples_to_train_data_path=f"{file}:make"), [sample(1.0)])
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_columns_that_are_cut_from_one_tensor_equal_those_made_one_by_one(kind):
+    rows = [kind(row) for row in ([0.25, -1.5, 3.0], [], [7.0])]
+    made = convert._rows(rows, torch.float32)
+    assert [row.tolist() for row in made] == [[0.25, -1.5, 3.0], [], [7.0]]
+    assert all(row.dtype is torch.float32 and row.dim() == 1 for row in made)

@@ -145,26 +145,30 @@ class Template:
         module = _module_of(words)
         if module is None or _of_imports(environment) != _of_imports(self._environment):
             return None
-        job = {
-            "module": module,
-            "arguments": words[4:],
-            "environment": environment,
-            "cwd": os.getcwd(),
-            "new_session": new_session,
-            "numbers": [1, 2, *fds],
-        }
-        request = json.dumps(job).encode()
-        if len(request) > _LONGEST or len(fds) + 2 > _MAX_FILES:
-            return None
         with self._lock:
             try:
-                with _adopting_orphans():
-                    socket.send_fds(self._socket, [request], [log, log, *fds])
-                    pid = int(self._socket.recv(64) or b"0")
-                return WarmChild(pid, words) if pid else None
+                pid = self._ask(
+                    [log, log, *fds],
+                    module=module,
+                    arguments=words[4:],
+                    environment=environment,
+                    cwd=os.getcwd(),
+                    new_session=new_session,
+                    numbers=[1, 2, *fds],
+                )
             except (OSError, ValueError):
-                self._socket.close()  # an answer that comes late must not be taken for another's
+                self.close()  # what it would still start must not be there twice
                 return None
+        return WarmChild(pid, words) if pid else None
+
+    def _ask(self, fds: list[int], **job: Any) -> int:
+        """The pid of the new child; 0: there is none."""
+        request = json.dumps(job).encode()
+        if len(request) > _LONGEST or len(fds) > _MAX_FILES:
+            return 0
+        with _adopting_orphans():
+            socket.send_fds(self._socket, [request], fds)
+            return int(self._socket.recv(64) or b"0")
 
     def close(self) -> None:
         self._socket.close()
@@ -230,11 +234,13 @@ def _serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
             if (between := os.fork()) == 0:
                 if (child := os.fork()) == 0:
                     os.close(let_go)
-                    os.read(adopted, 1)  # until the one between has ended, and the owner has adopted this
+                    if not os.read(adopted, 1):  # until the one between has ended, and the owner adopts this
+                        os._exit(1)  # the template was ended
                     return json.loads(request), fds
                 os.write(tell, str(child).encode())
                 os._exit(0)
             os.waitpid(between, 0)
+            os.write(let_go, b"1")
             pid = os.read(told, 64)
             for fd in (told, tell, adopted, let_go):
                 os.close(fd)
