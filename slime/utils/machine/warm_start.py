@@ -69,12 +69,12 @@ def warm_starts(modules: Sequence[str]) -> Iterator[None]:
     if sys.platform != "linux" or Path("/dev/nvidiactl").exists():  # devices and forks do not go together
         yield
         return
-    _template = Template(modules)
+    template = _template = Template(modules)
     try:
         yield
     finally:
-        _template, ended = None, _template
-        ended.close()
+        _template = None
+        template.close()
 
 
 # ---- the side that asks ------------------------------------------------------------------------------------
@@ -190,7 +190,12 @@ def _module_of(words: list[str]) -> str | None:
 
 
 def _of_imports(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
+    """Without what torch sets while it is imported, in the template as in its owner."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_IMPORT) and name != "TORCHINDUCTOR_CACHE_DIR"
+    }
 
 
 @contextlib.contextmanager
