@@ -214,3 +214,37 @@ def test_what_the_schema_forbids_is_refused_and_the_session_goes_on(api):
         assert len(world.engine.requests) == 1, "nothing of these reaches the engine"
         samples = asyncio.run(world.adapter.finish_session("key-1", base_sample=Sample(index=3)))
         check_exact(world, samples, num_turns=1)
+
+
+HALF = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"x": "\\ud800"}'}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "r"}
+UNREADABLE = {
+    "not packed as it says": (b"x", {"Content-Encoding": "gzip"}),
+    "half of a surrogate pair": (json.dumps(chat({"role": "user", "content": "\ud83d"})).encode(), {}),
+    "half of one, in bytes": (
+        json.dumps(chat(HELLO)).encode().replace(b"hello", b"\xed\xa0\x80"),
+        {},
+    ),
+    "half of one in arguments": (json.dumps(chat(HELLO, answered(tool_calls=[HALF]), RESULT)).encode(), {}),
+    "an integer of 6000 digits": (b'{"model": "m", "max_tokens": ' + b"9" * 6000 + b"}", {}),
+    "lists within lists": (b'{"model": "m", "messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", {}),
+}
+
+
+def test_a_body_that_cannot_be_read_is_a_mistake_of_the_client():
+    async def ask(url, raw, headers):
+        async with (
+            aiohttp.ClientSession(headers={**KEY, **headers}) as http,
+            http.post(url + PATHS["chat"], data=raw) as answer,
+        ):
+            return answer.status, await answer.text()
+
+    with agent_world(["one"]) as world:
+        for name, (raw, headers) in UNREADABLE.items():
+            status, told = asyncio.run(ask(world.url, raw, headers))
+            assert status == 400 and json.loads(told)["error"]["type"] == "invalid_request_error", (
+                name,
+                told,
+            )
+        assert asyncio.run(ask(world.url, json.dumps(chat(HELLO)), {}))[0] == 200
+        assert len(world.engine.requests) == 1

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from slime.agent.adapters.bodies import Body, Known, read_body
 from slime.agent.adapters.calls import Call, folded
-from slime.agent.adapters.errors import ApiError, api_error
+from slime.agent.adapters.errors import ApiError, api_error, invalid
 from slime.agent.adapters.live_text import LiveText, Piece
 from slime.agent.engine_access import EnginePolicy, Made, Policy
 from slime.agent.parsing import FormatParser, ParsedModelOutput, parser_for
@@ -294,6 +294,8 @@ class BaseAdapter:
                 told = ApiError(
                     413, "too_large", f"Request exceeds {self.max_body_bytes} bytes.", retry=False
                 )
+            except web.RequestPayloadError as error:  # a body that is cut, or not packed as it says
+                told = invalid(f"We could not read the body of your request: {error}")
             except Exception as error:
                 told = api_error(error)
                 if told.kind == "ours":
