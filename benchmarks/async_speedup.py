@@ -42,6 +42,7 @@ import yaml
 
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.cli.quickstart.rewards import exact_match
+from slime.rollout.groups import attempt_of
 
 GOAL = 2.0
 SAME_ACCURACY = 0.02  # of the means over seeds
@@ -56,9 +57,9 @@ LEFT_OUT += ("over-sampling-batch-size", "dynamic-sampling-filter-path")
 
 
 def drawn_s(median_s: float, sample: Any, what: str) -> float:
-    """The same for a sample whichever loop asks."""
+    """The same for a sample whichever loop asks; an answer that is made anew has a length of its own."""
     load = json.loads(os.environ[LOAD_VARIABLE])
-    draw = random.Random(f"{load['seed']}-{what}-{sample.index}")
+    draw = random.Random(f"{load['seed']}-{what}-{sample.index}-{attempt_of(sample)}")
     return median_s * min(load["longest"], draw.lognormvariate(0.0, load["sigma"])) if median_s else 0.0
 
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.record.packed import unpack_floats, unpack_ids, unpack_mask
+from slime.record.additions import read_advantage
+from slime.record.numbers import TokenReader
 
 _DEADLINE_S = 0.08
 _LOOK_STEPS = 2000  # of SQLite's machine between two looks at the clock
@@ -303,15 +304,16 @@ def _until(
 def one(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
     """An answer with its tokens: text, log-prob, mask, weight version and advantage of each."""
     found = connection.execute(
-        f"SELECT {_ROW}, g.prompt, s.response, s.tokens, s.log_probs, s.loss_mask, s.versions, "
-        f"s.reward_parts, g.prompt_hash, r.version FROM {_JOINED} WHERE s.id = ?",
+        f"SELECT {_ROW}, g.prompt, s.response, s.reward_parts, g.prompt_hash, r.version "
+        f"FROM {_JOINED} WHERE s.id = ?",
         (row,),
     ).fetchone()
     if found is None:
         return None
     answer = dict(zip(_FIELDS, found[: len(_FIELDS)], strict=True))
-    prompt, response, tokens, log_probs, mask, versions, parts, prompt_hash, version = found[len(_FIELDS) :]
-    ids = unpack_ids(tokens or b"")
+    prompt, response, parts, prompt_hash, version = found[len(_FIELDS) :]
+    tokens = TokenReader(connection).read(row)
+    ids, advantage = tokens.ids, read_advantage(connection, row)
     length = min(answer["length"], len(ids))
     return {
         **answer,
@@ -324,10 +326,10 @@ def one(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
         "tokens": ids[len(ids) - length :],
         "prompt_tokens": ids[: len(ids) - length],
         "texts": _texts(connection, ids),
-        "log_probs": None if log_probs is None else unpack_floats(log_probs),
-        "mask": None if mask is None else unpack_mask(mask),
-        "versions": json.loads(versions) if versions else [],
-        "advantage": _advantage(connection, row),
+        "log_probs": tokens.log_probs,
+        "mask": tokens.loss_mask,
+        "versions": tokens.versions,
+        "advantage": None if advantage is None else {"value": advantage.value, "tokens": advantage.tokens},
         "siblings": _siblings(connection, answer["group_row"]),
     }
 
@@ -343,15 +345,6 @@ def _texts(connection: sqlite3.Connection, ids: list[int]) -> dict[int, str]:
         marks = ",".join("?" * len(part))
         texts.update(connection.execute(f"SELECT token, text FROM pieces WHERE token IN ({marks})", part))
     return texts
-
-
-def _advantage(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
-    if not has_table(connection, "advantages"):
-        return None
-    found = connection.execute("SELECT value, tokens FROM advantages WHERE sample = ?", (row,)).fetchone()
-    if found is None:
-        return None
-    return {"value": found[0], "tokens": None if found[1] is None else unpack_floats(found[1])}
 
 
 def _siblings(connection: sqlite3.Connection, group_row: int) -> list[dict[str, Any]]:

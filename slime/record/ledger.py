@@ -79,8 +79,9 @@ class Finished(NamedTuple):
 
     Those of a group that come together are one row of each kind. `kept` is what the sample is made again from
     (the siblings of a fan-out are several), in containers of its own, since samples may change later; None:
-    it is not kept. Example: Finished(1754820000.1, 3, 17, 68, 0, 0, 4, "8c1f", "completed", 1.0, True,
-    [{"index": 68, "tokens": [5, 6]}], False, True).
+    it is not kept. `fields_of` makes of several what is written of each: where the rollout is complete before
+    the writer's turn comes, nobody will ask for it. Example: Finished(1754820000.1, 3, 17, 68, 0, 0, 4,
+    "8c1f", "completed", 1.0, True, [{"index": 68, "tokens": [5, 6]}], list, False, True).
     """
 
     time: float
@@ -95,6 +96,7 @@ class Finished(NamedTuple):
     reward: object
     is_scored: bool
     kept: list[dict[str, Any]] | None
+    fields_of: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
     is_fan_out: bool
     is_small: bool  # it holds few numbers
 
@@ -103,21 +105,38 @@ class Finished(NamedTuple):
         return "generated"
 
 
+@dataclass(frozen=True, slots=True)
+class ForgetEntries:
+    """These groups are decided: what became of them is in a rollout, or in its cursor."""
+
+    groups: Sequence[int]
+
+    def __call__(self, connection: sqlite3.Connection) -> None:
+        connection.executemany(
+            "DELETE FROM ledger_finished WHERE group_index = ?", [(group,) for group in self.groups]
+        )
+
+
 def write_notes(connection: sqlite3.Connection, notes: Sequence[Note | Finished], start: int) -> None:
     """Events that waited together, with what belongs to them; `start`: number of the run's start."""
     rows: list[tuple[object, ...]] = []
     finished: list[Finished] = []
+    forgets = [note.also for note in notes if isinstance(note, Note) and isinstance(note.also, ForgetEntries)]
     for note in notes:
         if isinstance(note, Finished):
             finished.append(note)
             continue
-        if finished:  # in their order: what comes now may remove what was put there before
-            rows += _write_finished(connection, finished, start)
-            finished = []
+        if note.also is None:
+            rows.append(note.row(start))
+            continue
+        # In their order: this may remove what was put there before.
+        rows += _write_finished(connection, finished, start, _soon_forgotten(forgets))
+        finished = []
         rows.append(note.row(start))
-        if note.also is not None:
-            note.also(connection)
-    rows += _write_finished(connection, finished, start)
+        note.also(connection)
+        if isinstance(note.also, ForgetEntries):
+            forgets.pop(0)
+    rows += _write_finished(connection, finished, start, frozenset())
     connection.executemany(
         "INSERT INTO ledger (time, start, event, rollout, group_index, sample_index, attempt, value) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -125,10 +144,15 @@ def write_notes(connection: sqlite3.Connection, notes: Sequence[Note | Finished]
     )
 
 
+def _soon_forgotten(forgets: list[ForgetEntries]) -> frozenset[int]:
+    """Groups of which this very transaction removes what is kept: it need not be packed."""
+    return frozenset(group for forget in forgets for group in forget.groups)
+
+
 def _write_finished(
-    connection: sqlite3.Connection, finished: Iterable[Finished], start: int
+    connection: sqlite3.Connection, finished: Iterable[Finished], start: int, forgotten: frozenset[int]
 ) -> list[tuple[object, ...]]:
-    """Keeps finished samples; the rows of their events."""
+    """Keeps finished samples, but for those of `forgotten` groups; the rows of their events."""
     groups: dict[tuple[int, int | None, int], list[Finished]] = {}
     for note in finished:
         groups.setdefault((note.rollout, note.group_index, note.attempt), []).append(note)
@@ -141,7 +165,8 @@ def _write_finished(
         rewards = {note.sample_index: note.reward for note in notes if note.is_scored}
         if rewards:
             rows.append((time, start, "scored", *about, _as_json(rewards)))
-        kept += _kept_rows([note for note in notes if note.kept is not None])
+        if group not in forgotten:
+            kept += _kept_rows([note for note in notes if note.kept is not None])
     if kept:
         connection.executemany(
             "INSERT INTO ledger_finished (group_index, settings, keys, payload) VALUES (?, ?, ?, ?)", kept
@@ -168,10 +193,11 @@ def _packed_samples(notes: list[Finished]) -> bytes | None:
     """None: it holds something that no file can, or they are not of one kind."""
     [first, *others] = notes
     if not others:
-        value = {"fan_out": first.is_fan_out, "samples": first.kept}
+        value = {"fan_out": first.is_fan_out, "samples": first.fields_of(first.kept or [])}
         return _packed(value, f"sample {first.sample_index}")
-    rows = [fields for note in notes for fields in note.kept or ()]
-    return None if any(note.is_fan_out for note in notes) else pack_table(rows)
+    if any(note.is_fan_out for note in notes):
+        return None
+    return pack_table(first.fields_of([fields for note in notes for fields in note.kept or ()]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,13 +308,6 @@ def _packed(value: object, name: str) -> bytes | None:
     except plain_bytes.ForeignValue as error:
         logger.info("%s holds %s: it is not kept, and made again after a crash", name, error)
         return None
-
-
-def forget_entries(groups: list[int]) -> Callable[[sqlite3.Connection], object]:
-    """These groups are decided: what became of them is in a rollout, or in its cursor."""
-    return lambda connection: connection.executemany(
-        "DELETE FROM ledger_finished WHERE group_index = ?", [(group,) for group in groups]
-    )
 
 
 def forget_rollouts(*, up_to: int | None = None, after: int | None = None) -> Callable[..., object]:

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from slime.record.tables import pack_table, unpack_table
+
 _SHORT = 4  # lists below this many entries are written entry by entry
 _WIDTHS = ("<i1", "<i2", "<i4", "<i8")
 _CODES = "bhiq"  # the same widths, as `array` names them
 _LONG = 64  # from so many entries on numpy, which takes a while to begin, is the faster
 _SCALARS = frozenset({type(None), bool, int, float, str})  # what JSON gives back as it was
-_STRINGS = frozenset({str})
 _LAYOUT = operator.attrgetter("dtype", "ndim", "is_cpu")
 _as_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
@@ -37,16 +38,6 @@ def dumps(value: Any) -> bytes:
     out = bytearray()
     _write(out, value, "")
     return bytes(out)
-
-
-def is_json(value: Any) -> bool:
-    """Whether JSON gives it back as it is. To look at types is faster than to read the JSON again."""
-    kind = type(value)
-    if kind in _SCALARS:
-        return True
-    if kind is list:
-        return _SCALARS.issuperset(map(type, value)) or all(map(is_json, value))
-    return kind is dict and _STRINGS.issuperset(map(type, value)) and all(map(is_json, value.values()))
 
 
 def loads(data: bytes) -> Any:
@@ -92,6 +83,9 @@ def _write_list(out: bytearray, value: list[Any], where: str) -> None:
             return
     if kinds == {float}:
         _write_floats(out, value)
+        return
+    if kinds == {dict} and (table := pack_table(value)) is not None:
+        _head(out, b"t", _blob(table))
         return
     if len(kinds) == 1 and _is_tensor(value[0]) and _are_rows(value):
         _write_rows(out, value)
@@ -393,6 +387,7 @@ _READERS: dict[bytes, Callable[[memoryview, int], tuple[Any, int]]] = {
     b"O": _read_object,
     b"T": _read_json,
     b"C": _read_rows,
+    b"t": _of(_read_blob, lambda blob: unpack_table(bytes(blob))),
     b"i": _of(_read_numbers, lambda values: values.tolist()),
     b"f": _read_floats,
     b"G": _read_scalar,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.record.entries import prompt_hash
-from slime.record.packed import unpack_floats, unpack_ids, unpack_mask
+from slime.record.numbers import TokenReader, Tokens
 from slime.record.schema import RECORD_FILE, RecordError, open_for_reading
 
 _COLUMNS = (
@@ -48,17 +48,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    """The numbers behind an answer. Log-probs and mask have one entry per response token; None: not known."""
-
-    ids: list[int]
-    log_probs: list[float] | None
-    loss_mask: list[int] | None
-    versions: list[tuple[str, int, int]]
-    execution: int | None  # siblings of one fan-out, and the two of a pair, share it
-
-
-@dataclass(frozen=True, slots=True)
 class Select:
     """Which answers: all conditions hold together; None is no condition. Newest rollouts come first."""
 
@@ -90,6 +79,7 @@ class Record:
 
     def __init__(self, path: Path):
         self._path, self._connection = path, open_for_reading(path)
+        self._numbers = TokenReader(self._connection)
 
     def __enter__(self) -> Record:
         return self
@@ -137,16 +127,10 @@ class Record:
 
     def tokens(self, row: int) -> Tokens:
         """The tokens of the answer whose `row` this is."""
-        [(ids, log_probs, mask, versions, execution)] = self._ask(
-            "SELECT tokens, log_probs, loss_mask, versions, execution FROM samples WHERE id = ?", (row,)
-        )
-        return Tokens(
-            unpack_ids(ids or b""),
-            None if log_probs is None else unpack_floats(log_probs),
-            None if mask is None else unpack_mask(mask),
-            [(str(v), int(a), int(b)) for v, a, b in json.loads(versions)] if versions else [],
-            execution,
-        )
+        try:
+            return self._numbers.read(row)
+        except (sqlite3.Error, ValueError) as error:
+            raise RecordError(f"{self._path} cannot be read: {error}.") from error
 
     def prompts_of_both(self, kind: str, early: int, late: int, limit: int) -> list[str]:
         """Prompts that two rollouts (or evaluations) have in common, in the order of the first."""

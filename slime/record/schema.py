@@ -2,8 +2,12 @@
 
     rollouts   one row for each rollout and each evaluation: when, of which weights, how many, mean reward
     groups     one row per prompt group: the prompt, its label, what became of the group and why
-    samples    one row per answer: text, tokens, log-probs, loss mask, weight versions, reward and its parts
-    advantages what the trainer made of an answer: one number, or one for each token of the response
+    samples    one row per answer: text, reward and its parts; where they are many, also tokens,
+               log-probs, loss mask and weight versions
+    numbers    those of all answers of a group, where they are few
+    advantages what the trainer made of an answer, where that is one number for each token of the response
+    group_advantages
+               the same, where it is one number for each answer
     pieces     the text of every token id that occurred
     spans      what took how long in which lane: the loop, engines, rewards, trainer ranks, pushes
     actions    what somebody asked of the run, and what it answered at a boundary of steps
@@ -21,8 +25,8 @@ import sqlite3
 from pathlib import Path
 
 RECORD_FILE = "record.db"
-SCHEMA_NUMBER = 2
-_READABLE = ("1", "2")  # what a file of the first schema lacks is empty
+SCHEMA_NUMBER = 3
+_READABLE = ("1", "2", "3")  # what a file of an earlier schema lacks is empty
 _BUSY_S = 30.0  # how long a statement waits for another process's lock
 
 _TABLES = """
@@ -61,7 +65,7 @@ CREATE TABLE samples (
     failure TEXT,                   -- why there is no reward
     response TEXT NOT NULL,
     num_tokens INTEGER NOT NULL,    -- of the response
-    tokens BLOB,                    -- prompt and response
+    tokens BLOB,                    -- prompt and response; NULL: in `numbers`, as the next three
     log_probs BLOB,                 -- one per response token
     loss_mask BLOB,                 -- run lengths, beginning with zeros; NULL: all ones
     versions TEXT                   -- JSON: [version, start, end] in the response
@@ -70,7 +74,7 @@ CREATE INDEX groups_of_rollout ON groups (rollout);
 CREATE INDEX groups_of_prompt ON groups (prompt_hash);
 CREATE INDEX samples_of_group ON samples (group_row);
 """
-# Run on new files behind the tables above, and on files of schema 1 when a run goes on with one.
+# Run on new files behind the tables above, and on files of an earlier schema when a run goes on with one.
 _ADDED_IN_2 = """
 ALTER TABLE groups ADD COLUMN spread REAL;  -- highest minus lowest reward; NULL: fewer than two
 CREATE TABLE advantages (
@@ -104,6 +108,17 @@ CREATE INDEX samples_by_reward ON samples (reward);
 CREATE INDEX samples_by_length ON samples (num_tokens);
 CREATE INDEX groups_by_spread ON groups (spread);
 """
+_ADDED_IN_3 = """
+CREATE TABLE numbers (
+    group_row INTEGER PRIMARY KEY REFERENCES groups ON DELETE CASCADE,
+    payload BLOB NOT NULL           -- slime.record.numbers, in the order of the samples' ids
+);
+CREATE TABLE group_advantages (
+    group_row INTEGER PRIMARY KEY REFERENCES groups ON DELETE CASCADE,
+    payload BLOB NOT NULL           -- float64, in the order of the samples' ids; NaN: none
+);
+"""
+_ADDED = {"1": _ADDED_IN_2 + _ADDED_IN_3, "2": _ADDED_IN_3}  # to a file of this schema
 # Run whenever the writer opens a file.
 _LEDGER = """
 CREATE TABLE IF NOT EXISTS ledger (
@@ -148,14 +163,14 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
         if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
-            connection.executescript(f"BEGIN; {_TABLES} {_ADDED_IN_2} COMMIT;")
+            connection.executescript(f"BEGIN; {_TABLES} {_ADDED['1']} COMMIT;")
             connection.execute(
                 "INSERT INTO meta VALUES ('schema', ?), ('run', ?)", (str(SCHEMA_NUMBER), run_id)
             )
             connection.commit()
-        if _check_schema(connection, path) == "1":
+        if added := _ADDED.get(_check_schema(connection, path)):
             number = f"UPDATE meta SET value = '{SCHEMA_NUMBER}' WHERE key = 'schema';"
-            connection.executescript(f"BEGIN; {_ADDED_IN_2} {number} COMMIT;")
+            connection.executescript(f"BEGIN; {added} {number} COMMIT;")
         owner = _check_owner(connection, path, run_id)
         connection.executescript(f"BEGIN; {_LEDGER} COMMIT;")
         if owner != run_id:  # of a run that ended before its first rollout: nothing of it is in the way

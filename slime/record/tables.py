@@ -13,10 +13,10 @@ import sys
 from array import array
 from typing import Any
 
-from slime.record.plain_bytes import is_json
-
 _SAME = frozenset({type(None), bool, int, str})  # equal ones are the same, unlike 0.0 and -0.0
 _CODES = "BHIqfd"
+_SCALARS = frozenset({type(None), bool, int, float, str})  # what JSON gives back as it was
+_STRINGS = frozenset({str})
 _as_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
@@ -27,7 +27,7 @@ def pack_table(rows: list[dict[str, Any]]) -> bytes | None:
     "columns": [["=", 1], ["B", [2, 1]]]}, and the bytes 2, 3 and 4.
     """
     names = rows[0].keys()
-    if any(row.keys() != names for row in rows):
+    if not names or any(row.keys() != names for row in rows):
         return None
     columns, blobs = [], []
     for name in names:
@@ -51,7 +51,18 @@ def _pack_column(values: list[Any]) -> tuple[list[Any] | None, bytes]:
             return ["=", first], b""
         if type(first) is list and (numbers := _pack_numbers(values)) is not None:
             return [numbers.typecode, list(map(len, values))], _bytes_of(numbers)
-    return (["", values] if is_json(values) else None), b""
+    if is_json(values):
+        return ["", values], b""
+    return (["(", values] if _are_tuples(values) else None), b""
+
+
+def _are_tuples(values: list[Any]) -> bool:
+    """Whether they are lists of flat tuples, which JSON writes as lists."""
+    return all(
+        type(value) is list
+        and all(type(item) is tuple and _SCALARS.issuperset(map(type, item)) for item in value)
+        for value in values
+    )
 
 
 def _pack_numbers(lists: list[list[Any]]) -> array[Any] | None:
@@ -83,8 +94,10 @@ def unpack_table(data: bytes) -> list[dict[str, Any]]:
         header, at = json.loads(data[4 : 4 + size].decode("utf-8", "surrogatepass")), 4 + size
         count, lists = header["count"], []
         for kind, value in header["columns"]:
-            if kind in ("", "="):
-                values = value if kind == "" else list(itertools.repeat(value, min(count, len(data))))
+            if kind == "=":
+                values = list(itertools.repeat(value, min(count, len(data))))
+            elif kind in ("", "("):
+                values = value if kind == "" else [list(map(tuple, entry)) for entry in value]
             else:
                 values, at = _unpack_numbers(kind, value, data, at)
             lists.append(values)
@@ -108,3 +121,13 @@ def _unpack_numbers(code: str, lengths: list[int], data: bytes, at: int) -> tupl
         numbers.byteswap()
     ends = itertools.accumulate(lengths)
     return [numbers[end - length : end].tolist() for length, end in zip(lengths, ends, strict=True)], end
+
+
+def is_json(value: Any) -> bool:
+    """Whether JSON gives it back as it is. To look at types is faster than to read the JSON again."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return True
+    if kind is list:
+        return _SCALARS.issuperset(map(type, value)) or all(map(is_json, value))
+    return kind is dict and _STRINGS.issuperset(map(type, value)) and all(map(is_json, value.values()))

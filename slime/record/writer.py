@@ -1,20 +1,19 @@
 """The one writer of a run's record: a thread writes what is handed over, in that order.
 
-A rollout is one transaction; events of the ledger that wait together are one too. The run waits for the disk
-only when several rollouts are waiting already. A write that fails (a full disk) is told once and the run goes
-on; how many could not be written is noted in the file once it can be again.
+What waits together is one transaction, half a second after the first of it: transactions cost more
+than most of what is in them. The run waits for the disk only when several rollouts are waiting already. A
+write that fails (a full disk) is tried once more by its parts; a part that fails is told once and the run
+goes on; how many could not be written is noted in the file once it can be again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 from slime.record.entries import Entry, prompt_hash, prompt_text
 from slime.record.ledger import MILESTONES, Finished, Note, write_notes
-from slime.record.packed import pack_floats, pack_ids, pack_mask
+from slime.record.numbers import pack_alone, pack_group
 from slime.record.schema import create_or_open
 from slime.utils.types import Sample
 
@@ -52,7 +51,12 @@ class _Work:
     write: Callable[[sqlite3.Connection], object]
 
 
-_GATHER_S = 0.05  # how long the first of several events waits for the others
+# An event is set when all that came before it is written.
+_Item = _Rollout | _Work | Note | Finished | threading.Event
+_Part = _Rollout | _Work | list[Note | Finished]  # what is written, or fails, as one
+
+
+GATHER_S = 0.5  # how long the first of several waits for the others; a killed process loses as much
 
 
 class RecordWriter:
@@ -78,7 +82,8 @@ class RecordWriter:
         self._sync, self._start = sync, start
         self._committed: int | None = -1 if keeps_uncommitted else None
         self._connection = create_or_open(path, run_id)
-        self._waiting: deque[_Rollout | _Work | Note | Finished] = deque()
+        self._waiting: list[_Item] = []
+        self._rollouts_waiting = 0
         self._news = threading.Condition()
         self._is_idle = False  # the thread waits for something to do
         self._missed = self._missed_events = 0
@@ -108,9 +113,8 @@ class RecordWriter:
     def _hand_over(self, item: _Rollout | _Work) -> None:
         with self._news:
             if isinstance(item, _Rollout):  # what is large
-                self._news.wait_for(
-                    lambda: sum(isinstance(work, _Rollout) for work in self._waiting) < _MAX_WAITING
-                )
+                self._news.wait_for(lambda: self._rollouts_waiting < _MAX_WAITING)
+                self._rollouts_waiting += 1
             self._waiting.append(item)
             self._news.notify_all()
 
@@ -128,7 +132,7 @@ class RecordWriter:
             if self._closed:
                 return
             self._in_a_hurry = True
-            self._waiting.append(_Work("nothing", lambda connection: done.set()))
+            self._waiting.append(done)
             self._news.notify_all()
         while not done.wait(1.0) and self._thread.is_alive():
             pass
@@ -145,64 +149,80 @@ class RecordWriter:
             self._connection.close()
 
     def _write_all(self) -> None:
-        while work := self._next_work():
-            try:
-                if isinstance(work, _Rollout):
-                    self._write(work)
-                    self._prune()
-                elif isinstance(work, _Work):
-                    with self._connection as connection:
-                        work.write(connection)
-                else:
-                    self._write_notes(work)
-            except sqlite3.Error as error:
-                self._connection.rollback()
-                self._tell_missed(work, error)
+        while items := self._next_items():
+            notes = [item for item in items if isinstance(item, (Note, Finished))]
+            # Events lie in tables of their own: they may be written before what came between them.
+            parts: list[_Part] = [notes] if notes else []
+            parts += [item for item in items if isinstance(item, (_Rollout, _Work))]
+            if parts:
+                self._write_parts(parts)
+            for item in items:
+                if isinstance(item, threading.Event):
+                    item.set()
 
-    def _next_work(self) -> _Rollout | _Work | list[Note | Finished] | None:
-        """A rollout, or all events that wait before the next one; None: nothing will come any more."""
-        notes: list[Note | Finished] = []
+    def _next_items(self) -> list[_Item]:
+        """All that waits together; none: nothing will come any more."""
         with self._news:
             self._is_idle = True
             self._news.wait_for(lambda: self._waiting or self._closed)
             self._is_idle = False
-            if not self._closed:  # events come in crowds, and a transaction costs more than an event
-                self._news.wait_for(lambda: self._closed or self._in_a_hurry, _GATHER_S)
-            while self._waiting:
-                first = self._waiting[0]
-                if not isinstance(first, (Note, Finished)):
-                    if notes:
-                        break
-                    self._waiting.popleft()
-                    self._in_a_hurry = self._in_a_hurry and bool(self._waiting)
-                    self._news.notify_all()
-                    return first
-                notes.append(first)
-                self._waiting.popleft()
-        return notes or None
+            self._news.wait_for(
+                lambda: self._closed or self._in_a_hurry or self._rollouts_waiting > 1, GATHER_S
+            )
+            items, self._waiting = self._waiting, []
+            self._rollouts_waiting, self._in_a_hurry = 0, False
+            self._news.notify_all()
+        return items
 
-    def _tell_missed(self, work: _Rollout | _Work | list[Note | Finished], error: sqlite3.Error) -> None:
-        is_first = not self._missed and not self._missed_events
-        if isinstance(work, _Rollout):
-            self._missed += 1
-            what = f"the samples of {work.kind} {work.rollout_id}: not recorded"
-        elif isinstance(work, _Work):
-            what = f"{work.what}: not recorded"
+    def _write_parts(self, parts: list[_Part]) -> None:
+        try:
+            self._set_durability(parts)
+            with self._connection:
+                for part in parts:
+                    self._write_part(part)
+            if any(isinstance(part, _Rollout) for part in parts):
+                self._prune()
+        except sqlite3.Error as error:
+            self._connection.rollback()
+            if len(parts) == 1:
+                self._tell_missed(parts[0], error)
+                return
+            for part in parts:
+                self._write_parts([part])
+
+    def _write_part(self, part: _Part) -> None:
+        """Within a transaction."""
+        if isinstance(part, _Rollout):
+            self._write(part)
+        elif isinstance(part, _Work):
+            part.write(self._connection)
         else:
-            self._missed_events += len(work)
-            what = f"{len(work)} events of rollout {work[-1].rollout}: not recorded, so that after a crash "
+            self._write_notes(part)
+
+    def _set_durability(self, parts: list[_Part]) -> None:
+        notes = parts[0] if isinstance(parts[0], list) else []
+        durable = self._sync == "always" or (
+            self._sync == "step" and any(note.event in MILESTONES for note in notes)
+        )
+        self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+
+    def _tell_missed(self, part: _Part, error: sqlite3.Error) -> None:
+        is_first = not self._missed and not self._missed_events
+        if isinstance(part, _Rollout):
+            self._missed += 1
+            what = f"the samples of {part.kind} {part.rollout_id}: not recorded"
+        elif isinstance(part, _Work):
+            what = f"{part.what}: not recorded"
+        else:
+            self._missed_events += len(part)
+            what = f"{len(part)} events of rollout {part[-1].rollout}: not recorded, so that after a crash "
             what += "more is made again than needed, and `slime ledger audit` can prove nothing"
         if is_first:
             logger.warning("%s cannot be written (%s): %s; the run goes on.", self._path, error, what)
 
     def _write_notes(self, notes: Sequence[Note | Finished]) -> None:
-        durable = self._sync == "always" or (
-            self._sync == "step" and any(note.event in MILESTONES for note in notes)
-        )
-        self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-        with self._connection as connection:
-            write_notes(connection, notes, self._start)
-            self._note_missed(connection)
+        write_notes(self._connection, notes, self._start)
+        self._note_missed(self._connection)
         if self._committed is not None:
             done = [note.rollout for note in notes if note.event in ("committed", "resumed")]
             self._committed = done[-1] if done else self._committed
@@ -213,29 +233,27 @@ class RecordWriter:
                 connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, str(count)))
 
     def _write(self, rollout: _Rollout) -> None:
-        key_of_reward = rollout.reward_key
+        connection, key_of_reward = self._connection, rollout.reward_key
         found = [[_reward(sample, key_of_reward) for sample in entry.samples] for entry in rollout.entries]
         rewards = [reward for group in found for reward in group if reward is not None]
-        with self._connection as connection:
-            # With its groups and samples: a rollout that is made again after a resume replaces the first.
-            key = (rollout.kind, rollout.rollout_id)
-            connection.execute("DELETE FROM rollouts WHERE kind = ? AND rollout_id = ?", key)
-            row = connection.execute(
-                "INSERT INTO rollouts (kind, rollout_id, time, version, num_groups, num_samples, mean_reward)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *key,
-                    rollout.time,
-                    rollout.version,
-                    len(rollout.entries),
-                    sum(map(len, found)),
-                    sum(rewards) / len(rewards) if rewards else None,
-                ),
-            ).lastrowid
-            assert row is not None
-            for entry, of_group in zip(rollout.entries, found, strict=True):
-                _write_entry(connection, row, entry, of_group)
-            self._note_missed(connection)
+        # With its groups and samples: a rollout that is made again after a resume replaces the first.
+        key = (rollout.kind, rollout.rollout_id)
+        connection.execute("DELETE FROM rollouts WHERE kind = ? AND rollout_id = ?", key)
+        row = connection.execute(
+            "INSERT INTO rollouts (kind, rollout_id, time, version, num_groups, num_samples, mean_reward)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                *key,
+                rollout.time,
+                rollout.version,
+                len(rollout.entries),
+                sum(map(len, found)),
+                sum(rewards) / len(rewards) if rewards else None,
+            ),
+        ).lastrowid
+        assert row is not None
+        _write_entries(connection, row, rollout.entries, found)
+        self._note_missed(connection)
 
     def _prune(self) -> None:
         """Remove groups and samples of the oldest rollouts until the file fits; the newest one stays."""
@@ -279,10 +297,38 @@ class RecordWriter:
         return int((pages - free) * size)
 
 
-def _write_entry(
-    connection: sqlite3.Connection, rollout: int, entry: Entry, found: Sequence[float | None]
+def _write_entries(
+    connection: sqlite3.Connection,
+    rollout: int,
+    entries: Sequence[Entry],
+    found: Sequence[Sequence[float | None]],
 ) -> None:
-    """`found`: the rewards of its samples."""
+    """`found`: the rewards of the samples of each."""
+    packed = [pack_group(entry.samples) for entry in entries]
+    together = None not in packed
+    samples: list[tuple[Any, ...]] = []
+    numbers: list[tuple[int, bytes | None]] = []
+    for entry, rewards, piece in zip(entries, found, packed, strict=True):
+        group = _write_group(connection, rollout, entry, rewards)
+        numbers.append((group, piece))
+        for sample, reward in zip(entry.samples, rewards, strict=True):
+            row = (group, *_sample_row(sample, reward))
+            samples.append(row if together else row + pack_alone(sample))
+    columns = (
+        "group_row, sample_index, execution, status, reward, reward_parts, failure, response, num_tokens"
+    )
+    if together:
+        connection.executemany("INSERT INTO numbers VALUES (?, ?)", numbers)
+    else:
+        columns += ", tokens, log_probs, loss_mask, versions"
+    marks = ", ".join("?" * len(columns.split(", ")))
+    connection.executemany(f"INSERT INTO samples ({columns}) VALUES ({marks})", samples)
+
+
+def _write_group(
+    connection: sqlite3.Connection, rollout: int, entry: Entry, found: Sequence[float | None]
+) -> int:
+    """Writes what its samples have in common; its row."""
     first = entry.samples[0]
     rewards = [reward for reward in found if reward is not None]
     prompt = _text(prompt_text(first.prompt))
@@ -303,12 +349,8 @@ def _write_entry(
             max(rewards) - min(rewards) if len(rewards) > 1 else None,
         ),
     ).lastrowid
-    connection.executemany(
-        "INSERT INTO samples (group_row, sample_index, execution, status, reward, reward_parts, failure, "
-        "response, num_tokens, tokens, log_probs, loss_mask, versions) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [(group, *_sample_row(sample, reward)) for sample, reward in zip(entry.samples, found, strict=True)],
-    )
+    assert group is not None
+    return group
 
 
 def _sample_row(sample: Sample, reward: float | None) -> tuple[Any, ...]:
@@ -322,10 +364,6 @@ def _sample_row(sample: Sample, reward: float | None) -> tuple[Any, ...]:
         _text(f"{failure.kind}: {failure.reason}") if failure is not None else None,
         _text(sample.response),
         sample.response_length,
-        pack_ids(sample.tokens),
-        None if sample.rollout_log_probs is None else pack_floats(sample.rollout_log_probs),
-        None if sample.loss_mask is None else pack_mask(sample.loss_mask),
-        _versions(tuple(map(tuple, sample.version_spans))) if sample.version_spans else None,
     )
 
 
@@ -341,9 +379,3 @@ def _text(value: str) -> str:
 
 def _json(value: object) -> str:
     return _text(_encode(value))
-
-
-@functools.lru_cache(maxsize=1024)
-def _versions(spans: tuple[tuple[str, int, int], ...]) -> str:
-    """Most answers of a rollout have the same."""
-    return _json(spans)

@@ -8,6 +8,7 @@ the rollout manager, also if that function and its data source know nothing of t
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import logging
@@ -22,8 +23,8 @@ from slime.record.ledger import (
     Event,
     Finished,
     FinishedEntry,
+    ForgetEntries,
     Note,
-    forget_entries,
     forget_rollouts,
     keep_rollout,
 )
@@ -50,6 +51,9 @@ _CONTAINERS = {n: v for n, v in _NEW.items() if isinstance(v, (list, dict)) and 
 _PLAIN = tuple(name for name in _NEW if name not in _APART and name not in _CONTAINERS)
 _PLAIN_NEW = tuple(_NEW[name] for name in _PLAIN)
 _plain_values = operator.itemgetter(*_PLAIN)
+_TEXT_OR_NUMBER = ("group_index", "index", "rollout_id", "response", "response_length")  # never containers
+_MAY_HOLD_MORE = tuple(name for name in _PLAIN if name not in _TEXT_OR_NUMBER)
+_more_values = operator.itemgetter(*_MAY_HOLD_MORE)
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
 
 
@@ -79,6 +83,7 @@ class Ledger:
         self._decided: list[int] = []  # since the last cut
         self._kept: set[int] = set()  # since the last cut
         self._last_commits: list[int] = []
+        self._finished_now: list[tuple[float, Key, Sample]] = []  # in this round of the event loop
 
     def _note(
         self,
@@ -92,6 +97,8 @@ class Ledger:
         also: Any = None,
     ) -> None:
         number = self._rollout if rollout is None else rollout
+        if self._finished_now:
+            self.write_down()
         self._writer.note(Note(time.time(), event, number, group, sample, attempt, value, also))
 
     # -- groups, as a journal (slime.rollout.journal)
@@ -160,10 +167,23 @@ class Ledger:
     def finished_from_prompt(self, sample: Sample) -> None:
         """The same of a sample that began with its prompt and is one still."""
         key = _key(sample)
-        if key is not None:
-            self._finished((key[0], key[1], 0), sample.group_index, sample)
+        if key is None:
+            return
+        if not self._finished_now:
+            try:  # whoever waits for the sample comes after this: nobody has changed it until then
+                asyncio.get_running_loop().call_soon(self.write_down)
+            except RuntimeError:  # no loop: a rollout function of the user's
+                self._finished((key[0], key[1], 0), sample.group_index, sample)
+                return
+        self._finished_now.append((time.time(), (key[0], key[1], 0), sample))
 
-    def _finished(self, key: Key, group_index: int | None, made: Entry) -> None:
+    def write_down(self) -> None:
+        """The samples that were finished in this round: together they cost half as much as one by one."""
+        finished, self._finished_now = self._finished_now, []
+        for when, key, sample in finished:
+            self._finished(key, sample.group_index, sample, when)
+
+    def _finished(self, key: Key, group_index: int | None, made: Entry, when: float | None = None) -> None:
         samples = [made] if isinstance(made, Sample) else flatten_samples([made])
         whole, is_scored, size = self._keeps, False, 0
         for sample in samples:  # with its own reward, if any
@@ -172,7 +192,7 @@ class Ledger:
             size += len(sample.tokens)
         version = _newest_version(samples)
         note = Finished(
-            time.time(),
+            time.time() if when is None else when,
             self._rollout,
             group_index,
             *key,
@@ -181,7 +201,8 @@ class Ledger:
             samples[-1].status.value,
             _rewards(samples),
             is_scored,
-            [_kept_fields(s) for s in samples] if whole else None,
+            [_own_fields(s) for s in samples] if whole else None,
+            _kept_fields,
             isinstance(made, list),
             size <= _FEW_TOKENS,
         )
@@ -211,7 +232,7 @@ class Ledger:
         if rollout_id < self._rollout:
             return
         decided, self._decided, self._kept = self._decided, [], set()
-        self._note("cut", rollout_id, also=forget_entries(decided))
+        self._note("cut", rollout_id, also=ForgetEntries(decided))
         self._rollout = rollout_id + 1
 
     def account_for(self, rollout_id: int, samples: Sequence[Any]) -> None:
@@ -295,31 +316,48 @@ def _key(entry: Entry) -> Key | None:
     return entry.index, attempt_of(entry), entry.response_length
 
 
-def _kept_fields(sample: Sample) -> dict[str, Any]:
-    """What the sample is made again from, in containers of its own.
-
-    Not its media or when it was worked on, nor what a new one has.
-    """
-    fields = sample.__dict__
-    kept = {
-        name: value if type(value) in _UNCHANGING else _own(value)
-        for name, value, new in zip(_PLAIN, _plain_values(fields), _PLAIN_NEW, strict=True)
-        if value is not new
-    }
+def _own_fields(sample: Sample) -> dict[str, Any]:
+    """Everything that the sample is made again from, as it is now: others may go on to change the sample."""
+    fields = sample.__dict__.copy()
     for name in _OF_NUMBERS:
         if (value := fields[name]) is not None:
-            kept[name] = value[:] if type(value) is list else _own(value)
-    for name, new in _CONTAINERS.items():
-        if (value := fields[name]) or type(value) is not type(new):
-            kept[name] = _own(value)
-    for name, new in _COUNTS.items():
-        if (counts := vars(fields[name])) != new:
-            kept[name] = dict(counts)
-    kept["status"] = sample.status.value
-    kept["version_spans"] = _spans_text(tuple(sample.version_spans))
-    for name in fields.keys() - _FIELDS:  # attached later
-        if name not in _NOT_KEPT:
-            kept[name] = _own(fields[name])
+            fields[name] = value[:] if type(value) is list else _own(value)
+    for name in _CONTAINERS:
+        if value := fields[name]:
+            fields[name] = _own(value)
+    fields["spec_info"] = sample.spec_info.__dict__.copy()
+    fields["prefix_cache_info"] = sample.prefix_cache_info.__dict__.copy()
+    if not _UNCHANGING.issuperset(map(type, _more_values(fields))):
+        fields.update({name: _own(fields[name]) for name in _MAY_HOLD_MORE})
+    fields["version_spans"] = tuple(fields["version_spans"])
+    if len(fields) > len(_FIELDS):  # attached later
+        for name in fields.keys() - _FIELDS - _NOT_KEPT:
+            fields[name] = _own(fields[name])
+    return fields
+
+
+def _kept_fields(several: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is written of `_own_fields`: no media, no times of work, nothing that all new samples have."""
+    names = [
+        name
+        for name, new in zip(_PLAIN, _PLAIN_NEW, strict=True)
+        if any(fields[name] is not new for fields in several)
+    ]
+    names += [name for name in _OF_NUMBERS if any(fields[name] is not None for fields in several)]
+    names += [
+        name
+        for name, new in (_CONTAINERS | _COUNTS).items()
+        if any((value := fields[name]) != new or type(value) is not type(new) for fields in several)
+    ]
+    attached = set[str]().union(*several) - _FIELDS - _NOT_KEPT
+    kept = []
+    for fields in several:
+        row = {name: fields[name] for name in names}
+        row["status"] = fields["status"].value
+        row["version_spans"] = _spans_text(fields["version_spans"])
+        kept.append(row)
+        if attached:
+            row.update((name, fields[name]) for name in attached if name in fields)
     return kept
 
 

@@ -33,7 +33,7 @@ from slime.cluster.timeline import Timeline
 from slime.cluster.weight_push import WeightPush
 from slime.record import RECORD_FILE
 from slime.record.audit import Audit, audit
-from slime.record.writer import RecordWriter
+from slime.record.writer import GATHER_S, RecordWriter
 from slime.rollout import fully_async_rollout, ledger, sglang_rollout
 from slime.runtime.base import WorkerDied
 from slime.simulation import workload as work
@@ -45,7 +45,6 @@ from slime.utils import http_utils
 from slime.utils.machine.run_identity import Run
 
 _MAX_STARTS = 40
-_GATHER_S = 0.02  # as in slime.record.writer: what is not written yet is lost with the process
 
 
 class Killed(BaseException):
@@ -117,7 +116,7 @@ class _DelayedWriter:
             return
         self._waiting.append(write)
         if self._timer is None:
-            self._timer = self._clock.at(self._clock.now + _GATHER_S, self._write)
+            self._timer = self._clock.at(self._clock.now + GATHER_S, self._write)
 
     def flush(self) -> None:
         self._write()

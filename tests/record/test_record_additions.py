@@ -1,12 +1,13 @@
 """What stands beside the answers in a record: spans, actions, pieces of text, advantages; older files."""
 
+import contextlib
 import sqlite3
 
 import pytest
 
 from slime.record import RecordError, RecordWriter, group_entries, open_record, schema
 from slime.record.actions import ask, read_actions, write_answer
-from slime.record.additions import Advantage, PieceBook, write_advantages
+from slime.record.additions import Advantage, PieceBook, read_advantage, write_advantages
 from slime.record.spans import Span, spans_of_samples, spans_of_waits, write_spans
 from slime.utils import waits
 from slime.utils.types import Sample
@@ -64,12 +65,10 @@ def test_what_nobody_could_answer_is_not_written(tmp_path, name, value):
 
 def test_advantages_are_found_by_the_index_of_the_sample(tmp_path):
     advantages = [Advantage(0, 0.5), Advantage(1, -0.5, [-1.0, 0.0]), Advantage(99, 1.0)]
-    write(tmp_path, [make_sample(0), make_sample(1)], lambda c: write_advantages(c, 0, advantages))
-    found = rows(
-        tmp_path,
-        "SELECT sample_index, value, length(advantages.tokens) FROM advantages JOIN samples ON id = sample",
-    )
-    assert found == [(0, 0.5, None), (1, -0.5, 8)]
+    write(tmp_path, list(map(make_sample, range(3))), lambda c: write_advantages(c, 0, advantages))
+    with contextlib.closing(sqlite3.connect(tmp_path / "record.db")) as connection:
+        found = [read_advantage(connection, row) for row in (1, 2, 3)]
+    assert found == [Advantage(0, 0.5), Advantage(1, -0.5, [-1.0, 0.0]), None]
 
 
 def test_the_text_of_a_token_is_asked_for_once(tmp_path):
@@ -113,7 +112,7 @@ def test_a_record_of_the_first_schema_is_read_and_completed_by_a_run_that_goes_o
         ask(tmp_path, "pause", None, "page")
     write(tmp_path, [make_sample(0)])
     assert ask(tmp_path, "pause", None, "page") == 1
-    assert rows(tmp_path, "SELECT value FROM meta WHERE key = 'schema'") == [("2",)]
+    assert rows(tmp_path, "SELECT value FROM meta WHERE key = 'schema'") == [("3",)]
 
 
 def test_bars_of_answers_lie_in_the_lane_of_their_engine():

@@ -51,3 +51,8 @@ def test_other_bytes_are_a_value_error(data, cut):
     for broken in (data, whole[: cut % len(whole)], whole[: cut % len(whole)] + data):
         with contextlib.suppress(ValueError):
             assert isinstance(unpack_table(broken), list)
+
+
+def test_lists_of_tuples_come_back_as_they_were():
+    rows = [{"spans": [("run:1", 0, 4), ("run:2", 4, 6)]}, {"spans": []}]
+    assert unpack_table(pack_table(rows)) == rows
