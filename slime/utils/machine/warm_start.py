@@ -30,7 +30,7 @@ from slime.utils.machine.processes import Child, import_environment, thread_envi
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST, _MAX_FILES = 1 << 17, 16  # bytes and files of a request
-_PATIENCE_S = 120.0  # for the template's imports
+_PATIENCE_S = 300.0  # for the imports of the template, on a busy machine
 _MAIN = re.compile(r"from ([\w.]+) import main; main\(\)")
 # Read by packages while they are imported: where one of these differs, a process imports for itself.
 _READ_AT_IMPORT = (
