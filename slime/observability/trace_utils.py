@@ -145,10 +145,11 @@ def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None) 
 @_never_raises(lambda: None)
 def trace_stretch(sample: Sample, name: str, start_ts: float, attrs: Mapping[str, Any]) -> None:
     """A span of a sample that ends now, told whole: where many overlap in one task."""
-    handle, span_id = bind_trace(sample), _new_id()
-    parent = _current_parent(handle)
-    _write(handle, "span_start", name, span_id, parent, ts=start_ts)
-    _write(handle, "span_end", name, span_id, parent, attrs)
+    handle = bind_trace(sample)
+    if handle.carrier is not None:
+        begin = _event(handle, "span_start", name, _new_id(), _current_parent(handle), start_ts)
+        end = {**begin, "type": "span_end", "ts": time.time()}
+        handle.carrier["events"] += (begin, end | {"attrs": _plain(dict(attrs))} if attrs else end)
 
 
 class trace_span:  # used like a function: with trace_span(sample, "reward_model") as span
@@ -328,10 +329,20 @@ def _write(
     *,
     ts: float | None = None,
 ) -> None:
+    event = _event(handle, kind, name, span_id, parent, time.time() if ts is None else ts)
+    if attrs:
+        event["attrs"] = _plain(dict(attrs))
+    if handle.carrier is not None:
+        handle.carrier["events"].append(event)
+
+
+def _event(
+    handle: TraceHandle, kind: str, name: str, span_id: str | None, parent: str | None, ts: float
+) -> dict[str, Any]:
     event = {
         "type": kind,
         "name": name,
-        "ts": time.time() if ts is None else ts,
+        "ts": ts,
         "trace_id": handle.trace_id,
         "sample_id": handle.sample_id,
         "group_id": handle.group_id,
@@ -341,10 +352,7 @@ def _write(
         event["span_id"] = span_id
     if parent is not None:
         event["parent_span_id"] = parent
-    if attrs:
-        event["attrs"] = _plain(dict(attrs))
-    if handle.carrier is not None:
-        handle.carrier["events"].append(event)
+    return event
 
 
 def _write_child(handle: TraceHandle, child: Mapping[str, Any], parent: str, start_ts: float) -> None:

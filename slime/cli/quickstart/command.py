@@ -66,8 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     screen = Screen(quiet="--quiet" in options.extra)
     with contextlib.ExitStack() as stack:
+        if "torch" not in sys.modules:  # else this process has another beginning than the command line
+            stack.enter_context(warm_starts(_IMPORTED))
         with user_errors():
-            rehearse(options, screen, stack)
+            rehearse(options, screen)
             earlier = stack.enter_context(opened(options.run_dir))
         if earlier is not None:
             screen.say(f"What an earlier quick start left in {options.run_dir} is now in {earlier}.")
@@ -114,13 +116,12 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     return Options(**vars(known), extra=tuple(extra))
 
 
-def rehearse(options: Options, screen: Screen, stack: contextlib.ExitStack) -> None:
+def rehearse(options: Options, screen: Screen) -> None:
     """Everything up to the first step of training, in a
     folder that is thrown away: what is wrong is told here.
 
     Nothing of an earlier quick start is touched before this
-    has passed, and no flag fails only after the warm-up. `stack`: of the whole quick start, whose processes
-    start warm.
+    has passed, and no flag fails only after the warm-up.
     """
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory(prefix="slime-quickstart-") as name:
@@ -133,8 +134,6 @@ def rehearse(options: Options, screen: Screen, stack: contextlib.ExitStack) -> N
             with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
                 files = write_files(recipe, scratch)
                 parse_args(rl_argv(recipe, scratch, files, stand_in(scratch)))
-            if "torch" not in sys.modules:  # else this process has another beginning than the command line
-                stack.enter_context(warm_starts(_IMPORTED))
             from slime.preflight.run import preflight  # here: it loads torch, which no help need wait for
 
             checkpoint = make_model(scratch)
