@@ -103,6 +103,19 @@ def test_what_the_template_cannot_do_is_executed(program, tmp_path):
         assert isinstance(after, subprocess.Popen) and facts_of(after, tmp_path / "after")["words"] == []
 
 
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["-P", "-m", "slime.engines.embedded", "--port", "0"], "slime.engines.embedded.__main__"),
+        (["-P", "-m", "slime.engines.sglang.supervisor"], None),
+        (["-P", "-m", "json.tool"], None),
+        (["-m", "slime.engines.embedded"], None),
+    ],
+)
+def test_only_packages_of_ours_are_started_by_their_main_function(words, module):
+    assert warm_start._module_of([sys.executable, *words]) == module
+
+
 def test_a_template_ends_with_its_owner(tmp_path):
     owner = (
         "from slime.utils.machine.warm_start import Template\n"

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -182,11 +183,19 @@ _template: Template | None = None
 def _module_of(words: list[str]) -> str | None:
     """The module whose `main` is the program; None: it is another kind of command."""
     match words:
-        case [sys.executable, "-P", "-m", package, *_]:
+        case [sys.executable, "-P", "-m", package, *_] if _is_own_package(package):
             return f"{package}.__main__"
         case [sys.executable, "-P", "-c", code, *_] if found := _MAIN.fullmatch(code):
             return found[1]
     return None
+
+
+def _is_own_package(name: str) -> bool:
+    """Whose `__main__` has a function `main`; programs of others, and single modules, are executed."""
+    try:
+        return name.startswith("slime.") and importlib.util.find_spec(f"{name}.__main__") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _of_imports(environment: dict[str, str]) -> dict[str, str]:
