@@ -16,9 +16,11 @@ import pytest
 import torch
 from patience import PATIENCE_S
 
+from slime.arguments.passthrough.sglang import find_python
 from slime.catalog.transports import TRANSPORTS
 from slime.engines.embedded.command import embedded_command
 from slime.engines.server import Command, EngineServer, LaunchPlan
+from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
@@ -55,6 +57,34 @@ def served_by_embedded(model: Path, log: Path, **changes) -> Iterator[tuple[Engi
     finally:
         server.stop()
         shm.unlink_prefix(prefix)
+
+
+@contextmanager
+def served_by_sglang(model: Path, log: Path, *extra: str) -> Iterator[str]:
+    """A real SGLang server on the CPU: its address."""
+    python = find_python(None)
+    if python is None:
+        pytest.skip("there is no SGLang: `make sglang-env`")
+    extra = ("--max-running-requests", "8", "--max-total-tokens", "8192", *extra)
+    command = sglang_command(SGLangOptions(python, str(model), True, "float32", 1, 0, False, extra=extra))
+    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 900.0))
+    server.launch()
+    try:
+        server.wait_ready()
+        yield server.url
+    finally:
+        server.stop()
+
+
+@contextmanager
+def address_of(engine: str, model: Path, log: Path, *extra: str) -> Iterator[str]:
+    """Of an engine by its name; `extra` are words for SGLang."""
+    if engine == "sglang":
+        with served_by_sglang(model, log, *extra) as url:
+            yield url
+    else:
+        with served_by_embedded(model, log) as (control, _, _):
+            yield control.url
 
 
 @contextmanager

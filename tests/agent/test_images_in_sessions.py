@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 import torch
 from agent_world import agent_world
-from engine_under_test import served_by_embedded
+from engine_under_test import address_of
 from tiny_vision import make_picture, make_vision_model
 from trainer_helpers import backend_of, init_process_group, trainer_args
 
@@ -17,6 +17,7 @@ from slime.agent.session import Budget
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.utils.media.pictures import picture_url
+from slime.utils.misc import is_installed
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -99,13 +100,18 @@ def trained_difference(backend, sample):
     return float((own - torch.tensor(sample.rollout_log_probs))[mask].abs().max())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
-def test_images_of_clients_and_tools_train_with_the_log_probs_of_the_engine(tmp_path, family):
+ENGINES = [("embedded", "qwen2_5_vl"), ("embedded", "smolvlm")]
+ENGINES.append(pytest.param("sglang", "qwen3_vl", marks=pytest.mark.sglang))
+RESIZED_ALIKE = ("--image-processor-backend", "torchvision" if is_installed("torchvision") else "pil")
+
+
+@pytest.mark.parametrize(("engine", "family"), ENGINES)
+def test_images_of_clients_and_tools_train_with_the_log_probs_of_the_engine(tmp_path, engine, family):
     model = make_vision_model(tmp_path / "model", family)
     samples = {}
-    with served_by_embedded(model, tmp_path / "engine.log") as (control, _, _):
+    with address_of(engine, model, tmp_path / "engine.log", *RESIZED_ALIKE) as url:
         processor, tokenizer = load_processor(str(model)), load_tokenizer(str(model))
-        adapter = AgentAdapter(tokenizer, control.url, processor=processor).start()
+        adapter = AgentAdapter(tokenizer, url, processor=processor).start()
         try:
             for api in PATHS:
                 adapter.open_session(

@@ -2,20 +2,15 @@
 
 import asyncio
 import json
-from contextlib import contextmanager
 
 import aiohttp
 import pytest
-from engine_under_test import largest_difference, load_model, plain_log_probs, served_by_embedded
+from engine_under_test import address_of, largest_difference, load_model, plain_log_probs
 from tiny_model import make_tiny_model
 
 from slime.agent.adapters import AgentAdapter
 from slime.agent.session import Budget
-from slime.arguments.passthrough.sglang import find_python
-from slime.engines.server import EngineServer, LaunchPlan
-from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils.async_utils import run
-from slime.utils.machine.processes import thread_environment
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 from slime.wire.control import EngineControl
@@ -42,33 +37,6 @@ def _texts(events):
         if line.startswith("data: {"):
             for choice in json.loads(line[6:])["choices"]:
                 yield choice["delta"].get("content") or ""
-
-
-@contextmanager
-def served_by_sglang(model, log):
-    """A real SGLang server on the CPU: its address."""
-    python = find_python(None)
-    if python is None:
-        pytest.skip("there is no SGLang: `make sglang-env`")
-    extra = ("--max-running-requests", "8", "--max-total-tokens", "8192")
-    command = sglang_command(SGLangOptions(python, str(model), True, "float32", 1, 0, False, extra=extra))
-    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 900.0))
-    server.launch()
-    try:
-        server.wait_ready()
-        yield server.url
-    finally:
-        server.stop()
-
-
-@contextmanager
-def address_of(engine, model, log):
-    if engine == "sglang":
-        with served_by_sglang(model, log) as url:
-            yield url
-    else:
-        with served_by_embedded(model, log) as (control, _, _):
-            yield control.url
 
 
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
