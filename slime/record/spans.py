@@ -55,10 +55,12 @@ def spans_of_samples(rollout_id: int, samples: Iterable[Sample]) -> list[Span]:
     found: dict[tuple[str, int | None], list[_Stretch]] = {}
     for sample in samples:
         opened: dict[str, float] = {}
-        for event in (sample.__dict__.get("trace") or {}).get("events", ()):
-            kind, lane = event.get("type"), _LANE_OF_TRACE.get(event["name"])
+        trace = sample.__dict__.get("trace")
+        for event in trace.get("events", ()) if trace else ():
+            lane = _LANE_OF_TRACE.get(event["name"])
             if lane is None:
                 continue
+            kind = event.get("type")
             if kind == "span_start":
                 opened[event["span_id"]] = event["ts"]
             elif kind == "span_end" and (start := opened.get(event["span_id"])) is not None:

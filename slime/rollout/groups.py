@@ -148,9 +148,14 @@ def begin_again(group: Group) -> Group:
 
 
 def group_to_plain(group: Group) -> list[Any]:
-    """Nested lists of `Sample.to_dict()`, independent of the live samples."""
-    group = copy_group(group)
-    return [[s.to_dict() for s in e] if isinstance(e, list) else e.to_dict() for e in group]
+    """Nested lists of `Sample.to_dict()`, independent of the live samples; not when they were worked on."""
+    return [[_to_plain(s) for s in entry] if isinstance(entry, list) else _to_plain(entry) for entry in group]
+
+
+def _to_plain(sample: Sample) -> dict[str, Any]:
+    bare = _bare_copy(sample)
+    vars(bare).pop("trace", None)  # larger than the rest of a short sample
+    return copy_sample(bare).to_dict()
 
 
 def group_from_plain(plain: list[Any]) -> Group:
