@@ -8,6 +8,7 @@ import torch.distributed as dist
 from trainer_helpers import meeting_point, trainer_args
 
 from slime.backends.attention.packed import packed_attention
+from slime.backends.attention.prompt_operator import collect
 from slime.backends.attention.shared_prompts import PromptShare
 from slime.backends.fsdp import create_backend
 from slime.backends.shared.microbatch import build_micro_batch
@@ -72,6 +73,31 @@ def test_attention_and_its_gradients_equal_those_of_whole_documents(dtype):
     found = torch.autograd.grad((shared * direction).sum(), heads)
     for ours, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, exact)
+
+
+def test_gradients_of_copies_are_added_up_over_readers_and_heads():
+    tree = PromptShare.of(micro_batch(GROUPS)).documents
+    torch.manual_seed(0)
+    wide = torch.randn(len(tree.keys), 6, 8)
+    expected = torch.zeros(len(tree.own), 2, 8).index_add_(0, tree.keys, wide.view(-1, 2, 3, 8).sum(2))
+    torch.testing.assert_close(collect(wide, tree.readers, tree.reader_ends, 2), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+def test_on_a_gpu_attention_to_shared_prompts_equals_that_of_whole_documents(heads):
+    mb = micro_batch([(300, [40, 7, 130]), (64, [1, 1]), (9, [60])])
+    tree = PromptShare.of(mb).documents
+    torch.manual_seed(0)
+    exact = [torch.randn(len(tree.own), n, 64, requires_grad=True) for n in (heads[0], heads[1], heads[1])]
+    ours = [x.detach().cuda().bfloat16().requires_grad_() for x in exact]
+    whole = packed_attention(*(x[tree.expand] for x in exact), mb.documents)[tree.own]
+    shared = tree.to(torch.device("cuda")).attend(*ours, None)
+    direction = torch.randn_like(whole)
+    expected = [whole, *torch.autograd.grad((whole * direction).sum(), exact)]
+    found = [shared, *torch.autograd.grad((shared * direction.cuda()).sum(), ours)]
+    for a, b in zip(found, expected, strict=True):
+        assert (a.cpu().float() - b).norm() < 0.02 * b.norm()
 
 
 @pytest.mark.parametrize("groups", [[(5, [3])], [(3, [90, 100]), (3, [80])], [(4, [5]), (6, [5])]])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime.algorithms.attention_variants import PLAIN, Variant
 from slime.algorithms.nucleus import Nucleus
+from slime.backends.attention import prompt_operator
 from slime.backends.attention.packed import PackedDocuments, packed_attention, varlen_for
 from slime.backends.base import MicroBatch
 
@@ -34,13 +35,21 @@ class PromptTree:
     cu_query: Tensor  # [parts + 1] int32
     cu_key: Tensor  # [parts + 1] int32
     keys: Tensor  # [sum of keys] places in the stream
-    bound: int  # at least the longest part with its prompt; a power of two
+    # The same the other way round: by token of the stream the places in `keys` where it stands.
+    readers: Tensor  # [sum of keys] int32
+    reader_ends: Tensor  # [T + 1] int32
+    longest: Tensor  # [] int64, on the host: of the longest part with its prompt
+    bound: int  # at least that; a power of two
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
     ) -> Tensor:
         """[T, H, D]; a part's last token sees all keys of the part, the one before it one less, and so on."""
         if (kernel := varlen_for(query, variant)) is not None:
+            if variant is PLAIN and value.shape[-1] == query.shape[-1]:
+                layout = (self.keys, self.readers, self.reader_ends, self.cu_query, self.cu_key, self.longest)
+                chosen = query.shape[-1] ** -0.5 if scale is None else scale
+                return prompt_operator.attend(query, key, value, *layout, chosen)
             key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
             return kernel(
                 query, key, value, self.cu_query, self.cu_key, self.bound, self.bound, scale,
@@ -51,7 +60,7 @@ class PromptTree:
         return out.index_select(0, self.own)
 
     def to(self, device: torch.device) -> "PromptTree":
-        names = ("expand", "own", "cu_query", "cu_key", "keys")
+        names = ("expand", "own", "cu_query", "cu_key", "keys", "readers", "reader_ends")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         return replace(self, whole=self.whole.to(device), **moved)
 
@@ -131,29 +140,30 @@ def _build(
             expand[member] = np.concatenate((prompt, np.arange(end, end + own)))
             keys.append(expand[member])
             end += own
-    places = _joined(picked)
+    places, whole, read = np.concatenate(picked), np.concatenate(expand), np.concatenate(keys)
+    readers, reader_ends = prompt_operator.readers_of(read, end)
+    longest = max(map(len, keys))
     documents = PromptTree(
         whole=mb.documents,
-        expand=_joined(expand),
-        own=places,
+        expand=torch.from_numpy(whole),
+        own=torch.from_numpy(places),
         cu_query=_bounds(picked),
         cu_key=_bounds(keys),
-        keys=_joined(keys),
-        bound=1 << (max(len(part) for part in keys) - 1).bit_length(),
+        keys=torch.from_numpy(read),
+        readers=readers,
+        reader_ends=reader_ends,
+        longest=torch.tensor(longest),
+        bound=1 << (longest - 1).bit_length(),
     )
     return cls(
-        input_ids=mb.input_ids[:, places],
-        position_ids=mb.position_ids[:, places],
+        input_ids=torch.from_numpy(mb.input_ids.numpy()[:, places]),
+        position_ids=torch.from_numpy(mb.position_ids.numpy()[:, places]),
         documents=documents,
-        rows=documents.expand[mb.logit_positions],
+        rows=torch.from_numpy(whole[mb.logit_positions.numpy()]),
         places=torch.arange(len(mb.logit_positions)),
         nucleus=mb.nucleus,
-        copies=torch.bincount(documents.expand),
+        copies=torch.from_numpy(np.bincount(whole)),
     )
-
-
-def _joined(parts: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))
 
 
 def _bounds(parts: Sequence[np.ndarray]) -> Tensor:

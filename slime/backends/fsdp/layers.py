@@ -23,6 +23,7 @@ _KEPT_OPERATORS = (
     "_flash_attention_forward",
     "_varlen_attn",
     "packed_attention",
+    "prompt_attention",
     "flash4_attention",
     "gated_experts",
 )

@@ -1,0 +1,137 @@
+"""Attention of parts of a stream to keys that parts have in common, and its backward pass, as one operator.
+
+The gradient of a key is the sum over all parts that read it and, where query heads share a key head, over
+these. Kernels give each part a copy of its keys, for every query head; the copies' gradients are added up in
+one pass that reads each once. Left to autograd it is a sum over heads and an addition at indices, which take
+as long as attention does.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+@torch.library.custom_op("slime::prompt_attention", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    readers: Tensor,
+    reader_ends: Tensor,
+    cu_query: Tensor,
+    cu_key: Tensor,
+    longest: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    key, value, bound = key.index_select(0, keys), value.index_select(0, keys), int(longest)
+    out, sums, *_ = _aten._flash_attention_forward(
+        query.contiguous(), key, value, cu_query, cu_key, bound, bound, 0.0, True, False, scale=scale
+    )
+    return out, sums.flatten()
+
+
+@_forward.register_fake
+def _(query: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _width = query.shape
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, query.new_empty(heads * tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("slime::prompt_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    keys: Tensor,
+    readers: Tensor,
+    reader_ends: Tensor,
+    cu_query: Tensor,
+    cu_key: Tensor,
+    longest: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (tokens, heads, _width), bound = query.shape, int(longest)
+    wide_key, wide_value = (_for_each_head(x, heads).index_select(0, keys) for x in (key, value))
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    grad_query, *wide = _aten._flash_attention_backward(
+        grad.contiguous(), query.contiguous(), wide_key, wide_value, out, sums.view(heads, tokens),
+        cu_query, cu_key, bound, bound, 0.0, True, no_dropout, unused, scale=scale,
+    )  # fmt: skip
+    grad_key, grad_value = (collect(x, readers, reader_ends, key.shape[1]) for x in wide)
+    return grad_query, grad_key, grad_value
+
+
+@_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, *layout, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, *layout)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(grad, *ctx.saved_tensors, ctx.scale), *[None] * 7
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    readers: Tensor,
+    reader_ends: Tensor,
+    cu_query: Tensor,
+    cu_key: Tensor,
+    longest: Tensor,
+    scale: float,
+) -> Tensor:
+    """[T, H, D]: part i of the stream, queries from cu_query[i] on, reads `keys` from cu_key[i] on.
+
+    `keys` [S] are places in the stream; `readers` [S] are the places in `keys` in the order of the tokens
+    that stand there, those of token t up to `reader_ends`[t + 1]. `longest`, on the host, is how many keys a
+    part has at most: a tensor, because layers would be compiled again for each value of a number.
+    """
+    return _forward(query, key, value, keys, readers, reader_ends, cu_query, cu_key, longest, scale)[0]
+
+
+def readers_of(keys: np.ndarray, tokens: int) -> tuple[Tensor, Tensor]:
+    """`readers` [S] and `reader_ends` [T + 1], both int32."""
+    ends = np.zeros(tokens + 1, np.int32)
+    np.cumsum(np.bincount(keys, minlength=tokens), out=ends[1:])
+    # numpy's sort of whole numbers takes a thirtieth of the time of torch's.
+    return torch.from_numpy(np.argsort(keys, kind="stable").astype(np.int32)), torch.from_numpy(ends)
+
+
+def _for_each_head(stream: Tensor, heads: int) -> Tensor:
+    """[T, H, D] of [T, G, D]: a key head stands once for each query head that reads it."""
+    tokens, groups, width = stream.shape
+    if groups == heads:
+        return stream
+    return stream[:, :, None].expand(tokens, groups, heads // groups, width).reshape(tokens, heads, width)
+
+
+def collect(wide: Tensor, readers: Tensor, reader_ends: Tensor, groups: int) -> Tensor:
+    """[T, G, D] from gradients of copies [S, H, D]: sums over each token's readers and each group's heads."""
+    if wide.is_cuda:
+        from slime.backends.attention import prompt_kernels  # Triton, which CPU machines need not have
+
+        return prompt_kernels.collect(wide, readers, reader_ends, groups)
+    copies, heads, width = wide.shape
+    narrow = wide.view(copies, groups, heads // groups, width).float().sum(2)
+    tokens = torch.repeat_interleave(torch.arange(len(reader_ends) - 1), reader_ends.diff())
+    out = narrow.new_zeros(len(reader_ends) - 1, groups, width)
+    return out.index_add_(0, tokens, narrow[readers.long()]).to(wide.dtype)
