@@ -1,10 +1,11 @@
 """The Triton kernel that turns FP8 matrices; imported only on CUDA machines."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _COLUMNS, _WARPS = 128, 128, 8
+_ROWS, _COLUMNS, _WARPS = 128, 128, 4
 
 
 @triton.jit
@@ -21,13 +22,15 @@ def _turn(  # type: ignore[no-untyped-def]  # Triton reads annotations, and poin
     tl.store(out + column[:, None] * out_rows + row[None, :], tl.trans(tile), mask=there)
 
 
+# Compiled layers launch the kernel themselves: a call of an operator of Python's would take the host longer
+# than the kernel takes the device.
+@torch.library.triton_op("slime::fp8_turn", mutates_args={})
 def turn(values: Tensor, shares: Tensor, out_rows: int) -> Tensor:
     """[K, out_rows] from [M, K]: the transpose of values * shares [M, 1], zero beyond M."""
     rows, columns = values.shape
-    out = values.new_empty(columns, out_rows)
-    grid = (triton.cdiv(out_rows, _ROWS), triton.cdiv(columns, _COLUMNS))
-    _turn[grid](
-        values.contiguous(), shares, out, rows, columns, out_rows,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS,
-    )  # fmt: skip
+    out = torch.empty((columns, out_rows), dtype=values.dtype, device=values.device)
+    grid = ((out_rows + _ROWS - 1) // _ROWS, (columns + _COLUMNS - 1) // _COLUMNS)
+    torch.library.wrap_triton(_turn)[grid](
+        values, shares, out, rows, columns, out_rows, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS
+    )
     return out

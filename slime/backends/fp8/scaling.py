@@ -6,10 +6,15 @@ for all of it. Since factors are powers of two, that shifts exponents and rounds
 smaller than e4m3's smallest normal number: next to nothing beside the row that has the largest factor.
 """
 
-from typing import Any, NamedTuple
+import contextlib
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+with contextlib.suppress(ImportError):  # a machine without Triton has no GPU that needs it
+    from slime.backends.fp8 import kernels
 
 FP8 = torch.float8_e4m3fn
 # Sides of a product are multiples of it.
@@ -45,19 +50,12 @@ def turned(matrix: Scaled) -> Scaled:
     return Scaled(_turn(matrix.values, matrix.factors / largest), largest)
 
 
-@torch.library.custom_op("slime::fp8_turn", mutates_args=())
 def _turn(values: Tensor, shares: Tensor) -> Tensor:
     """The transpose of values * shares, which are powers of two of at most 1."""
+    rows, size = values.shape[0], _aligned(values.shape[0])
     if values.is_cuda:
-        return _kernels().turn(values, shares, _aligned(values.shape[0]))
-    out = values.new_zeros(values.shape[1], _aligned(values.shape[0]))
-    out[:, : values.shape[0]] = (values.float() * shares).to(FP8).T
-    return out
-
-
-@_turn.register_fake
-def _(values: Tensor, shares: Tensor) -> Tensor:
-    return values.new_empty(values.shape[1], _aligned(values.shape[0]))
+        return kernels.turn(values.contiguous(), shares, size)
+    return F.pad(values.float() * shares, (0, 0, 0, size - rows)).to(FP8).T.contiguous()
 
 
 def _aligned(size: int) -> int:
@@ -78,9 +76,3 @@ def product(left: Scaled, right: Scaled, dtype: torch.dtype) -> Tensor:
 
 def _plain(matrix: Scaled) -> Tensor:
     return matrix.values.float() * matrix.factors
-
-
-def _kernels() -> Any:
-    from slime.backends.fp8 import kernels  # Triton, which CPU machines need not have
-
-    return kernels
