@@ -115,6 +115,16 @@ def test_offload_and_adapters_train_on_gpu(model, changes):
     assert train(backend, args, random_samples(4, 4))["train/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("size", [1, 4095, 4096, 100_003])
+def test_a_16_bit_gradient_is_added_to_its_sum_as_torch_adds_it(size):
+    from slime.backends.fsdp import add_kernel
+
+    total, part = torch.randn(size, device="cuda"), torch.randn(size, device="cuda").bfloat16()
+    expected = total + part
+    add_kernel.add_(total, part)
+    assert torch.equal(total, expected)
+
+
 def test_bf16_on_gpu_trains_like_fp32_on_gpu(model):
     metrics = {}
     for dtype in ("float32", "bfloat16"):
