@@ -34,6 +34,7 @@ NEVER = {
     "arguments.passthrough": ("arguments.groups",),
     "backends.attention": ("backends.shared", "backends.fsdp", "backends.megatron"),
     "backends.experts": ("backends.shared", "backends.fsdp", "backends.megatron"),
+    "backends.fp8": ("backends.shared", "backends.fsdp", "backends.megatron"),
     "backends.families": ("backends.fsdp", "backends.megatron"),
     "backends.torch_dist": ("backends.fsdp", "backends.megatron"),
     "backends.shared": ("backends.fsdp", "backends.megatron"),
