@@ -1,9 +1,10 @@
 """The one writer of a run's record: a thread writes what is handed over, in that order.
 
-What waits together is one transaction, half a second after the first of it: transactions cost more
-than most of what is in them. The run waits for the disk only when several rollouts are waiting already. A
-write that fails (a full disk) is tried once more by its parts; a part that fails is told once and the run
-goes on; how many could not be written is noted in the file once it can be again.
+What waits together is one transaction: transactions cost more than most of what is in them. The first of it
+waits 50 ms for the others; longer where writing takes long, up to half a second. The run waits for the disk
+only when several rollouts are waiting already. A write that fails (a full disk) is tried once more by its
+parts; a part that fails is told once and the run goes on; how many could not be written is noted in the file
+once it can be again.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ _Item = _Rollout | _Work | Note | Finished | threading.Event
 _Part = _Rollout | _Work | list[Note | Finished]  # what is written, or fails, as one
 
 
-GATHER_S = 0.5  # how long the first of several waits for the others; a killed process loses as much
+# How long the first of several waits for the others; a killed process loses as much. Where a transaction
+# takes long, as with hundreds of samples a second, more are gathered: writing is a small part of the time.
+MIN_GATHER_S, MAX_GATHER_S = 0.05, 0.5
+_GATHERED_PER_WRITING = 20.0
 
 
 class RecordWriter:
@@ -86,6 +90,7 @@ class RecordWriter:
         self._rollouts_waiting = 0
         self._news = threading.Condition()
         self._is_idle = False  # the thread waits for something to do
+        self._gather_s = MIN_GATHER_S
         self._missed = self._missed_events = 0
         self._closed = self._in_a_hurry = False  # the latter: somebody waits for what is waiting
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
@@ -155,7 +160,10 @@ class RecordWriter:
             parts: list[_Part] = [notes] if notes else []
             parts += [item for item in items if isinstance(item, (_Rollout, _Work))]
             if parts:
+                began = time.perf_counter()
                 self._write_parts(parts)
+                wanted = _GATHERED_PER_WRITING * (time.perf_counter() - began)
+                self._gather_s = min(max(wanted, MIN_GATHER_S), MAX_GATHER_S)
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
@@ -167,7 +175,7 @@ class RecordWriter:
             self._news.wait_for(lambda: self._waiting or self._closed)
             self._is_idle = False
             self._news.wait_for(
-                lambda: self._closed or self._in_a_hurry or self._rollouts_waiting > 1, GATHER_S
+                lambda: self._closed or self._in_a_hurry or self._rollouts_waiting > 1, self._gather_s
             )
             items, self._waiting = self._waiting, []
             self._rollouts_waiting, self._in_a_hurry = 0, False
