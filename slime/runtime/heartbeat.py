@@ -93,11 +93,11 @@ class _Watched:
 
     def _hear(self) -> None:
         waits.mark(self, None)
-        if self._clock.silent_s >= self._limit_s * _FIRST_WARNING:
-            logger.warning("%s answers again after %.0f s", self.worker.title, self._clock.silent_s)
         if self._failed:
             self._failed = False
             self.worker.fail(None)
+        if self._clock.silent_s >= self._limit_s * _FIRST_WARNING:  # now: whoever reads it may call
+            logger.warning("%s answers again after %.0f s", self.worker.title, self._clock.silent_s)
         self._clock.hear()
         self._next_warning_s = self._limit_s * _FIRST_WARNING
 

@@ -53,7 +53,16 @@ def facts_of(child, log_path):
     return json.loads(log_path.read_text())
 
 
-def test_a_warm_child_is_as_one_that_was_executed(program, tmp_path, monkeypatch):
+@pytest.fixture(params=["interrupted", "behind &"])
+def interrupts(request):
+    """Whether this process heeds them: what a shell starts with `&` does not."""
+    heeds = request.param == "interrupted"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler if heeds else signal.SIG_IGN)
+    yield heeds
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_warm_child_is_as_one_that_was_executed(program, interrupts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = {}
     for kind in ("warm", "cold"):
@@ -72,7 +81,7 @@ def test_a_warm_child_is_as_one_that_was_executed(program, tmp_path, monkeypatch
         os.close(read), os.close(write)
     assert told["warm"].pop("loaded_before") and not told["cold"].pop("loaded_before")
     for facts in told.values():
-        assert facts["parent"] == os.getpid() and facts["leads"] and facts["sigint"]
+        assert facts["parent"] == os.getpid() and facts["leads"] and facts["sigint"] == interrupts
         facts["files"] = len(facts["files"])
         facts["words"][1] = "number"
     assert told["warm"] == told["cold"]

@@ -155,6 +155,8 @@ class Template:
                     environment=environment,
                     cwd=os.getcwd(),
                     new_session=new_session,
+                    # As `exec` has it: a shell starts what is put behind `&` so.
+                    deaf_to_interrupts=signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
                     numbers=[1, 2, *fds],
                 )
             except (OSError, ValueError):
@@ -266,7 +268,8 @@ def _serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _become(job: dict[str, Any], fds: list[int]) -> None:
     """Files, folder, environment and signals of a process that `exec` had started."""
     _take_files({0: os.open(os.devnull, os.O_RDONLY), **dict(zip(job["numbers"], fds, strict=True))})
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not job["deaf_to_interrupts"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if job["new_session"]:
         os.setsid()
     os.chdir(job["cwd"])
