@@ -107,11 +107,14 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForgetEntries:
-    """These groups are decided: what became of them is in a rollout, or in its cursor."""
+    """These groups are decided: what became of them is in the rollout that `keep` writes, or in a cursor."""
 
     groups: Sequence[int]
+    keep: Callable[[sqlite3.Connection], object] | None = None
 
     def __call__(self, connection: sqlite3.Connection) -> None:
+        if self.keep is not None:
+            self.keep(connection)
         connection.executemany(
             "DELETE FROM ledger_finished WHERE group_index = ?", [(group,) for group in self.groups]
         )

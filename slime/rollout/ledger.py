@@ -81,6 +81,7 @@ class Ledger:
         self._version: int | None = None  # of the engines when it began
         self._open: dict[int, int] = {}  # groups handed out and not decided -> attempt
         self._decided: list[int] = []  # since the last cut
+        self._cut: dict[int, list[int]] = {}  # rollout -> groups decided in it, until its batch is kept
         self._kept: set[int] = set()  # since the last cut
         self._last_commits: list[int] = []
         self._finished_now: list[tuple[float, Key, Sample]] = []  # in this round of the event loop
@@ -231,8 +232,9 @@ class Ledger:
         """Everything until now belongs to this rollout or one before: its cursor is being taken."""
         if rollout_id < self._rollout:
             return
-        decided, self._decided, self._kept = self._decided, [], set()
-        self._note("cut", rollout_id, also=ForgetEntries(decided))
+        self._cut[rollout_id] = self._decided
+        self._decided, self._kept = [], set()
+        self._note("cut", rollout_id)
         self._rollout = rollout_id + 1
 
     def account_for(self, rollout_id: int, samples: Sequence[Any]) -> None:
@@ -251,8 +253,10 @@ class Ledger:
 
     def made(self, rollout_id: int, value: Mapping[str, Any]) -> None:
         """The batch is whole: a run that is killed from now on trains on this very one."""
-        also = keep_rollout(rollout_id, self.settings, dict(value)) if self._keeps else None
-        self._note("made", rollout_id, also=also)
+        keep = keep_rollout(rollout_id, self.settings, dict(value)) if self._keeps else None
+        done = [number for number in self._cut if number <= rollout_id]
+        decided = [group for number in done for group in self._cut.pop(number)]
+        self._note("made", rollout_id, also=ForgetEntries(decided, keep))
 
     def trained(self, rollout_id: int) -> None:
         self._note("consumed", rollout_id)
