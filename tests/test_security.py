@@ -1,6 +1,7 @@
 """Who may ask what of which process, and what files of others may do; docs/security.md lists all tests."""
 
 import ast
+import enum
 import functools
 import inspect
 import os
@@ -210,6 +211,35 @@ def test_names_in_a_pickle_are_found_without_it_being_run(value):
     allowed = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("builtins", "set")}
     found = foreign_name(pickle.dumps(value, protocol=4), allowed)
     assert found is None if isinstance(value, (Path, dict)) else found is not None
+
+
+class Kind(enum.Enum):
+    TENSOR = 1
+
+
+class TakesAttribute:
+    """Pickled as a call of getattr, as a member of an enumeration is by the first releases of Python 3.11."""
+
+    def __init__(self, of, name):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "refused"),
+    [
+        (Kind, "TENSOR", None),
+        (Kind, "mro", "builtins.getattr"),
+        (Kind, "__init_subclass__", "builtins.getattr"),
+        (Touches, "TENSOR", "builtins.getattr"),
+    ],
+)
+def test_a_member_of_a_named_enumeration_is_all_that_may_be_taken_by_name(of, name, refused):
+    kinds = {(__name__, "Kind")}
+    found = foreign_name(pickle.dumps(TakesAttribute(of, name)), {*kinds, (__name__, "Touches")}, kinds)
+    assert found == refused
 
 
 def test_half_a_pickle_is_a_sentence():

@@ -11,15 +11,18 @@ _METADATA = ".metadata"  # of torch's distributed checkpoints, a pickle
 _SAFE_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch.load at every call
 _PARTS = "torch.distributed.checkpoint."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_ENUMERATIONS = frozenset(
+    {(f"{_PARTS}metadata", "_MEM_FORMAT_ENCODING"), (f"{_PARTS}planner", "WriteItemType")}
+)
 # Values that say what lies where, and their kinds; none does anything when it is made.
 _NAMES_OF_METADATA = frozenset(
     {
         *((f"{_PARTS}metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
         *((f"{_PARTS}metadata", name) for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
         *((f"{_PARTS}metadata", name) for name in ("ChunkStorageMetadata", "TensorProperties")),
-        (f"{_PARTS}metadata", "_MEM_FORMAT_ENCODING"),
+        *_ENUMERATIONS,
         (f"{_PARTS}filesystem", "_StorageInfo"),
-        *((f"{_PARTS}planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType")),
+        *((f"{_PARTS}planner", name) for name in ("SavePlan", "WriteItem")),
         *((f"{_PARTS}planner", name) for name in ("TensorWriteData", "BytesIOWriteData")),
         *((_MEGATRON, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
         ("torch.serialization", "_get_layout"),
@@ -71,7 +74,9 @@ def unreadable_named(path: Path) -> Iterator[None]:
 
 
 def _refuse_code(metadata: Path) -> None:
-    if metadata.is_file() and (name := foreign_name(metadata.read_bytes(), _NAMES_OF_METADATA)):
+    if metadata.is_file() and (
+        name := foreign_name(metadata.read_bytes(), _NAMES_OF_METADATA, _ENUMERATIONS)
+    ):
         raise CodeInCheckpoint(
             f"checkpoint {metadata.parent} is refused: {_METADATA} would run {name}, which no checkpoint of "
             "slime's does; use one from a source that you trust."

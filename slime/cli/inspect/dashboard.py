@@ -85,7 +85,9 @@ def demo_run() -> Iterator[Path]:
     packed = Path(dashboard.__file__).parent / "demo" / "demo.tar.xz"
     with tempfile.TemporaryDirectory(prefix="slime-demo-") as name:
         with tarfile.open(packed) as archive:
-            archive.extractall(name, filter="data")
+            # An attribute, since the argument is unknown to Python before 3.11.4; the file is our own.
+            archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+            archive.extractall(name)
         yield Path(name) / "demo"
 
 

@@ -11,6 +11,8 @@ import pickle
 from collections.abc import Container
 from typing import Any
 
+_ATTRIBUTE = ("builtins", "getattr")
+
 
 class _StandIn:
     """Takes the place of anything: made with any arguments, filled with any state, entries or items."""
@@ -27,21 +29,36 @@ class _StandIn:
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, kinds: Container[tuple[str, str]]) -> None:
         super().__init__(io.BytesIO(data))
         self.names: set[tuple[str, str]] = set()
+        self._kinds = kinds
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _ATTRIBUTE:
+            return self._attribute
         self.names.add((module, name))
-        return _StandIn
+        return type(name, (_StandIn,), {"place": (module, name)})
+
+    def _attribute(self, of: Any, name: Any = "", *default: Any) -> Any:
+        """How the first Pythons 3.11 write a member of an enumeration; of all else it leads anywhere."""
+        member = not default and isinstance(name, str) and name.isupper()
+        if not member or getattr(of, "place", None) not in self._kinds:
+            self.names.add(_ATTRIBUTE)
+        return _StandIn()
 
     def persistent_load(self, pid: Any) -> Any:
         return _StandIn()
 
 
-def foreign_name(data: bytes, allowed: Container[tuple[str, str]]) -> str | None:
-    """The first `module.name` that is not allowed; None: there is none. ValueError: it is no whole pickle."""
-    reader = _Reader(data)
+def foreign_name(
+    data: bytes, allowed: Container[tuple[str, str]], kinds: Container[tuple[str, str]] = ()
+) -> str | None:
+    """The first `module.name` that is not allowed; None: there is none. ValueError: it is no whole pickle.
+
+    Of the enumerations `kinds` a member may be taken by its name.
+    """
+    reader = _Reader(data, kinds)
     try:
         reader.load()
     except Exception as error:  # half a pickle makes its reader raise anything
