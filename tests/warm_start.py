@@ -17,7 +17,6 @@ one template share.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import importlib.util
@@ -35,6 +34,8 @@ import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from slime.utils.machine.warm_start import LONGEST, ROOM, adopting_orphans, serve, show_command, take_files
 
 ROOT = Path(__file__).parent.parent
 IMPORTS = (
@@ -66,10 +67,7 @@ _READ_AT_IMPORT = (
     "NUMBA_",
 )
 _READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONBREAKPOINT")
-_LONGEST = 100_000  # bytes of a request
-_ROOM = 16_384  # for the command line that a process shows
 _IGNORED: set[signal.Signals] = set()  # by whoever started the tests (nohup): new processes ignore them too
-_PR_SET_CHILD_SUBREAPER = 36
 _WORKER = "from slime.runtime.worker import main; main()"
 _SPAWNED = "from multiprocessing.spawn import spawn_main; "
 # The first line of a program (`python -c`) of tests that may be started so: one that looks at no imports.
@@ -126,7 +124,7 @@ class Template:
         environment = {**os.environ, **dict.fromkeys(_THREADS, "1"), **_WAITING}
         named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, named)])
-        command = [sys.executable, "-P", __file__, str(theirs.fileno()), "x" * _ROOM]
+        command = [sys.executable, "-P", __file__, str(theirs.fileno()), ROOM]
         with theirs:
             subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         return cls(ours, environment)
@@ -144,12 +142,12 @@ class Template:
     def start(self, job: dict[str, Any], fds: list[int]) -> int:
         """The pid of a new child of this process."""
         request = json.dumps(job).encode()
-        assert len(request) < _LONGEST, "a command line too long for the template"
+        assert len(request) <= LONGEST, "a command line too long for the template"
         try:
-            with self._lock, _adopting_orphans():
+            with self._lock, adopting_orphans():
                 socket.send_fds(self._socket, [request], fds)
                 answer = self._socket.recv(100)
-            assert answer, "the template is gone; what it said is in the output of the tests"
+            assert int(answer or 0), "the template is gone or has threads; its output is that of the tests"
         except BaseException:  # a test that ran out of time, too: the next one must not get its answer
             self.close()
             raise
@@ -160,16 +158,6 @@ class Template:
 
     def close(self) -> None:
         self._socket.close()
-
-
-@contextlib.contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 _template: Template | None = None
@@ -282,35 +270,16 @@ def _job(
 # ---- the template ------------------------------------------------------------------------------------------
 
 
-def _serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns in each new process, with its job; the template itself never returns."""
+def _ignore_signals() -> None:
+    """They are sent to the whole group: the owner decides."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if signal.signal(number, signal.SIG_IGN) is signal.SIG_IGN:  # what is sent to the group of the owner
+        if signal.signal(number, signal.SIG_IGN) is signal.SIG_IGN:
             _IGNORED.add(number)
-    while True:
-        request, fds, _, _ = socket.recv_fds(owner, _LONGEST, 64)
-        if not request:
-            os._exit(0)  # the owner is gone
-        assert len(os.listdir("/proc/self/task")) == 1, "a template must have one thread"
-        told, tell = os.pipe()
-        adopted, let_go = os.pipe()
-        if (middle := os.fork()) == 0:
-            if (child := os.fork()) == 0:
-                os.close(let_go)
-                os.read(adopted, 1)  # until the template has seen the end of the one between
-                return json.loads(request), fds
-            os.write(tell, str(child).encode())
-            os._exit(0)
-        os.waitpid(middle, 0)
-        pid = os.read(told, 100)
-        for fd in (told, tell, adopted, let_go, *fds):
-            os.close(fd)
-        owner.send(pid)
 
 
 def _become(job: dict[str, Any], fds: list[int]) -> None:
     """Files, folder, environment and signals of a process that `exec` had started."""
-    _take_files(dict(zip(job["numbers"], fds, strict=True)))
+    take_files(dict(zip(job["numbers"], fds, strict=True)))
     for number in {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT} - _IGNORED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -319,7 +288,7 @@ def _become(job: dict[str, Any], fds: list[int]) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environment"])
-    _show_command(job["shown"])
+    show_command(job["shown"])
     _open_streams()
     sys.argv = [job["what"] if job["kind"] == "script" else job["kind"], *job["arguments"]]
     sys.orig_argv = job["shown"]
@@ -329,33 +298,6 @@ def _become(job: dict[str, Any], fds: list[int]) -> None:
         numpy.random.seed()
     if (threads := os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))) != "1":
         sys.modules["torch"].set_num_threads(int(threads))
-
-
-def _take_files(wanted: dict[int, int]) -> None:
-    """Each file at its number, and no other open."""
-    high = max([64, *wanted, *wanted.values()]) + 1
-    parked = {number: _dup_above(fd, high) for number, fd in wanted.items()}
-    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if fd not in parked.values():
-            with contextlib.suppress(OSError):
-                os.close(fd)
-    for number, fd in parked.items():
-        os.dup2(fd, number)
-        os.close(fd)
-
-
-def _dup_above(fd: int, lowest: int) -> int:
-    import fcntl
-
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)
-
-
-def _show_command(words: list[str]) -> None:
-    """What `/proc/PID/cmdline` says: the memory of the arguments that the template was started with."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    text = b"\0".join(word.encode() for word in words)[: end - start - 1]
-    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def _open_streams() -> None:
@@ -408,9 +350,9 @@ def _fork_template() -> None:
     if os.fork() == 0:
         ours.close()
         sink = os.open(os.devnull, os.O_RDWR)
-        _take_files({0: sink, 1: sink, 2: sink, theirs.fileno(): theirs.fileno()})
+        take_files({0: sink, 1: sink, 2: sink, theirs.fileno(): theirs.fileno()})
         _template = None
-        _show_command(["template"])
+        show_command(["template"])
         raise _Again(theirs)
     theirs.close()
     _template = Template(ours, dict(os.environ))
@@ -431,7 +373,8 @@ if __name__ == "__main__":
     gc.freeze()
     _owner = socket.socket(fileno=int(sys.argv[1]))
     while True:
-        _todo, _fds = _serve(_owner)
+        _ignore_signals()
+        _todo, _fds = serve(_owner)
         _owner.detach()  # closed with all others, its number is soon another's: nobody may close that one
         _become(_todo, _fds)
         if _todo["what"] in (_ENGINE, _WORKER) or _todo["what"].startswith(_SPAWNED):

@@ -30,8 +30,9 @@ from typing import Any
 from slime.utils.machine.processes import Child, import_environment, thread_environment
 
 _PR_SET_CHILD_SUBREAPER = 36
-_LONGEST, _MAX_FILES = 1 << 17, 16  # bytes and files of a request
+LONGEST, _MAX_FILES = 1 << 17, 64  # bytes and files of a request
 _PATIENCE_S = 300.0  # for the imports of the template, on a busy machine
+ROOM = "x" * 16_384  # the last argument of a template: memory for the command lines that its children show
 _MAIN = re.compile(r"from ([\w.]+) import main; main\(\)")
 # Read by packages while they are imported: where one of these differs, a process imports for itself.
 _READ_AT_IMPORT = (
@@ -131,7 +132,7 @@ class Template:
         command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), *modules],
+                [*command, str(theirs.fileno()), *modules, ROOM],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -152,6 +153,7 @@ class Template:
                     [log, log, *fds],
                     module=module,
                     arguments=words[4:],
+                    shown=words,
                     environment=environment,
                     cwd=os.getcwd(),
                     new_session=new_session,
@@ -167,9 +169,9 @@ class Template:
     def _ask(self, fds: list[int], **job: Any) -> int:
         """The pid of the new child; 0: there is none."""
         request = json.dumps(job).encode()
-        if len(request) > _LONGEST or len(fds) > _MAX_FILES:
+        if len(request) > LONGEST or len(fds) > _MAX_FILES:
             return 0
-        with _adopting_orphans():
+        with adopting_orphans():
             socket.send_fds(self._socket, [request], fds)
             return int(self._socket.recv(64) or b"0")
 
@@ -193,7 +195,7 @@ def _module_of(words: list[str]) -> str | None:
 
 
 def _is_own_package(name: str) -> bool:
-    """Whose `__main__` has a function `main`; programs of others, and single modules, are executed."""
+    """Whether its `__main__` has a function `main`; programs of others, and single modules, are executed."""
     try:
         return name.startswith("slime.") and importlib.util.find_spec(f"{name}.__main__") is not None
     except ModuleNotFoundError:
@@ -201,7 +203,7 @@ def _is_own_package(name: str) -> bool:
 
 
 def _of_imports(environment: dict[str, str]) -> dict[str, str]:
-    """Without what torch sets while it is imported, in the template as in its owner."""
+    """What imports read, without what torch sets while it is imported, in the template as in its owner."""
     return {
         name: value
         for name, value in environment.items()
@@ -210,7 +212,7 @@ def _of_imports(environment: dict[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _adopting_orphans() -> Iterator[None]:
+def adopting_orphans() -> Iterator[None]:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -223,23 +225,23 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 def main() -> None:
-    """`... FD MODULE...`: imports the modules, then forks a process for each request of its owner."""
+    """`... FD MODULE... ROOM`: imports the modules, then forks a process for each request of its owner."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group: the owner decides
     owner = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
+    for name in sys.argv[2:-1]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    job, fds = _serve(owner)
+    job, fds = serve(owner)
     owner.detach()  # its number may soon be another file's: nobody may close that one
     _become(job, fds)
     importlib.import_module(job["module"]).main()
 
 
-def _serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Returns in each new process, with its job; the template itself never returns."""
     while True:
-        request, fds, _, _ = socket.recv_fds(owner, _LONGEST, _MAX_FILES)
+        request, fds, _, _ = socket.recv_fds(owner, LONGEST, _MAX_FILES)
         if not request:
             os._exit(0)  # the owner is gone
         if len(os.listdir("/proc/self/task")) > 1:  # a lock that another thread holds would never be free
@@ -267,7 +269,7 @@ def _serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _become(job: dict[str, Any], fds: list[int]) -> None:
     """Files, folder, environment and signals of a process that `exec` had started."""
-    _take_files({0: os.open(os.devnull, os.O_RDONLY), **dict(zip(job["numbers"], fds, strict=True))})
+    take_files({0: os.open(os.devnull, os.O_RDONLY), **dict(zip(job["numbers"], fds, strict=True))})
     if not job["deaf_to_interrupts"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if job["new_session"]:
@@ -275,6 +277,7 @@ def _become(job: dict[str, Any], fds: list[int]) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    show_command(job["shown"])
     sys.argv = [job["module"], *job["arguments"]]
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -282,7 +285,15 @@ def _become(job: dict[str, Any], fds: list[int]) -> None:
         torch.set_num_threads(int(threads))
 
 
-def _take_files(wanted: dict[int, int]) -> None:
+def show_command(words: list[str]) -> None:
+    """What `ps` says: written over the arguments that the template was started with."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(map(os.fsencode, words))[: max(0, end - start - 1)]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def take_files(wanted: dict[int, int]) -> None:
     """Each file at its number, and no other open."""
     import fcntl
 
