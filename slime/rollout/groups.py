@@ -121,13 +121,6 @@ def mask_earlier_tokens(sample: Entry) -> None:
             one.loss_mask = [0] * one.response_length
 
 
-def beginning_of(sample: Sample) -> Sample:
-    """What a ledger names a sample by that began with its prompt: no independent copy."""
-    new = _bare_copy(sample)
-    new.response_length, new.status = 0, Sample.Status.PENDING
-    return new
-
-
 def _drop_later_images(sample: Sample) -> None:
     """Images that observations brought go with them; those of the prompt are encoded again."""
     spans = sample.image_spans or []

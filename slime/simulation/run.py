@@ -289,15 +289,7 @@ class Simulation:
                 engine_urls=fleet.urls,
             )
             recovery, redo, batches = self._recovery(args, beginning, trainer, residency, push, manager)
-
-            def commit(rollout_id: int) -> None:
-                redo.commit(rollout_id)
-                batches.forget(redo.oldest.rollout_id)
-
-            saver = None
-            if args.save:
-                about = (Path(args.save), None, args.keep_last_n, trainer.ranks, rollout, None, commit)
-                saver = Saver(*about)
+            saver = _open_saver(args, args.save, trainer, rollout, redo, batches) if args.save else None
             facts = manager.facts
             cluster = Cluster(
                 args,
@@ -394,6 +386,16 @@ class Simulation:
         measured.engine_busy /= max(self._fleet_s, 1e-9)
         measured.trainer_busy = measured.train_s / max(measured.wall_s, 1e-9)
         return measured
+
+
+def _open_saver(
+    args: Args, folder: str, trainer: ModelledTrainGroup, rollout: Any, redo: Redo, batches: Batches
+) -> Saver:
+    def commit(rollout_id: int) -> None:
+        redo.commit(rollout_id)
+        batches.forget(redo.oldest.rollout_id)
+
+    return Saver(Path(folder), None, args.keep_last_n, trainer.ranks, rollout, None, commit)
 
 
 async def _sleep(seconds: float) -> None:
