@@ -78,7 +78,7 @@ class NpmHarness(BaseHarness):
     variables: ClassVar[str]  # SLIME_AGENT_<variables>_TARBALL, _EXTRA_ARGS, _EXTRA_ENVS
 
     async def install_cli(self, sandbox: Sandbox) -> None:
-        """Nothing where the program exists; else from a tarball of this machine, or by name from npm."""
+        """Install the program unless it exists: from a tarball of this machine, or by name from npm."""
         code, _, _ = await sandbox.exec(f"command -v {self.command}")
         if code == 0:
             return

@@ -179,7 +179,7 @@ class Session:
         parser: Parser | None = None,
         history: Literal["template", "extend"] = "template",
     ) -> Session:
-        """For a generate function: the engines, tokenizer, sampling and seed of the run that called it."""
+        """A session for a generate function: engines, tokenizer, sampling and seed are its run's."""
 
         tokenizer = load_tokenizer(args.hf_checkpoint)
         processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None

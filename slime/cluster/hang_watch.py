@@ -44,7 +44,7 @@ _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/_pydevd_bundle/")
 
 
 class RunHangs(RunStopped):
-    """Nothing moved for too long."""
+    """The run ends because nothing moved for too long."""
 
 
 class HangWatch:

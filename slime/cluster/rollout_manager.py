@@ -270,7 +270,7 @@ class RolloutManager:
             self._ledger.committed(rollout_id)
 
     def save_data_source(self, rollout_id: int) -> None:
-        """For data sources that keep their own state."""
+        """Save the state of a data source that keeps its own."""
         self._data_source.save(rollout_id)
 
     def _rollout_metrics(

@@ -253,7 +253,7 @@ def _decaying_sums(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def plain(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """For JSON, which knows no NaN."""
+    """The value as JSON can hold it, which knows no NaN."""
     array = np.asarray(values, dtype=float)
     known = np.isfinite(array) & (array != 0)
     digits = np.zeros(len(array))

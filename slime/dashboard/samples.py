@@ -60,7 +60,7 @@ ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which answers; None is no condition. Example: Wanted("train", 12, order="worst")."""
+    """Which answers to show; None is no condition. Example: Wanted("train", 12, order="worst")."""
 
     kind: str | None = None
     step: int | None = None

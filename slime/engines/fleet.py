@@ -31,7 +31,7 @@ class EnginesKeepDying(RunStopped):
 
 
 class NoEngineLeft(RunStopped):
-    """Not one engine serves, and the wait for one is over."""
+    """No engine serves, and the wait for one is over."""
 
 
 @dataclass(frozen=True, slots=True)

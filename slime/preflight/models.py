@@ -82,7 +82,7 @@ def check_tokenizer(args: Args) -> Iterator[Finding]:
 
 
 def template_notes(tokenizer: Any) -> Iterator[Finding]:
-    """For functions that talk in turns: whether the template keeps what was said, and where history forks."""
+    """Notes on talking in turns: whether the template keeps what was said, and where history forks."""
     if not getattr(tokenizer, "chat_template", None):
         return
     report = Renderer(tokenizer).report()

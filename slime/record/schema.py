@@ -154,7 +154,7 @@ class RecordError(ValueError):
 
 
 def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
-    """For the one writer. A file of another run or another schema is a RecordError, and is never changed."""
+    """Open it for the one writer. A file of another run or schema is a RecordError, and is never changed."""
     _refuse_foreign(path, run_id)
     connection = _connect(f"{path.resolve().as_uri()}?mode=rwc", path)
     try:
@@ -210,7 +210,7 @@ def _check_owner(connection: sqlite3.Connection, path: Path, run_id: str) -> str
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """For a reader, while the run goes on or after it; also of a folder that cannot be written."""
+    """Open it for a reader, while the run goes on or after it; its folder need not be writable."""
     if not path.is_file():
         raise RecordError(
             f"{path} does not exist: the run has recorded no rollout yet, or this is not its folder."
@@ -234,7 +234,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 
 def open_for_asking(path: Path) -> sqlite3.Connection:
-    """For whoever asks something of a run: one short transaction beside its writer."""
+    """Open it for whoever asks something of a run: one short transaction beside its writer."""
     if not path.is_file():
         raise RecordError(f"{path} does not exist: the run has no record to write to.")
     connection = _connect(f"{path.resolve().as_uri()}?mode=rw", path)

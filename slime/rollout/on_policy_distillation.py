@@ -41,7 +41,7 @@ async def reward_func(args: PluginArgs, sample: Sample, **kwargs: Any) -> float 
 
 
 async def zero_reward(args: PluginArgs, sample: Sample, **kwargs: Any) -> float:
-    """For a teacher that the trainer holds: no reward of its own, only the distance to the teacher."""
+    """The reward where the trainer holds the teacher: none of its own, only the distance to the teacher."""
     del args, sample, kwargs
     return 0.0
 

@@ -353,7 +353,7 @@ async def _generate_group(
 
 
 def _usual_way() -> bool:
-    """As this file has it, and nothing waits in the ledger since a crash."""
+    """Whether groups are generated as this file does it, and none waits in the ledger since a crash."""
     durable = ledger.current()
     return (generate, generate_and_rm) == _OWN and not (durable is not None and durable.may_recall)
 

@@ -13,7 +13,7 @@ _SLEEP_S = 60.0
 
 
 def sleep(args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
-    """For --rollout-function-path, with --debug-rollout-only."""
+    """A rollout that only sleeps, for --rollout-function-path with --debug-rollout-only."""
     logger.info(
         "engines are up at %s:%s; Ctrl-C ends the run", args.sglang_router_ip, args.sglang_router_port
     )

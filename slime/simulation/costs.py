@@ -65,7 +65,7 @@ _PARTS = ("perf/step_time", "perf/rollout_time", "perf/train_time", "perf/update
 
 
 def measured_costs(folder: Path, *, slow_rewards: bool = False) -> tuple[Costs, list[str]]:
-    """From the first steps of a real run with one engine; and what its later steps took, to compare with.
+    """Costs from the first steps of a real run with one engine, and what its later steps took, to compare.
 
     The engine is taken as one of constant tokens per second, which it is where Python or a full batch bounds
     it. Steps with an evaluation are left out. What a step takes beside its parts is added to training.

@@ -181,7 +181,7 @@ class ModelledPrompts(RolloutDataSourceWithBuffer):
 
 
 async def modelled_reward(args: PluginArgs, sample: Sample | Sequence[Sample], **_: Any) -> Any:
-    """For --custom-rm-path."""
+    """The reward of a simulated answer, for --custom-rm-path."""
     samples = [sample] if isinstance(sample, Sample) else list(sample)
     model, draws = current().rewards, current().draws
     seconds = max(model.seconds(one) for one in samples)

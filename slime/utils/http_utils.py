@@ -266,7 +266,7 @@ async def _request(
 
 
 def _tell(error: HttpError) -> None:
-    """Not more than one of them in a while: thousands of requests may meet the same trouble."""
+    """Log it, but not more than once in a while: thousands of requests may meet the same trouble."""
     global _told_at
     if (now := time.monotonic()) - _told_at >= _TELL_EVERY_S:
         _told_at = now

@@ -114,7 +114,7 @@ class _Open:
     known: Known = field(default_factory=Known)
 
     def keep(self, digest: bytes, asked: Asked, made: Made) -> None:
-        """For a client that asks again; of those that never do, a few are kept."""
+        """Keep an answer for a client that asks again; of those that never do, a few are kept."""
         self.unread[digest] = (asked, made)
         while len(self.unread) > _MAX_UNREAD:
             del self.unread[next(iter(self.unread))]

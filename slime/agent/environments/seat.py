@@ -172,6 +172,6 @@ class Seat:
 
 
 def fingerprint(observation: Observation) -> str:
-    """By which a continued episode knows that its environment came to the same point again."""
+    """A digest by which a continued episode knows that its environment came to the same point again."""
     seen = [str(observation.player), observation.text, *map(picture_key, _pictures(observation))]
     return hashlib.blake2b(" ".join(seen).encode(), digest_size=8).hexdigest()

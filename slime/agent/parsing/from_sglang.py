@@ -58,7 +58,7 @@ def split_thoughts(raw: str, name: str, opens_thought: bool) -> tuple[str, str]:
 def read_calls(
     text: str, name: str, schemas: Sequence[Mapping[str, Any]]
 ) -> tuple[str, list[dict[str, Any]], bool]:
-    """As the functions of the table. What SGLang drops because it cannot read it stays text."""
+    """Read tool calls as the functions of the table do. What SGLang cannot read, and drops, stays text."""
     parser = _reader(name, schemas)
     if not parser.has_tool_call(text):
         return text, [], False

@@ -49,7 +49,7 @@ def parse_glm(text: str, schemas: Mapping[str, Any]) -> Read:
 
 
 def _trimmed(value: str) -> str:
-    """Without the one line break that templates write on either side."""
+    """The text without the one line break that templates write on either side."""
     return value.removeprefix("\n").removesuffix("\n")
 
 

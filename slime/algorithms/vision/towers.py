@@ -49,7 +49,7 @@ def family_of(config: Any) -> VisionFamily | None:
 
 
 def attention_by_tower(name: str) -> dict[str, str]:
-    """For `attn_implementation`: text with `name`; pictures are not causal, and have their own."""
+    """A value for `attn_implementation`: text uses `name`; pictures are not causal and have their own."""
     return {"text_config": name, "vision_config": "sdpa"}
 
 

@@ -137,7 +137,7 @@ class Topology:
 
 
 def plain_topology(model_path: str | None, num_gpus: int, num_gpus_per_engine: int) -> Topology:
-    """Without a file: one model, all engines alike, and at least one engine."""
+    """The topology of a run without a file: one model, all engines alike, and at least one engine."""
     group = ServerGroup("regular", max(num_gpus, num_gpus_per_engine), num_gpus_per_engine)
     return Topology((ServedModel("default", model_path, True, (group,)),))
 

@@ -211,7 +211,7 @@ class StreamShare:
     def of(
         cls, mb: MicroBatch, size: int, rank: int, group: dist.ProcessGroup, *, after_token: bool = False
     ) -> "StreamShare":
-        """Of `mb` on the CPU; `after_token`: rows are those of response tokens, not of the tokens before."""
+        """The share of `mb`, on the CPU; `after_token`: rows are those of response tokens themselves."""
         multiple = chunk_multiple(size)
         lengths = tuple(-(-length // multiple) * multiple for length in mb.documents.lengths)
         documents = PackedDocuments.from_lengths(lengths)

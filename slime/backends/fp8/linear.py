@@ -98,7 +98,7 @@ def check_device(device: torch.device) -> None:
 
 
 def _three_products(matrix: Tensor) -> list[Tensor]:
-    """As a layer's output and its gradients are computed: by rows, by rows and turned, turned twice."""
+    """The three products of a layer and its gradients: by rows, by rows and turned, turned twice."""
     left, right = by_rows(matrix), by_rows(matrix[: matrix.shape[1]])
     pairs = [(left, right), (left, turned(right)), (turned(left), turned(left))]
     return [product(*pair, torch.bfloat16) for pair in pairs]

@@ -265,7 +265,7 @@ class FSDPBackend(TrainerBase):
         return mb.to(self.device), share.to(self.device)
 
     def _shares_prompts(self, mb: MicroBatch, model: PackedLM, loss: Loss | None) -> bool:
-        """Not where something looks at each token of each document: whole logits, the balance of experts."""
+        """Prompts are not shared where each token is looked at: whole logits, the balance of experts."""
         looked_at = loss is not None and (loss.needs_logits or self.experts.has_balance)
         plain = not mb.media and mb.routed_experts is None and isinstance(model, PackedCausalLM)
         return (
@@ -444,7 +444,7 @@ class FSDPBackend(TrainerBase):
         return self.pending_save is None
 
     def _reserve_host_memory(self) -> None:
-        """For a trainer that leaves its device between steps: weights, two moments of trained ones."""
+        """A trainer that leaves its device between steps needs room for weights and two moments."""
         if self.device.type != "cuda" or not self.args.offload_train or dist.get_world_size() > 1:
             return
         placed = isinstance(self.optimizer, PlacedAdamW)

@@ -136,7 +136,7 @@ def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> 
 
 
 def save_weights(backend: CheckpointedTrainer, path: Path) -> None:
-    """Only the weights that the live model holds now."""
+    """Save only the weights that the live model holds now."""
     with plain_errors():
         dcp.save(_state(backend, with_optimizer=False), checkpoint_id=path)
 

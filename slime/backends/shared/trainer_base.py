@@ -237,7 +237,7 @@ class TrainerBase(ABC):
 
     @abstractmethod
     def _save_weights(self, path: Path) -> None:
-        """Only the weights that the live model holds now."""
+        """Save only the weights that the live model holds now."""
 
     @abstractmethod
     def _load_weights(self, path: Path) -> None:

@@ -144,7 +144,7 @@ class Recovery:
         logger.info("the trainer is back where it was (%.1f s)", time.monotonic() - started)
 
     def _restore_safe(self) -> None:
-        """From the newest state that can be read."""
+        """Go back to the newest state that can be read."""
         while True:
             self._ranks.find()
             try:

@@ -31,7 +31,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagedGroup:
-    """As a decode group, of any lengths: keys are read where they lie, so nothing is padded or copied."""
+    """A decode group of any lengths: keys are read where they lie, so nothing is padded or copied."""
 
     start: int
     count: int
@@ -136,7 +136,7 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """For transformers: query `[1, H, T, D]`, key and value `[1, H_kv, T, D]` -> output `[1, T, H, D]`."""
+    """Attention for transformers: query `[1, H, T, D]`, key and value `[1, H_kv, T, D]` -> `[1, T, H, D]`."""
     variant = variant_of(module, attention_mask, kwargs)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, D]
     if isinstance(pool, ShapeProbe):

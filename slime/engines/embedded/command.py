@@ -42,7 +42,7 @@ def embedded_command(
     fp8_block: Sequence[int] | None = None,
     host: str = "127.0.0.1",
 ) -> Command:
-    """For a launch plan: gets the port to bind (0: any), the ready file and the life pipe's fd."""
+    """The command of an engine: it gets the port to bind (0: any), the ready file and the life pipe's fd."""
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         options = {

@@ -35,7 +35,7 @@ class PlacedImage:
         return -1 - int(self.image.key, 16)
 
     def within(self, start: int, end: int) -> tuple[int, int]:
-        """Which of its features belong to the tokens `start..end` of the prompt."""
+        """The features that belong to the tokens `start..end` of the prompt."""
         first, last = np.searchsorted(self.places, (start, end))
         return int(first), int(last)
 

@@ -128,7 +128,7 @@ def server_words(options: SGLangOptions) -> list[str]:
 
 
 def sglang_command(options: SGLangOptions) -> Command:
-    """For a launch plan: gets the port to bind (0: any), the ready file and the life pipe's fd."""
+    """The command of an engine: it gets the port to bind (0: any), the ready file and the life pipe's fd."""
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         # -P: the folder of these scripts must not be on the path, where its files could hide other modules.

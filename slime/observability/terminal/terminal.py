@@ -91,7 +91,7 @@ class Terminal:
         return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "") + "\x1b[J"
 
     def _is_in_front(self) -> bool:
-        """Not in the background of a shell, whose prompt would be drawn over."""
+        """Whether it is not in the background of a shell, whose prompt would be drawn over."""
         try:
             return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
         except (OSError, ValueError, AttributeError):

@@ -62,7 +62,7 @@ class Waste:
         return metrics
 
     def equal_rewards(self, group: Group, scope: RequestScope) -> None:
-        """In the batch, and without an advantage."""
+        """Groups that are in the batch and have no advantage, because their rewards are equal."""
         self.whole("zero_variance", group, scope)
         self._sums["zero_variance", "in_batch"] += sum(map(num_made, flatten_samples(group)))
 

@@ -134,7 +134,7 @@ class PolicyRequests:
                 raise http_utils.HttpError(400, told, url)
 
     def answered(self, url: str, answer: Any) -> None:
-        """What came back."""
+        """Note what came back."""
         if not self._generates(url):
             return
         for one in answer if isinstance(answer, list) else [answer]:
@@ -147,7 +147,7 @@ class PolicyRequests:
                 self.told_nucleus = True
 
     def _note_tokens(self, meta: object) -> None:
-        """Of a request that the function posted itself; ours are noted where they are sent."""
+        """Note the tokens of a request that the function posted itself; ours are noted when sent."""
         scope = current_scope()
         if scope is None or not is_trained() or not isinstance(meta, Mapping) or meta.get("id") in scope.rids:
             return

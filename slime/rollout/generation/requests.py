@@ -210,7 +210,7 @@ def build_request(
 def sibling_requests(
     args: PluginArgs, samples: Sequence[Sample], sampling_params: dict[str, Any], budget: int | None
 ) -> list[GenerateRequest]:
-    """Of fresh samples with one prompt, and no seed of the caller's: they differ in seed, id and session."""
+    """Requests of fresh samples with one prompt and no seed of the caller: seed, id and session differ."""
     first = build_request(args, samples[0], sampling_params, budget)
     others = (
         dataclasses.replace(

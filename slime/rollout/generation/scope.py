@@ -97,7 +97,7 @@ class RequestScope:
 
 
 def _now() -> float:
-    """By the clock of the running loop, which a simulation has its own of."""
+    """The time by the clock of the running loop; a simulation has a clock of its own."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:

@@ -113,7 +113,7 @@ def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
 
 
 def _too_long(given: str | None, truth: str | None) -> bool:
-    """Too long to have its spelling normalised; noted."""
+    """Whether it is too long to have its spelling normalised; if so, that is noted."""
     length = max(len(given or ""), len(truth or ""))
     if length > MAX_ANSWER_CHARS:
         note(f"an answer of {length} characters")

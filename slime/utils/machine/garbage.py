@@ -16,7 +16,7 @@ _SELDOM = (50_000, 10, 10)
 
 
 def search_seldom() -> None:
-    """From the start of a process that is slime's own, for as long as it loads modules."""
+    """Call this at the start of a process that is slime's own; it lasts for as long as modules are loaded."""
     gc.set_threshold(*_SELDOM)
 
 
@@ -28,7 +28,7 @@ def search_new_only() -> None:
 
 @contextlib.contextmanager
 def searching_new_only() -> Iterator[None]:
-    """For a block of a process that may be somebody else's, which makes and drops many objects; seldom."""
+    """Search seldom in a block that makes and drops many objects, of a process that may be another's."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*_SELDOM)

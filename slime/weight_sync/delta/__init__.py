@@ -1,1 +1,1 @@
-"""Only what changed: weight versions published as deltas in a folder, and the copies that follow it."""
+"""Weight versions published as deltas in a folder, only what changed, and the copies that follow it."""

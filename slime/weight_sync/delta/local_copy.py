@@ -157,7 +157,7 @@ class LocalCopy:
     def _attempt(
         self, source: Source, version: str | None, exact: bool, attempts: _Attempts, started: float
     ) -> Arrival | None:
-        """None: not yet."""
+        """One try to follow; None: the version is not there yet."""
         index = read_index(source)
         target = _target(index, version, exact)
         state = self._state()
