@@ -97,3 +97,29 @@ async def side_by_side(work: Callable[[T], Coroutine[Any, Any, R]], items: Itera
         raise first from first.__cause__
     made |= {place: task.result() for place, task in tasks.items()}
     return [made[place] for place in range(len(made))]
+
+
+async def in_thread(start: Callable[[Callable[[], None]], object], call: Callable[[], Any]) -> Any:
+    """What `call` returns or raises, from a thread that `start` gives its work to.
+
+    The thread may hang, or come back when nobody waits any more; asyncio's own pool would hold up the exit.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def deliver(method: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            method(value)
+
+    def work() -> None:
+        try:
+            method, value = future.set_result, call()
+        except (Exception, SystemExit) as error:
+            method, value = future.set_exception, error
+            if isinstance(error, StopIteration):  # no future takes one
+                value = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, method, value)
+
+    start(work)
+    return await future

@@ -82,14 +82,21 @@ def tool_choice_of(body: Mapping[str, Any]) -> bool:
     return choice != "none"
 
 
-class ChatCompletions(Dialect):
-    path = "/v1/chat/completions"
+class OpenAIDialect(Dialect):
+    """What both of OpenAI's APIs have in common."""
 
     def key_in(self, body: Mapping[str, Any]) -> str | None:
         metadata = body.get("metadata")
         session = metadata.get("session_id") if isinstance(metadata, dict) else None
         key = session or body.get("user")
         return key if isinstance(key, str) else None
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return openai_error(error)
+
+
+class ChatCompletions(OpenAIDialect):
+    path = "/v1/chat/completions"
 
     def read(self, request: Body) -> Call:
         body = request.fields
@@ -141,9 +148,6 @@ class ChatCompletions(Dialect):
 
     def stream(self, call: Call) -> Stream:
         return _ChatStream(call)
-
-    def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_error(error)
 
 
 class _ChatStream(Stream):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired, text_parts
-from slime.agent.adapters.common import Dialect, Reply, Stream
+from slime.agent.adapters.common import Reply, Stream
 from slime.agent.adapters.errors import ApiError, count, invalid, maybe, want
-from slime.agent.adapters.openai_chat import openai_error, sampling_of, tool_choice_of
+from slime.agent.adapters.openai_chat import OpenAIDialect, sampling_of, tool_choice_of
 from slime.agent.adapters.unused import FUNCTION, RESPONSES, RESPONSES_ITEM, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
@@ -20,14 +19,8 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-class Responses(Dialect):
+class Responses(OpenAIDialect):
     path = "/v1/responses"
-
-    def key_in(self, body: Mapping[str, Any]) -> str | None:
-        metadata = body.get("metadata")
-        session = metadata.get("session_id") if isinstance(metadata, dict) else None
-        key = session or body.get("user")
-        return key if isinstance(key, str) else None
 
     def read(self, request: Body) -> Call:
         body = request.fields
@@ -60,9 +53,6 @@ class Responses(Dialect):
 
     def stream(self, call: Call) -> Stream:
         return _ResponseStream(call)
-
-    def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_error(error)
 
 
 def _refuse_what_is_not_done(body: dict[str, Any]) -> None:

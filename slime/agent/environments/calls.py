@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.agent.environments.protocol import EnvironmentFailure
+from slime.utils.async_utils import in_thread
 from slime.utils.errors import RunStopped
 from slime.utils.machine.loop_watch import loop_watch
 
@@ -87,31 +88,19 @@ class EnvironmentCalls:
         return EnvironmentFailure(f"environment {self.name}: {what} raised {said}")
 
     async def _threaded(self, call: Callable[[], Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def deliver(method: Callable[[Any], None], value: Any) -> None:
-            if not future.done():
-                method(value)
-
-        def work() -> None:
-            try:
-                method, value = future.set_result, call()
-            except (Exception, SystemExit) as error:
-                method = future.set_exception
-                value = RuntimeError(f"{type(error).__name__}: {error}")
-                if isinstance(error, Exception) and not isinstance(error, StopIteration):
-                    value = error
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(deliver, method, value)
-
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work_off, args=(self._work,), name=f"environment {self.name}", daemon=True
             )
             self._thread.start()
-        self._work.put(work)
-        return await future
+
+        def alive() -> Any:
+            try:
+                return call()
+            except SystemExit as error:  # of the environment, not of the run
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+        return await in_thread(self._work.put, alive)
 
     def _leave_behind(self) -> None:
         if self._thread is None:

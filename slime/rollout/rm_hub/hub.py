@@ -19,7 +19,7 @@ from slime.rollout.groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.checks import box_of, check
-from slime.utils import waits
+from slime.utils import async_utils, waits
 from slime.utils.column_rewards import reward_columns, scores_of, takes_columns
 from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
@@ -160,26 +160,15 @@ async def _call_with_columns(
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
     """Run a plain function beside the loop, in a daemon thread: one that hangs must not hold up our exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
 
-    def deliver(method: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            method(value)
-
-    def work() -> None:
+    def in_turn() -> Any:
         with _thread_slots:
-            try:
-                method, value = future.set_result, call()
-            except (Exception, SystemExit) as error:
-                method, value = future.set_exception, error
-                if isinstance(error, StopIteration):  # no future takes one
-                    value = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, method, value)
+            return call()
 
-    threading.Thread(target=work, name="reward-function", daemon=True).start()
-    return await future
+    def start(work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name="reward-function", daemon=True).start()
+
+    return await async_utils.in_thread(start, in_turn)
 
 
 _thread_slots = threading.BoundedSemaphore(_MAX_REWARD_THREADS)
