@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -214,16 +215,8 @@ def _start(
     redo = Redo(start, is_on=limit > 0, num_states=None if ledgered else 2)
     release = TrainerRelease(args, ranks, folder, prepare_again) if args.release_train else None
     manager = process.part(RolloutProcess.manager)
-
-    def restore(state: SafeState) -> None:
-        residency.enter(TRAIN)  # engines make room, as for any step
-        ranks.move(find_places(args, runtime, placement.trainer))
-        ranks.renew(state.args)
-        trainer.layouts = ranks.load_again(readable(state, ranks, verify=not args.no_load_verify))
-        prepare_again()
-        _remember(trainer, state)
-
-    recovery = Recovery(limit, ranks, runtime, redo, restore, lambda restart: _tell_restart(run, restart))
+    restore = partial(_restore, args, runtime, placement, ranks, trainer, residency, prepare_again)
+    recovery = Recovery(limit, ranks, runtime, redo, restore, partial(_tell_restart, run))
     batches = _open_batches(manager if ledgered else None)
     recording = process.part(RolloutProcess.recording) if args.record_max_mib else None
     return Cluster(
@@ -247,6 +240,25 @@ def _start(
         _open_canary(args, trainer, engines, residency, facts, push),
         release,
     )
+
+
+def _restore(
+    args: Args,
+    runtime: Runtime,
+    placement: Placement,
+    ranks: RankProcesses,
+    trainer: TrainGroup,
+    residency: Residency,
+    prepare_again: Callable[[], None],
+    state: SafeState,
+) -> None:
+    """Start lost ranks again and bring all of them back to `state`."""
+    residency.enter(TRAIN)  # engines make room, as for any step
+    ranks.move(find_places(args, runtime, placement.trainer))
+    ranks.renew(state.args)
+    trainer.layouts = ranks.load_again(readable(state, ranks, verify=not args.no_load_verify))
+    prepare_again()
+    _remember(trainer, state)
 
 
 def _open_saver(
