@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,12 @@ def _log_lines_end_with_their_test():
     for handler in [found for found in root.handlers if found.get_name() == "slime"]:
         root.removeHandler(handler)
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process_groups_end_with_their_file():
+    """Another file of the same worker begins without one, in whatever order they come."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
