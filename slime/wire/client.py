@@ -81,12 +81,10 @@ class EngineClient:
     async def stream(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of one answer; each holds all that was made so far. A broken stream raises."""
-        url = f"{self.base_url}/generate"
-        async with self._slots:
-            events = http_utils.stream(
-                url, request.to_json(), self._headers(request, headers), timeout_s=self.timeout_s
-            )
+        """What was made so far of one answer, whenever there is more of it. A broken stream raises."""
+        url, told = f"{self.base_url}/generate", self._headers(request, headers)
+        events = http_utils.stream(url, request.to_json(), told, timeout_s=self.timeout_s, newest=True)
+        async with self._slots, contextlib.aclosing(events):
             async for event in events:
                 yield event
 
