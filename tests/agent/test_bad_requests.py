@@ -83,6 +83,8 @@ BAD = {
         "a tool that is text": chat(HELLO, tools=["x"]),
         "a tool of an unknown type": chat(HELLO, tools=[{"type": "magic"}]),
         "a function that is text": chat(HELLO, tools=[{"type": "function", "function": "x"}]),
+        "a function without a name": chat(HELLO, tools=[{"type": "function", "function": {"name": ""}}]),
+        "a name in two words": chat(HELLO, tools=[{"type": "function", "function": {"name": "a b"}}]),
         "parameters that are text": chat(
             HELLO, tools=[{"type": "function", "function": {"name": "a", "parameters": "x"}}]
         ),
@@ -99,6 +101,7 @@ BAD = {
         "max_completion_tokens that is a half": chat(HELLO, max_completion_tokens=1.5),
         "a stop that is a number": chat(HELLO, stop=5),
         "a stop with a number in it": chat(HELLO, stop=["a", 5]),
+        "a stop without a letter": chat(HELLO, stop=""),
         "top_p above one": chat(HELLO, top_p=1.5),
         "top_p that is a list": chat(HELLO, top_p=[0.5]),
         "a penalty out of range": chat(HELLO, presence_penalty=3),
@@ -179,6 +182,8 @@ BAD = {
         "a tool without a schema": anthropic(HELLO, tools=[{"name": "a"}]),
         "a tool without a name": anthropic(HELLO, tools=[{"input_schema": {"type": "object"}}]),
         "a tool of an unknown type": anthropic(HELLO, tools=[{"type": "magic", "name": "a"}]),
+        "a tool whose name has no letter": anthropic(HELLO, tools=[{"name": "", "input_schema": {}}]),
+        "a stop sequence without a letter": anthropic(HELLO, stop_sequences=["x", ""]),
         "a choice that is text": anthropic(HELLO, tool_choice="auto"),
         "a forced choice": anthropic(HELLO, tool_choice={"type": "any"}),
         "stop sequences that are text": anthropic(HELLO, stop_sequences="x"),

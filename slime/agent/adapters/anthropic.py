@@ -9,7 +9,7 @@ from typing import Any
 from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, content_parts, folded, function_tool, paired, text_parts
 from slime.agent.adapters.common import BaseAdapter, Dialect, Reply, Stream
-from slime.agent.adapters.errors import ApiError, count, invalid, maybe, number, want
+from slime.agent.adapters.errors import ApiError, check_stops, count, invalid, maybe, number, want
 from slime.agent.adapters.unused import ANTHROPIC, PART, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
@@ -85,8 +85,7 @@ class Messages(Dialect):
 
 def _sampling(body: dict[str, Any]) -> dict[str, Any]:
     stops = maybe(body, "stop_sequences", list, "a list") or []
-    for place, text in enumerate(stops):
-        want(text, str, f"stop_sequences.{place}", "a string")
+    check_stops(stops, "stop_sequences")
     found = {
         "temperature": number(body, "temperature", 0, 1),
         "top_p": number(body, "top_p", 0, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from slime.agent.adapters.unused import PART, check_unused
 from slime.agent.history import Message
 from slime.agent.pictures import Shown, shown
 from slime.utils.media.pictures import NotAnImage
+
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
 @dataclass(slots=True)
@@ -31,8 +34,10 @@ class Call:
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """A tool as templates know it."""
-    want(name, str, f"{where}.name", "a string")
+    """A tool as templates know it. Its name may be what both APIs allow: it stands in what models write."""
+    if not _TOOL_NAME.fullmatch(want(name, str, f"{where}.name", "a string")):
+        told = f"Invalid '{where}.name': string does not match pattern. Expected a string that matches the "
+        raise invalid(f"{told}pattern '{_TOOL_NAME.pattern}'.", f"{where}.name")
     if parameters is not None:
         want(parameters, dict, f"{where}.parameters", "an object")
     function: dict[str, Any] = {"name": name}

@@ -86,11 +86,20 @@ def number(body: dict[str, Any], name: str, low: float, high: float) -> float | 
     return float(value)
 
 
-def count(body: dict[str, Any], name: str, low: int = 1) -> int | None:
+def count(body: dict[str, Any], name: str, low: int = 1, high: int | None = None) -> int | None:
     value = body.get(name)
     if value is None:
         return None
     want(value, int, name, "an integer")
     if value < low:
         raise invalid(f"Invalid '{name}': integer below minimum value. Expected a value >= {low}.", name)
+    if high is not None and value > high:
+        raise invalid(f"Invalid '{name}': integer above maximum value. Expected a value <= {high}.", name)
     return int(value)
+
+
+def check_stops(given: list[Any], name: str) -> None:
+    """Stop strings: an empty one would end every answer before it begins."""
+    for place, text in enumerate(given):
+        if not want(text, str, f"{name}[{place}]", "a string"):
+            raise invalid(f"Invalid '{name}[{place}]': empty string. Expected at least one character.", name)

@@ -10,7 +10,7 @@ from typing import Any
 from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired
 from slime.agent.adapters.common import Dialect, Reply, Stream
-from slime.agent.adapters.errors import ApiError, count, invalid, maybe, number, want
+from slime.agent.adapters.errors import ApiError, check_stops, count, invalid, maybe, number, want
 from slime.agent.adapters.unused import CHAT, CHAT_MESSAGE, FUNCTION, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
@@ -35,11 +35,9 @@ def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, A
     """Sampling parameters in the engines' words; `limits` are the names for the length of an answer."""
     body = dict(body)
     stop = body.get("stop")
-    if isinstance(stop, str):
-        stop = [stop]
+    stop = [stop] if isinstance(stop, str) else stop
     if stop is not None:
-        for place, text in enumerate(want(stop, list, "stop", "a string or a list of strings")):
-            want(text, str, f"stop[{place}]", "a string")
+        check_stops(want(stop, list, "stop", "a string or a list of strings"), "stop")
     found = {
         "temperature": number(body, "temperature", 0, 2),
         "top_p": number(body, "top_p", 0, 1),
@@ -47,7 +45,7 @@ def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, A
         "min_p": number(body, "min_p", 0, 1),
         "frequency_penalty": number(body, "frequency_penalty", -2, 2),
         "presence_penalty": number(body, "presence_penalty", -2, 2),
-        "sampling_seed": count(body, "seed", -(2**63)),
+        "sampling_seed": count(body, "seed", -(2**63), 2**63 - 1),
         "stop": stop or None,
         "max_new_tokens": min(filter(None, (count(body, name) for name in limits)), default=None),
     }
