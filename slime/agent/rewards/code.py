@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 
@@ -64,12 +63,12 @@ async def count_passed(box: Sandbox, program: str, tests: Checks, timeout_s: flo
 async def _asserts(box: Sandbox, program: str, asserts: tuple[str, ...], timeout_s: float) -> int:
     word = secrets.token_hex(16)
     await box.write_file("/tmp/runner.py", RUNNER)
-    await box.write_file("/tmp/tests.json", json.dumps([word, program, asserts, timeout_s]))
+    await box.write_file("/tmp/tests", ascii((word, program, asserts, timeout_s)))
     # The file is gone before the program runs: it holds the word that counts as passed.
-    command = "exec 3< /tmp/tests.json; rm -f /tmp/tests.json; cd /work; python3 -I /tmp/runner.py <&3"
+    command = "exec 3< /tmp/tests; rm -f /tmp/tests; cd /work; python3 -I /tmp/runner.py <&3"
     most = min(MAX_TESTS_S, timeout_s * len(asserts)) + 10
     code, out, _ = await box.exec(command, timeout=most, user="agent")
     said, _, results = out.strip().rpartition("\n")[2].partition(" ")
     if code != 0 or not secrets.compare_digest(said, word):
         return 0
-    return sum(map(bool, json.loads(results)[: len(asserts)]))
+    return results.split()[: len(asserts)].count("1")

@@ -19,7 +19,6 @@ import ctypes
 import errno
 import json
 import os
-import platform
 import resource
 import select
 import signal
@@ -27,7 +26,10 @@ import stat
 import struct
 import sys
 import time
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` itself, as `platform`, would be a seventh of the start of a box
+    from typing import Any
 
 WATCH_S = 0.05  # how often memory and files are counted while something runs
 HARD_OUTPUT = 16  # times the output that is kept: then the command is ended
@@ -45,7 +47,7 @@ def prctl(*args: Any) -> Any:
 
 def deny_system_calls() -> None:
     """A filter that answers ENOSYS to a few calls: memfd_create, shmget, io_uring_setup, bpf, keyctl, ..."""
-    arch, calls = DENIED.get(platform.machine(), (0, ()))
+    arch, calls = DENIED.get(os.uname().machine, (0, ()))
     if not calls:
         return
     deny = len(calls) + 5  # where the last rule stands; jumps are counted from the rule after
@@ -448,5 +450,5 @@ def main(settings: dict[str, Any]) -> None:
         furnish()
     deny_system_calls()
     agent = Agent(settings, requests, replies)
-    agent.reply({"id": 0, "python": platform.python_version(), "uid": os.getuid()})
+    agent.reply({"id": 0, "python": sys.version.split()[0], "uid": os.getuid()})
     agent.run()

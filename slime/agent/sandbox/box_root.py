@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 KEPT = NOEXEC | 1024 | 2048  # flags of a mount that a remount must repeat: noexec, noatime, nodiratime
@@ -63,7 +65,7 @@ def build_root(settings: dict[str, Any]) -> None:
     os.makedirs(new + "/old")
     os.chdir(new)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(PIVOT_ROOT[platform.machine()], b".", b"old") != 0:
+    if libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b"old") != 0:
         raise OSError(ctypes.get_errno(), "pivot_root failed")
     os.chdir("/")
     if libc.umount2(b"/old", 2) != 0:
