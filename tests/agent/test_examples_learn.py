@@ -1,14 +1,18 @@
 """The examples that learn from what tools and environments answer, run as their READMEs say. Minutes each.
 
-`make test-examples` installs what they need and runs this file.
+`make test-examples` installs what they need and runs this file. What an example took and what it learned is
+printed when it has ended, and added to runs/examples/learnt.jsonl: a run that is stopped has told its part.
+Seconds are told, never judged: two cores that do other things too may take as long as they like.
 """
 
 import importlib.util
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,16 +34,39 @@ NEEDS = {
 }  # fmt: skip
 
 
+def cpu_seconds():
+    """Of all processes that this one started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def run_example(name, folder, **more):
-    """What it wrote on the way; all that it makes is in `folder`."""
+    """(what it wrote on the way, the seconds that it took); all that it makes is in `folder`."""
     package = NEEDS.get(name)
     if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"examples/{name} needs the package {package}")
     environment = {**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(folder), **more}
+    wall, cpu = time.monotonic(), cpu_seconds()
     with open(folder / "told.txt", "w+") as out:
         subprocess.run([ROOT / "examples" / name / "run.sh"], env=environment, stdout=out, check=True)
         out.seek(0)
-        return out.read()
+        took = {"wall_s": round(time.monotonic() - wall), "cpu_s": round(cpu_seconds() - cpu)}
+        return out.read(), {**took, "load": round(os.getloadavg()[0], 1)}
+
+
+@pytest.fixture
+def tell(capsys):
+    """Print one line about an example, and keep it."""
+
+    def line(name, took, **shares):
+        told = json.dumps({"example": name, **took, **shares})
+        (ROOT / "runs" / "examples").mkdir(parents=True, exist_ok=True)
+        with open(ROOT / "runs" / "examples" / "learnt.jsonl", "a") as file:
+            print(told, file=file)
+        with capsys.disabled():
+            print(f"\n{told}", flush=True)
+
+    return line
 
 
 def curve(folder, metric):
@@ -49,28 +76,31 @@ def curve(folder, metric):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNT)
-def test_the_example_learns(name, tmp_path):
-    run_example(name, tmp_path)
+def test_the_example_learns(name, tmp_path, tell):
+    _, took = run_example(name, tmp_path)
+    curves = {metric: curve(tmp_path, metric) for metric in LEARNT[name]}
+    tell(name, took, **curves)
     for metric, (most_before, least_after) in LEARNT[name].items():
-        values = curve(tmp_path, metric)
-        assert values[0] < most_before, metric
-        assert values[-1] > least_after, metric
+        assert curves[metric][0] < most_before, metric
+        assert curves[metric][-1] > least_after, metric
     if name == "geo_shapes":  # who sees another picture can only guess
         assert max(curve(tmp_path, "other_picture")) < 0.40
 
 
 @pytest.mark.slow
-def test_two_agents_of_one_model_both_learn(tmp_path):
-    told = run_example("multi_agent", tmp_path)
+def test_two_agents_of_one_model_both_learn(tmp_path, tell):
+    told, took = run_example("multi_agent", tmp_path)
     shares = re.findall(r"(?:solver|critic) is right in ([0-9.]+) of", told)
     solver, critic, better_solver, better_critic = map(float, shares)
+    tell("multi_agent", took, solver=[solver, better_solver], critic=[critic, better_critic])
     assert better_solver > solver + 0.2
     assert better_critic > critic
 
 
 @pytest.mark.slow
-def test_a_judge_that_sees_no_reference_is_pleased_without_right_answers(tmp_path):
+def test_a_judge_that_sees_no_reference_is_pleased_without_right_answers(tmp_path, tell):
     """The control of examples/judge: its judge is wrong more often, and that is what is learned."""
-    run_example("judge", tmp_path, JUDGE="blind")
+    _, took = run_example("judge", tmp_path, JUDGE="blind")
+    tell("judge, blind", took, judge=curve(tmp_path, "judge"), rule=curve(tmp_path, "rule"))
     assert curve(tmp_path, "judge")[-1] > 0.5
     assert curve(tmp_path, "rule")[-1] < 0.35
