@@ -1,7 +1,8 @@
 """The client retries where that helps, raises where it does not, and never waits without a deadline."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -179,3 +180,29 @@ def test_an_engine_that_says_no_success_is_an_error():
 
 def test_a_dead_engine_is_not_healthy():
     assert run(EngineControl("http://127.0.0.1:9").healthy()) is False
+
+
+def test_of_events_that_came_together_the_newest_is_read_and_leaving_ends_the_request():
+    """Each holds all before it. Whoever is late has less to read then, however many streams there are."""
+    gone = asyncio.Event()
+
+    async def generate(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"".join(b'data: {"made": %d}\r\n\r\n' % count for count in range(1, 6)))
+        try:
+            while True:  # until the client has gone
+                await response.write(b": still here\n")
+                await asyncio.sleep(0.005)
+        except ConnectionError:
+            gone.set()
+            raise
+
+    async def scene():
+        async with serve(generate=generate) as url:
+            async with aclosing(EngineClient(url).stream(replace(REQUEST, stream=True))) as events:
+                first = await anext(events)
+            await asyncio.wait_for(gone.wait(), 60)
+            return first
+
+    assert run(scene()) == {"made": 5}
