@@ -81,6 +81,10 @@ class History:
             raise ValueError("`after` was given with other tools: send the whole conversation")
         return found
 
+    def conversation(self, node: TurnNode) -> list[Message]:
+        """All messages up to and including the answer of a turn."""
+        return self._by_turn[node].conversation()
+
     def add(
         self,
         parent: Said | None,

@@ -274,6 +274,10 @@ class Session:
         number = self._num_asked
         return Asked(ids, params, parent, new, tools, opens_thought, fork, len(ids), number, changed, images)
 
+    def conversation(self, node: TurnNode) -> list[Message]:
+        """All messages up to and including the answer of one of the turns."""
+        return self._history.conversation(node)
+
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> int:
         """How long the prompt of such a turn would be; nothing is asked."""
         return len(self._prompt(list(messages), list(tools or ()))[0])

@@ -94,6 +94,38 @@ def test_responses_with_calls_and_thoughts():
         check_exact(world, finish(world), num_turns=2)
 
 
+def test_responses_go_on_with_an_answer_that_is_named_and_not_sent_again():
+    with agent_world([CALL + CALL, "done", "other"]) as world:
+
+        async def episode():
+            more = {"tools": [RESPONSES_TOOL], "instructions": "be brief"}
+            first = await ask(world, "responses", "hello", **more)
+            results = [
+                {"type": "function_call_output", "call_id": item["call_id"], "output": f"r{place}"}
+                for place, item in enumerate(first["output"])
+            ]
+            named = {"previous_response_id": first["id"], **more}
+            second = await ask(world, "responses", results[::-1], **named)
+            assert second["output"][0]["content"][0]["text"] == "done"
+            assert second["previous_response_id"] == first["id"]
+            body = body_of("responses", results[:1], **named)
+            status, text, _ = await post(world, "responses", body)
+            assert status == 400 and "have no result" in text
+            body = body_of("responses", "x", previous_response_id="resp_none")
+            status, text, _ = await post(world, "responses", body)
+            assert status == 400 and json.loads(text)["error"]["code"] == "previous_response_not_found"
+            # Instructions are not carried over, as in the real API: that is another conversation.
+            await ask(world, "responses", "and?", previous_response_id=second["id"], tools=[RESPONSES_TOOL])
+
+        asyncio.run(episode())
+        kept, fork = finish(world)
+        check_exact(world, [kept, fork], num_turns=3)
+        text = world.tokenizer.decode(kept.tokens)
+        assert text.index("be brief") < text.index("r0") < text.index("r1") < text.index("done")
+        text = world.tokenizer.decode(fork.tokens)
+        assert "be brief" not in text and text.index("r1") < text.index("and?") < text.index("other")
+
+
 def test_anthropic_messages_with_thoughts_calls_and_a_count():
     with agent_world(["<think>\nhm\n</think>\n\nlook" + CALL, "done"], family="qwen3") as world:
 

@@ -29,6 +29,9 @@ class Call:
     logprobs: bool = False
     include_usage: bool = True  # of a stream
     uses_tools: bool = True  # False: calls in the answer are text
+    has_instructions: bool = False  # the first message is no part of what a later request goes on with
+    keeps: bool = False  # a later request may name the answer instead of sending it again
+    after: str | None = None  # the id of the answer that the messages follow
     response_id: str = ""  # set by the adapter
     tokenizer: Any = None  # set by the adapter
 

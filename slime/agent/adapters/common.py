@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,13 +20,15 @@ from uuid import uuid4
 from aiohttp import web
 
 from slime.agent.adapters.bodies import Body, Known, read_body
-from slime.agent.adapters.calls import Call, folded
+from slime.agent.adapters.calls import Call, folded, paired
+from slime.agent.adapters.dialect import Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, api_error, invalid
 from slime.agent.adapters.live_text import LiveText, Piece
 from slime.agent.engine_access import EnginePolicy, Made, Policy
-from slime.agent.parsing import FormatParser, ParsedModelOutput, parser_for
+from slime.agent.parsing import FormatParser, parser_for
 from slime.agent.rendering import History, Message, Renderer
 from slime.agent.session import Asked, Budget, Session
+from slime.agent.trajectory import TurnNode
 from slime.arguments import PluginArgs
 from slime.utils import http_utils
 from slime.utils.types import Sample
@@ -40,69 +41,6 @@ _POLL_S = 0.02
 _MAX_UNREAD = 8
 
 
-@dataclass(slots=True)
-class Reply:
-    """An answer that is complete: what every protocol writes from."""
-
-    call: Call
-    session: Session
-    asked: Asked
-    made: Made
-    parsed: ParsedModelOutput
-    message: Message
-
-    @property
-    def num_prompt(self) -> int:
-        return self.asked.num_prompt
-
-    @property
-    def tool_calls(self) -> list[dict[str, Any]]:
-        return self.message.get("tool_calls") or []
-
-
-class Stream(ABC):
-    """The events of one streamed answer, as bytes."""
-
-    @abstractmethod
-    def start(self, num_prompt: int) -> bytes: ...
-
-    @abstractmethod
-    def piece(self, kind: str, text: str, new: Made | None) -> bytes: ...
-
-    @abstractmethod
-    def end(self, reply: Reply) -> bytes:
-        """All that follows the last piece: calls, usage, how it ended."""
-
-    @abstractmethod
-    def error(self, error: ApiError) -> bytes: ...
-
-
-class Dialect(ABC):
-    """One API: how its requests are read and its answers written."""
-
-    path: ClassVar[str]
-
-    @abstractmethod
-    def read(self, body: Body) -> Call: ...
-
-    @abstractmethod
-    def answer(self, reply: Reply) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def stream(self, call: Call) -> Stream: ...
-
-    @abstractmethod
-    def error(self, error: ApiError) -> dict[str, Any]: ...
-
-    def key_in(self, body: Mapping[str, Any]) -> str | None:
-        """A session's key that this protocol may carry in the body."""
-        return None
-
-    def count(self, num_tokens: int) -> dict[str, Any] | None:
-        """The answer to a question for the length of a prompt; None: this API has no such question."""
-        return None
-
-
 @dataclass
 class _Open:
     """A session and its requests in flight."""
@@ -110,7 +48,8 @@ class _Open:
     session: Session
     tasks: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
     unread: dict[bytes, tuple[Asked, Made]] = field(default_factory=dict)  # made, and lost on the way
-    last: tuple[bytes, Asked, Made] | None = None  # what was delivered last
+    last: tuple[bytes, str, Asked, Made] | None = None  # what was delivered last
+    kept: dict[str, tuple[TurnNode, bool]] = field(default_factory=dict)  # by id: answers to go on with
     known: Known = field(default_factory=Known)
 
     def keep(self, digest: bytes, asked: Asked, made: Made) -> None:
@@ -313,18 +252,35 @@ class BaseAdapter:
     def _read(self, protocol: Dialect, body: Body) -> Call:
         call = protocol.read(body)
         call.response_id, call.tokenizer = uuid4().hex[:24], self.tokenizer
-        if self._folds:
+        if self._folds and call.after is None:
             call.messages = folded(call.messages)
         return call
+
+    def _with_earlier(self, held: _Open, call: Call) -> list[Message]:
+        """The conversation that a request names by its last answer, with what the request adds to it.
+
+        Instructions are those of the request alone, as in the real API.
+        """
+        if (known := held.kept.get(call.after or "")) is None:
+            told = f"Previous response with id 'resp_{call.after}' not found."
+            raise ApiError(400, "unknown_answer", told, param="previous_response_id", retry=False)
+        node, had_instructions = known
+        head = int(call.has_instructions)
+        before = held.session.conversation(node)[int(had_instructions) :]
+        messages = [*call.messages[:head], *before, *call.messages[head:]]
+        return paired(folded(messages) if self._folds else messages)
 
     async def _turn(
         self, request: web.Request, protocol: Dialect, held: _Open, body: Body
     ) -> web.StreamResponse:
         call = self._read(protocol, body)
+        if call.after is not None:
+            call.messages = self._with_earlier(held, call)
         digest = body.digest
         again = held.unread.pop(digest, None)
         if again is None and held.last is not None and held.last[0] == digest and _is_retry(request):
-            return await self._deliver(request, protocol, held, call, *held.last[1:], record=False)
+            call.response_id = held.last[1]
+            return await self._deliver(request, protocol, held, call, *held.last[2:], record=False)
         if again is not None:
             return await self._deliver(request, protocol, held, call, *again, digest=digest)
         asked = held.session.ask(call.messages, call.tools, call.sampling)
@@ -430,7 +386,9 @@ class BaseAdapter:
     def _record(self, held: _Open, reply: Reply, digest: bytes) -> None:
         node = held.session.record(reply.asked, reply.made, reply.parsed).node
         reply.asked.prompt_ids = []  # the tree has them
-        held.last = (digest, reply.asked, reply.made)
+        held.last = (digest, reply.call.response_id, reply.asked, reply.made)
+        if reply.call.keeps:
+            held.kept[reply.call.response_id] = (node, reply.call.has_instructions)
         if self.debug_callback is not None:
             self.debug_callback(
                 {

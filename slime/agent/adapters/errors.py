@@ -20,7 +20,8 @@ from slime.utils.waits import WaitTimeout
 
 
 class ApiError(Exception):
-    """`kind` is one of: invalid, auth, not_found, too_large, context, budget, closed, engine, ours.
+    """`kind` is one of: invalid, auth, not_found, too_large, context, budget, closed, engine, ours,
+    unknown_answer.
 
     `retry` False: clients that would send the request again are told not to.
     """

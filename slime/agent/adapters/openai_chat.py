@@ -9,7 +9,7 @@ from typing import Any
 
 from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired
-from slime.agent.adapters.common import Dialect, Reply, Stream
+from slime.agent.adapters.dialect import Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, check_stops, count, invalid, maybe, number, want
 from slime.agent.adapters.unused import CHAT, CHAT_MESSAGE, FUNCTION, check_unused
 from slime.agent.engine_access import Made
@@ -23,6 +23,7 @@ _ERROR_TYPES = {
     "engine": ("server_error", None),
     "ours": ("server_error", None),
     "closed": ("server_error", "session_closed"),
+    "unknown_answer": ("invalid_request_error", "previous_response_not_found"),
 }
 
 

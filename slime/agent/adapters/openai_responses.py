@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired, text_parts
-from slime.agent.adapters.common import Reply, Stream
+from slime.agent.adapters.dialect import Reply, Stream
 from slime.agent.adapters.errors import ApiError, count, invalid, maybe, want
 from slime.agent.adapters.openai_chat import OpenAIDialect, sampling_of, tool_choice_of
 from slime.agent.adapters.unused import FUNCTION, RESPONSES, RESPONSES_ITEM, check_unused
@@ -17,6 +17,7 @@ from slime.agent.history import THOUGHTS, Message
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 _ROLES = ("user", "assistant", "system", "developer")
+_ID = "resp_"
 
 
 class Responses(OpenAIDialect):
@@ -29,6 +30,7 @@ class Responses(OpenAIDialect):
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
         items = want(given, list, "input", "a string or an array")
+        after = maybe(body, "previous_response_id", str, "a string")
 
         def read(start: int) -> list[Message]:
             messages: list[Message] = []
@@ -37,7 +39,7 @@ class Responses(OpenAIDialect):
                 messages.append({"role": "system", "content": told})
             for place, item in enumerate(items, start):
                 _add_item(messages, item, f"input[{place}]")
-            return paired(messages, start)
+            return paired(messages, start) if after is None else messages
 
         return Call(
             messages=request.messages(read),
@@ -46,6 +48,9 @@ class Responses(OpenAIDialect):
             stream=bool(maybe(body, "stream", bool, "a boolean")),
             model=maybe(body, "model", str, "a string") or "policy",
             uses_tools=tool_choice_of(body),
+            has_instructions=words is not None,
+            keeps=True,
+            after=after.removeprefix(_ID) if after is not None else None,
         )
 
     def answer(self, reply: Reply) -> dict[str, Any]:
@@ -56,7 +61,7 @@ class Responses(OpenAIDialect):
 
 
 def _refuse_what_is_not_done(body: dict[str, Any]) -> None:
-    for name in ("previous_response_id", "conversation", "prompt"):
+    for name in ("conversation", "prompt"):
         if body.get(name) is not None:
             raise invalid(f"'{name}' is not supported: send the whole input.", name)
     if maybe(body, "background", bool, "a boolean"):
@@ -175,7 +180,8 @@ def _response(call: Call, *, output: list[dict[str, Any]], reply: Reply | None =
     """The response object; without a reply it is one that is being made."""
     cut = reply is not None and reply.made.finish == "length"
     return {
-        "id": f"resp_{call.response_id}",
+        "id": f"{_ID}{call.response_id}",
+        "previous_response_id": f"{_ID}{call.after}" if call.after is not None else None,
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress" if reply is None else "incomplete" if cut else "completed",
