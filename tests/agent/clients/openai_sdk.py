@@ -1,4 +1,4 @@
-"""Run where the openai package is: two episodes over each of its APIs; prints what it saw."""
+"""Run where the openai package is: episodes over each of its APIs; prints what it saw."""
 
 import json
 import sys
@@ -48,20 +48,25 @@ def chat(stream):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def responses(stream):
-    items = [{"role": "user", "content": f"responses, stream {stream}"}]
+def responses(stream, named=False):
+    """`named`: what was said before is not sent again, but named by the id of the last answer."""
+    items = [{"role": "user", "content": f"responses, stream {stream}, named {named}"}]
+    options = {"model": "m", "tools": TOOLS, "instructions": "be brief"}
     while True:
         if stream:
-            with client.responses.stream(model="m", input=items, tools=TOOLS) as events:
+            with client.responses.stream(input=items, **options) as events:
                 for _ in events:
                     pass
                 answer = events.get_final_response()
         else:
-            answer = client.responses.create(model="m", input=items, tools=TOOLS)
+            answer = client.responses.create(input=items, **options)
         seen.append(
             {"api": f"responses {stream}", "text": answer.output_text, "tokens": answer.usage.output_tokens}
         )
-        items += [item.model_dump(exclude_none=True) for item in answer.output]
+        if named:
+            items, options = [], {**options, "previous_response_id": answer.id}
+        else:
+            items += [item.model_dump(exclude_none=True) for item in answer.output]
         calls = [item for item in answer.output if item.type == "function_call"]
         if not calls:
             return
@@ -73,6 +78,7 @@ def responses(stream):
 for way in (False, True):
     chat(way)
     responses(way)
+    responses(way, named=True)
 for wrong in (
     lambda: client.chat.completions.create(model="m", messages="hi"),
     lambda: openai.OpenAI(base_url=f"{url}/v1", api_key="nobody").models.with_raw_response.list(),
