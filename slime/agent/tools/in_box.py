@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from typing import Annotated, Self
 
-from slime.agent.sandbox import Limits, Sandbox, SandboxDied, open_sandbox
+from slime.agent.sandbox import Limits, Sandbox, SandboxDied, SandboxError, open_sandbox
 from slime.agent.tools.registry import ToolError, ToolServerDied
 
 _WORK = "/work"
@@ -73,7 +74,9 @@ class BoxTools:
 
     async def write_file(self, path: str, content: str) -> str:
         """Writes a whole file; one that exists is replaced."""
-        await (await self.box()).write_file(_absolute(path), content)
+        box = await self.box()
+        with _told_to_the_model():
+            await box.write_file(_absolute(path), content)
         return f"{path} has {len(content.splitlines())} lines now"
 
     async def edit_file(
@@ -90,12 +93,15 @@ class BoxTools:
             raise ToolError(
                 f"old {told}; copy a piece of {path} that occurs exactly once, with its indentation"
             )
-        await (await self.box()).write_file(_absolute(path), text.replace(old, new))
+        box = await self.box()
+        with _told_to_the_model():
+            await box.write_file(_absolute(path), text.replace(old, new))
         return f"{path} is changed"
 
     async def _text(self, path: str) -> str:
         box = await self.box()
-        text = await box.read_file(_absolute(path))
+        with _told_to_the_model():
+            text = await box.read_file(_absolute(path))
         if not text and (await self._exec(box, f"test -e {_quoted(_absolute(path))}"))[0] != 0:
             listing = (await self._exec(box, f"cd {_WORK} && find . -type f | head -20"))[1].split()
             raise ToolError(f"there is no file {path}; files here: {', '.join(listing) or 'none'}")
@@ -109,10 +115,19 @@ class BoxTools:
         return text or "[it printed nothing]"
 
     async def _exec(self, box: Sandbox, command: str) -> tuple[int, str, str]:
-        try:
+        with _told_to_the_model():
             return await box.exec(command, timeout=self._timeout_s, user="agent")
-        except SandboxDied as error:
-            raise ToolServerDied(str(error)) from error
+
+
+@contextlib.contextmanager
+def _told_to_the_model() -> Iterator[None]:
+    """What a box refuses (to read a folder, say) is an answer to the call; a box that is gone is none."""
+    try:
+        yield
+    except SandboxDied as error:
+        raise ToolServerDied(str(error)) from error
+    except SandboxError as error:
+        raise ToolError(str(error)) from error
 
 
 def _absolute(path: str) -> str:

@@ -73,6 +73,8 @@ def test_programs_and_files_share_one_box():
                 await ask("read_file", path="b.py")
             ).replace("./a.py, ./program.py", "./program.py, ./a.py")
             assert "first_line is 9" in await ask("read_file", path="a.py", first_line=9)
+            assert "cannot be read" in await ask("edit_file", path="", old="a", new="b")
+            assert "cannot be written" in await ask("write_file", path="a.py/b", content="x")
 
     asyncio.run(inner())
 
