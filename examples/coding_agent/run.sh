@@ -16,10 +16,10 @@ run=${RUN_DIR:-runs/examples/coding_agent}
 "$python" train.py \
     --hf-checkpoint "$run/warm-up/hf-7" --prompt-data "$run/tasks.jsonl" --input-key prompt --label-key label \
     --custom-generate-function-path examples/coding_agent/agent.py:generate \
-    --num-rollout 20 --rollout-batch-size 12 --n-samples-per-prompt 8 --global-batch-size 96 \
+    --num-rollout 14 --rollout-batch-size 12 --n-samples-per-prompt 8 --global-batch-size 96 \
     --rollout-max-response-len 300 --rollout-shuffle --lr 1e-3 --min-lr 2e-4 --lr-decay-style cosine --weight-decay 0 \
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
-    --eval-prompt-data held_out "$run/held_out.jsonl" --eval-interval 5 --n-samples-per-eval-prompt 1 \
-    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 20 --save-hf "$run/rl/hf-{rollout_id}" "$@"
+    --eval-prompt-data held_out "$run/held_out.jsonl" --eval-interval 7 --n-samples-per-eval-prompt 1 \
+    --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 14 --save-hf "$run/rl/hf-{rollout_id}" "$@"
 
 "$python" examples/coding_agent/data.py tell "$run/rl"
