@@ -139,19 +139,20 @@ def best_isolation() -> str:
 def why_not(kind: str) -> str | None:
     """Why a box of this kind does not start here; None: it does."""
     limits = Limits()
-    plan = walls(kind, limits, probe_uid())
+    # A user of its own here too: a box that ends kills all that its user runs, another program's try as well.
+    user = PrivateUser() if has_private_users() else None
+    plan = walls(kind, limits, user.uid if user else None)
     text = program_text(plan, limits)
     try:
         done = subprocess.run(plan.argv, input=text, capture_output=True, timeout=_PROBE_S, cwd="/")
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
+    finally:
+        if user:
+            user.release()
     if b'"python"' in done.stdout:
         return None
     return done.stderr.decode(errors="replace").strip()[-300:] or f"exit code {done.returncode}"
-
-
-def probe_uid() -> int | None:
-    return _LAST_UID + 1 if has_private_users() else None
 
 
 @functools.cache

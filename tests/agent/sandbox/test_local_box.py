@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -205,6 +207,14 @@ def test_a_ready_box_that_was_killed_is_not_handed_out():
                 assert (await box.exec("true"))[0] == 0
 
     asyncio.run(inner())
+
+
+def test_programs_that_try_a_kind_at_the_same_time_do_not_end_each_other():
+    code = f"from slime.agent.sandbox.isolation import why_not; print(why_not({PLAIN!r}))"
+    tries = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(8)
+    ]
+    assert [each.communicate(timeout=LONG_S)[0].strip() for each in tries] == ["None"] * 4
 
 
 @pytest.mark.skipif(not has_private_users(), reason="only root gives each box a user of its own")
