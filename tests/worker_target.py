@@ -49,6 +49,14 @@ class Target:
             pass
         return "spun"
 
+    def fork(self):
+        """A child that has all files of the worker, and stays."""
+        child = os.fork()
+        if child == 0:
+            time.sleep(300)
+            os._exit(0)
+        return child
+
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -2,7 +2,7 @@
 
 Each worker has a thread that answers for it beside its work, so a long step is no silence. A stopped process,
 and one that hangs with Python's lock held, is: it is warned of, and after the limit its calls fail with what
-is known of the cause. One that ends is told of at once, whether or not somebody waits for it.
+is known of the cause. One that ends is told of by that event itself, whether or not somebody waits for it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,12 @@ class Beating(Protocol):
     """A worker as the watch sees it."""
 
     name: str
+    end: concurrent.futures.Future[WorkerDied]  # done as soon as it has ended: how
+    ended_here: bool  # on purpose: set before it is killed
 
     @property
     def title(self) -> str:
         """Its name, and its process where that is known."""
-
-    def has_ended(self) -> bool:
-        """Nobody needs to watch it any more."""
-
-    def death(self) -> WorkerDied | None:
-        """How it ended, if nobody here ended it."""
 
     def heard(self) -> bool:
         """Whether it gave a sign of life since the last question."""
@@ -123,15 +119,18 @@ class HeartbeatWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, worker: Beating) -> None:
+        watched = _Watched(worker, self._limit_s, self._give_up)
         with self._lock:
-            self._watched.append(_Watched(worker, self._limit_s, self._give_up))
+            self._watched.append(watched)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
                 self._thread.start()
+        worker.end.add_done_callback(lambda end: self._bury(watched, end.result()))
 
     def forget_failure(self) -> None:
         """Who was silent has been replaced: `failure` is for the next one."""
-        self.failure = concurrent.futures.Future()
+        with self._lock:
+            self.failure = concurrent.futures.Future()
 
     def close(self) -> None:
         self._closed.set()
@@ -143,30 +142,31 @@ class HeartbeatWatch:
         except Exception:  # what happened matters more than what can be told of it
             logger.exception("the chain of causes cannot be told")
         worker.fail(error)
-        self._fail(error)
+        with self._lock:
+            self._fail(error)
 
     def _fail(self, error: WorkerDied) -> None:
+        """With the lock: workers end on threads of their own."""
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    def _bury(self, watched: _Watched) -> None:
-        watched.leave()
-        death = watched.worker.death()
-        if death is not None and not self._closed.is_set():
-            self._fail(death)
+    def _bury(self, watched: _Watched, death: WorkerDied) -> None:
+        """The end itself calls this, on the thread that saw it: no look of the watch comes between."""
+        with self._lock:
+            self._watched.remove(watched)
+            watched.leave()
+            # Asked here: who is ended because another was lost is no failure of those that come after.
+            if not watched.worker.ended_here and not self._closed.is_set():
+                self._fail(death)
 
     def _run(self) -> None:
         last = time.monotonic()
         while not self._closed.wait(BEAT_S):
             now = time.monotonic()
             elapsed_s, last = now - last, now
-            with self._lock:
-                ended = [one for one in self._watched if one.worker.has_ended()]
-                self._watched = [one for one in self._watched if one not in ended]
-                watched = list(self._watched)
-            for one in ended:
-                self._bury(one)
-            for one in watched:
+            for one in list(self._watched):
                 one.look(elapsed_s)
+                if one.worker.end.done():  # meanwhile: it has no wait any more
+                    one.leave()
         for one in self._watched:
             one.leave()

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Generic
 
@@ -97,12 +97,14 @@ class ProcessHandle(Handle[T]):
         self._ids = itertools.count()
         self._pending: dict[int, concurrent.futures.Future[Any]] = {}
         self._lock = threading.Lock()
-        self._closed = False
-        self._ended_here = False
+        self.end: concurrent.futures.Future[WorkerDied] = concurrent.futures.Future()
+        self.ended_here = False
+        self._death: WorkerDied | None = None
         self._heard = False  # set by every frame, reset by the watch
         self._silence: WorkerSilent | None = None  # set by the watch
         self.notes = Notes()
         self._process, self._connection = _start_worker(spec, log_path, shm_prefix)
+        self._exit = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
         threading.Thread(target=self._read, name=f"{self.name}-answers", daemon=True).start()
 
     @property
@@ -114,8 +116,8 @@ class ProcessHandle(Handle[T]):
         call_id = next(self._ids)
         frame = encode_call(lane, call_id, method, args, kwargs)
         with self._lock:
-            if self._closed:
-                future.set_exception(self._death())
+            if self._death is not None:
+                future.set_exception(self._death)
             elif self._silence is not None:
                 future.set_exception(self._silence)
             else:
@@ -128,20 +130,32 @@ class ProcessHandle(Handle[T]):
     def _read(self) -> None:
         while True:
             try:
-                frame = self._connection.recv_bytes()
+                frame = self._next_frame()
             except (EOFError, OSError):
-                self._process.wait()
-                with self._lock:
-                    self._closed = True
-                    pending, self._pending = list(self._pending.values()), {}
-                for future in pending:
-                    future.set_exception(self._death())
+                self._see_end()
                 return
             if frame.startswith(BEAT):
                 self.notes = pickle.loads(frame[len(BEAT) :])
             else:
                 self._take_answer(frame)
             self._heard = True
+
+    def _next_frame(self) -> bytes:
+        """EOFError: its process has ended, also where a child that it forked still holds the socket."""
+        if self._exit is not None and self._connection not in wait([self._connection, self._exit]):
+            raise EOFError
+        return self._connection.recv_bytes()
+
+    def _see_end(self) -> None:
+        self._process.wait()
+        if self._exit is not None:
+            os.close(self._exit)
+        with self._lock:
+            death = self._death = self._died()
+            pending, self._pending = list(self._pending.values()), {}
+        self.end.set_result(death)
+        for future in pending:
+            future.set_exception(death)
 
     def _take_answer(self, frame: bytes) -> None:
         call_id, ok, value = pickle.loads(frame)
@@ -154,13 +168,13 @@ class ProcessHandle(Handle[T]):
         else:
             future.set_exception(value)
 
-    def _death(self) -> WorkerDied:
+    def _died(self) -> WorkerDied:
         code = self._process.poll()
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
         return WorkerDied(f"{self.name} {how}; last lines of {self.log_path}:\n{last_lines(self.log_path)}")
 
     def kill(self) -> None:
-        self._ended_here = True
+        self.ended_here = True
         stop_process(self._process, grace_s=0.0)
 
     # ---- what the watch over heartbeats asks ---------------------------------------------------------------
@@ -168,12 +182,6 @@ class ProcessHandle(Handle[T]):
     @property
     def title(self) -> str:
         return f"{self.name} (pid {self.pid})"
-
-    def has_ended(self) -> bool:
-        return self._closed
-
-    def death(self) -> WorkerDied | None:
-        return self._death() if self._closed and not self._ended_here else None
 
     def heard(self) -> bool:
         heard, self._heard = self._heard, False
@@ -274,7 +282,7 @@ class LocalRuntime:
 
     def _processes(self) -> list[ProcessHandle[Any]]:
         found = [handle for handle in self._handles if isinstance(handle, ProcessHandle)]
-        return [handle for handle in found if not handle.has_ended()]
+        return [handle for handle in found if not handle.end.done()]
 
     def put(self, value: R) -> SegmentRef[R]:
         data = tensor_pickle.dumps(value)

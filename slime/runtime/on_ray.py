@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ _CLAIM_DEADLINE_S = 120.0
 _ANSWER_S = 30.0  # of a machine that is asked whether it is there
 _STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
 _PULSE, _FIRST_PULSE_S = "pulse", 10.0
+_LIFE = "life"
 _Found = tuple[str, str, tuple[int, ...]]  # node, its address, our devices on it
 _DEATHS = (
     ray.exceptions.RayActorError,
@@ -60,7 +62,7 @@ def _join_or_start() -> None:
 
 
 class _Actor:
-    """Holds the object. Callers name the concurrency group: one for each lane, and one for the heartbeat."""
+    """Holds the object. Callers name the concurrency group: one for each lane, two for its life."""
 
     def __init__(
         self, log: tuple[Path, str], cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -79,6 +81,10 @@ class _Actor:
     def pulse(self) -> tuple[str, int, Notes]:
         """Where it lives: node and process; and what it waits for."""
         return ray.get_runtime_context().get_node_id(), os.getpid(), self._notebook.look()
+
+    def live(self) -> None:
+        """Never answers: with its process ends the call, which Ray tells at once."""
+        threading.Event().wait()
 
     def dump_stacks(self) -> None:
         """Writes its stacks to its log, where stderr goes."""
@@ -132,7 +138,7 @@ class RayHandle(Handle[T]):
     def __init__(self, spec: WorkerSpec, node_id: str, make: tuple[Any, ...]):
         self.name, self._log = spec.name, make[0][0]
         devices = spec.slot.env if spec.slot is not None else {}
-        actor_class = ray.remote(concurrency_groups={WORK: 1, CONTROL: 1, _PULSE: 1})(_Actor)
+        actor_class = ray.remote(concurrency_groups={WORK: 1, CONTROL: 1, _PULSE: 1, _LIFE: 1})(_Actor)
         options = actor_class.options(
             num_cpus=0,
             num_gpus=0,  # placement names the devices; Ray's own bookkeeping would hide shared ones
@@ -144,10 +150,12 @@ class RayHandle(Handle[T]):
         self._node: str | None = None  # where it was found; None: it has not answered yet
         self._pid = 0
         self._question: Any = None  # the heartbeat that is under way
-        self._ended = False
-        self._death: WorkerDied | None = None  # where nobody here ended it
+        self.end: concurrent.futures.Future[WorkerDied] = concurrent.futures.Future()
+        self.ended_here = False
         self.silence: WorkerSilent | None = None  # set by the watch
         self.notes = Notes()
+        life = self._actor.live.options(concurrency_group=_LIFE).remote()
+        life.future().add_done_callback(lambda life: self.end.set_result(self.died(life.exception())))
 
     def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RayFuture[Any]:
         answer = self._actor.run.options(concurrency_group=lane).remote(method, args, kwargs)
@@ -173,7 +181,7 @@ class RayHandle(Handle[T]):
         self._actor.dump_stacks.options(concurrency_group=_PULSE).remote()
 
     def kill(self) -> None:
-        self._ended = True
+        self.ended_here = True
         ray.kill(self._actor)
 
     # ---- what the watch over heartbeats asks ---------------------------------------------------------------
@@ -182,24 +190,14 @@ class RayHandle(Handle[T]):
     def title(self) -> str:
         return f"{self.name} (pid {self._pid} on node {self._node})"
 
-    def has_ended(self) -> bool:
-        return self._ended
-
-    def death(self) -> WorkerDied | None:
-        return self._death
-
     def heard(self) -> bool:
         """Whether it answered. Until its first answer it is placed and made, which takes what it takes."""
         if self._question is None:
             self._question = self._ask()
         if not ray.wait([self._question], timeout=0)[0]:
             return self._node is None
-        try:
+        with contextlib.suppress(ray.exceptions.RayError):  # it died, which is told as its end
             self._place(ray.get(self._question))
-        except ray.exceptions.RayError as error:  # it died, as those who wait for it are told
-            if not self._ended:
-                self._death = self.died(error)
-            self._ended = True
         self._question = None
         return True
 
@@ -377,7 +375,7 @@ class RayRuntime:
 
     def _actors(self) -> list[RayHandle[Any]]:
         found = [handle for handle in self._handles if isinstance(handle, RayHandle)]
-        return [handle for handle in found if not handle.has_ended()]
+        return [handle for handle in found if not handle.end.done()]
 
     def put(self, value: R) -> ObjectRef[R]:
         return ObjectRef((ray.put(value),))

@@ -11,11 +11,11 @@ import warm_start
 from patience import PATIENCE_S, eventually
 from worker_target import Target, Unreadable
 
+from slime.runtime import heartbeat
 from slime.runtime.base import Guarded, WorkerDied, WorkerSpec, gather
 from slime.runtime.heartbeat import WorkerSilent
 from slime.runtime.local import LocalFuture, LocalRuntime
 from slime.runtime.placement import Slot
-from slime.runtime.worker import BEAT_S
 from slime.utils import waits
 from slime.utils.machine import shm
 
@@ -173,16 +173,35 @@ def test_a_death_is_noticed_although_nobody_waits_with_the_last_lines_of_its_log
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"(?s)doomed.*these are my last words"):
         watched_alone.failure.result(PATIENCE_S)
-    assert BEAT_S <= 1.0  # it is looked for so often: within two seconds where the machine has time
+
+
+def test_the_death_itself_tells_of_it_and_no_look_of_a_watch(watched_alone, monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_S", 1e6)  # the watch never looks
+    doomed = watched_alone.spawn(WorkerSpec("doomed"), Target, 0)
+    os.kill(doomed.call(Target.pid).result(PATIENCE_S), signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="doomed"):
+        watched_alone.failure.result(PATIENCE_S)
+
+
+def test_a_death_is_noticed_although_a_child_of_the_worker_still_holds_its_socket(made):
+    runtime = made.new_runtime("local")
+    try:
+        doomed = runtime.spawn(WorkerSpec("doomed"), Target, 0)
+        child = doomed.call(Target.fork).result(PATIENCE_S)
+        os.kill(doomed.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="killed by signal 9"):
+            runtime.failure.result(PATIENCE_S)
+        os.kill(child, signal.SIGKILL)
+    finally:
+        runtime.close()
 
 
 def test_a_worker_that_was_ended_on_purpose_is_no_failure(watched):
     ended = watched.spawn(WorkerSpec("ended"), Target, 0)
     ended.call(Target.pid).result(PATIENCE_S)
     ended.kill()
-    eventually(ended.has_ended)
-    with pytest.raises(concurrent.futures.TimeoutError):
-        watched.failure.result(2.5)  # more than two looks
+    assert "ended" in str(ended.end.result(PATIENCE_S))
+    assert not watched.failure.done()
 
 
 def test_a_worker_tells_what_it_waits_for_and_where_it_stands(runtime, worker):
