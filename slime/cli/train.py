@@ -9,6 +9,7 @@ from typing import Any
 from slime.arguments import Args, explain_batch, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.cli.main import USER_MISTAKE, user_errors
+from slime.utils.files.folder_lock import refuse_locked
 
 
 def main(
@@ -24,6 +25,10 @@ def main(
         args = parse_args(argv, training_loop=training_loop)
         if args.dry_run:
             return dry_run(args, overlapped=training_loop == ASYNCHRONOUS)
+        # Before the checks, which take a while, and the screen, which shows what is logged in the folder.
+        refuse_locked(Path(args.run_dir), "--run-dir")
+        if args.save is not None:
+            refuse_locked(Path(args.save), "--save")
     with user_errors(traceback_file=Path(args.run_dir) / "error.txt"):
         # Here, because --help and a misspelt flag need no screen.
         from slime.cli.inspect.page_process import page_beside

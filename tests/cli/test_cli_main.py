@@ -10,6 +10,7 @@ from argument_helpers import base_argv
 from slime.arguments.all_flags import GROUPS, all_specs
 from slime.cli import main as cli
 from slime.cli import train as cli_train
+from slime.utils.files.folder_lock import FolderLock
 
 
 def run(*words):
@@ -113,6 +114,16 @@ def test_train_gets_the_parsed_settings():
     seen = []
     assert cli_train.main(base_argv(), train=seen.append) == 0
     assert seen[0].rollout_batch_size == 4
+
+
+def test_a_folder_in_use_is_refused_before_anything_is_checked_or_shown(capsys, tmp_path):
+    lock, seen = FolderLock(tmp_path, "--run-dir"), []
+    with pytest.raises(SystemExit) as stop:
+        cli_train.main([*base_argv(), "--run-dir", str(tmp_path)], train=seen.append)
+    lock.release()
+    shown = capsys.readouterr()
+    assert (stop.value.code, shown.out, seen) == (2, "", [])
+    assert f"--run-dir {tmp_path} is in use by process {os.getpid()}" in shown.err
 
 
 def test_user_mistake_while_training_is_one_line_and_keeps_the_details(capsys, tmp_path):

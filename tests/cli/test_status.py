@@ -1,6 +1,10 @@
 """`slime status` and `slime watch`: what a folder says of its run, going on, ended or killed."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -89,6 +93,24 @@ def test_watching_ends_with_the_run(run_dir, capsys, monkeypatch):
     watcher.join(60)
     assert not watcher.is_alive()
     assert "finished" in capsys.readouterr().out
+
+
+def test_a_driver_that_is_stopped_is_told(run_dir, capsys):
+    hold = "import sys, time; from pathlib import Path; from slime.utils.files import folder_lock; "
+    hold += "lock = folder_lock.FolderLock(Path(sys.argv[1]), '--run-dir'); print('held', flush=True); "
+    hold += "time.sleep(600)"
+    driver = subprocess.Popen([sys.executable, "-c", hold, str(run_dir)], stdout=subprocess.PIPE)
+    try:
+        assert driver.stdout.readline() == b"held\n"
+        main(["status", str(run_dir)])
+        assert "is stopped" not in capsys.readouterr().out
+        driver.send_signal(signal.SIGSTOP)
+        os.waitpid(driver.pid, os.WUNTRACED)
+        main(["status", str(run_dir)])
+        assert f"(process {driver.pid}) is stopped (SIGSTOP)" in capsys.readouterr().out
+    finally:
+        driver.kill()
+        driver.wait()
 
 
 @pytest.mark.parametrize("command", ["status", "watch"])

@@ -109,6 +109,7 @@ def test_a_second_run_in_the_same_folders_is_refused_while_the_first_one_runs_an
             second.returncode == 2
             and f"--run-dir {world}/one is in use by process {first.pid}" in second.stderr
         )
+        assert second.stdout == "", "what the first one logs there is not shown as the second one's"
     finally:
         first.kill()
         first.wait()

@@ -18,8 +18,9 @@ from slime.observability.terminal.progress import Progress, duration, short, spa
 from slime.observability.terminal.terminal import Terminal
 from slime.observability.tracking import read_metrics
 from slime.observability.wait_table import WaitTable, read_table
-from slime.utils.files.folder_lock import is_locked
+from slime.utils.files.folder_lock import holder_here, is_locked
 from slime.utils.files.run_file import METRICS_FILE, RunRecord, no_run, read_run
+from slime.utils.machine.vital_signs import signs_of
 from slime.utils.printable import printable
 
 _EVERY_S = 2.0
@@ -132,8 +133,18 @@ def _read(run: Path) -> Status | str:
     # A run that came to its end waits for nothing; of one that was stopped it is told why it was.
     table = read_table(run) if state != "finished" else None
     lines, values = _lines(run, record, state, rows)
+    lines[1:1] = _stopped_lines(run) if running else []
     lines += _wait_lines(table, running) if table is not None else []
     return Status(record.name, state, tuple(map(printable, lines)), values, table)
+
+
+def _stopped_lines(run: Path) -> list[str]:
+    """A driver that is stopped watches nobody: nothing of the run goes on, and nothing else would tell."""
+    driver = holder_here(run, "--run-dir")
+    signs = signs_of([driver]) if driver is not None else None
+    if signs is None or not signs.stopped:
+        return []
+    return [f"  its driver (process {driver}) is stopped (SIGSTOP): `kill -CONT {driver}` lets it go on"]
 
 
 def _wait_lines(table: WaitTable, running: bool) -> list[str]:

@@ -100,6 +100,22 @@ def is_locked(folder: Path, flag: str) -> bool:
     return False
 
 
+def holder_here(folder: Path, flag: str) -> int | None:
+    """The process that says that it holds the lock; None: it is on another machine, or unknown."""
+    try:
+        found = json.loads(lock_file(folder, flag).read_text())
+    except (OSError, ValueError):
+        return None
+    here = isinstance(found, dict) and found.get("host") == socket.gethostname()
+    return found["pid"] if here and isinstance(found.get("pid"), int) else None
+
+
+def refuse_locked(folder: Path, flag: str) -> None:
+    """Raises `FolderTaken` where somebody holds the lock of a folder, and goes on to hold it."""
+    if is_locked(folder, flag):
+        FolderLock(folder, flag).release()
+
+
 def _is_at(fd: int, path: Path) -> bool:
     """Whether the file that was opened is still the one of that name."""
     try:
