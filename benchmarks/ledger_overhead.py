@@ -1,11 +1,11 @@
-"""What does the ledger cost, of a training step?
+"""What do the ledger and the record of samples cost, of a training step?
 
     python benchmarks/ledger_overhead.py                # beside the step of the SmolLM2 quick start
     python benchmarks/ledger_overhead.py --shape tiny   # 576 answers of 6 tokens, the tiny quick start
-    python benchmarks/ledger_overhead.py --shape large  # 256 answers of 4,096 tokens, a step of a minute
+    python benchmarks/ledger_overhead.py --shape large  # 512 answers of 950 tokens, a 4B step on an H200
 
-All events of a step and whole samples and batches as they are kept until a checkpoint covers them, until they
-lie in record.db, for each --record-sync. CPU seconds of the process, and the seconds that the disk kept it
+All events of a step, whole samples and batches as they are kept until a checkpoint covers them, and the
+samples as they are shown, until they lie in record.db, for each --record-sync. CPU seconds of the process, and the seconds that the disk kept it
 waiting. Goals: 3% of a quick-start step, 1% of one with 4B parameters.
 """
 
@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 from record_overhead import STEP_S, _sample, cpu_seconds
 
-from slime.record import RECORD_FILE, RecordWriter
+from slime.record import RECORD_FILE, RecordWriter, group_entries
 from slime.rollout.ledger import Ledger
 
 # Prompts, answers of each, tokens; seconds of a step (tiny: CPU seconds of all processes); goal.
 SHAPES = {
     "smollm2": ((6, 8, 30), STEP_S, 0.03),
     "tiny": ((36, 16, 6), 1.43, 0.03),
-    "large": ((32, 8, 4096), 60.0, 0.01),
+    "large": ((64, 8, 950), 47.8, 0.01),
 }
 
 
@@ -68,6 +68,7 @@ def play(folder: Path, sync: str, steps: list) -> None:
                 ledger.finished_from_prompt(sample)
         ledger.consumed(groups, "trained")
         ledger.cut(number)
+        writer.add("train", number, group_entries(groups, "trained"), version="run:1")
         ledger.made(number, {"batch": batch, "cursor": {}, "metrics": {}, "num_samples": 0})
         ledger.trained(number)
         if number % 5 == 4:
