@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from slime.record import plain_bytes
 from slime.record.schema import RecordError, open_for_reading
-from slime.record.tables import pack_table, unpack_table
+from slime.record.tables import pack_columns, unpack_table
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ class Finished(NamedTuple):
 
     Those of a group that come together are one row of each kind. `kept` is what the sample is made again from
     (the siblings of a fan-out are several), in containers of its own, since samples may change later; None:
-    it is not kept. `fields_of` makes of several what is written of each: where the rollout is complete before
-    the writer's turn comes, nobody will ask for it. Example: Finished(1754820000.1, 3, 17, 68, 0, 0, 4,
-    "8c1f", "completed", 1.0, True, [{"index": 68, "tokens": [5, 6]}], list, False, True).
+    it is not kept. `columns_of` makes of several what is written, by the names of fields: where the rollout
+    is complete before the writer's turn comes, nobody will ask for it. Example: Finished(1754820000.1, 3, 17,
+    68, 0, 0, 4, "8c1f", "completed", 1.0, True, [{"index": 68, "tokens": [5, 6]}], columns_of, False, True).
     """
 
     time: float
@@ -96,7 +96,7 @@ class Finished(NamedTuple):
     reward: object
     is_scored: bool
     kept: list[dict[str, Any]] | None
-    fields_of: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+    columns_of: Callable[[list[dict[str, Any]]], dict[str, list[Any]]]
     is_fan_out: bool
     is_small: bool  # it holds few numbers
 
@@ -196,11 +196,17 @@ def _packed_samples(notes: list[Finished]) -> bytes | None:
     """None: it holds something that no file can, or they are not of one kind."""
     [first, *others] = notes
     if not others:
-        value = {"fan_out": first.is_fan_out, "samples": first.fields_of(first.kept or [])}
-        return _packed(value, f"sample {first.sample_index}")
+        kept = first.kept or []
+        # One by one, since what was attached later may differ between siblings.
+        samples = [{name: value for name, [value] in first.columns_of([fields]).items()} for fields in kept]
+        return _packed({"fan_out": first.is_fan_out, "samples": samples}, f"sample {first.sample_index}")
     if any(note.is_fan_out for note in notes):
         return None
-    return pack_table(first.fields_of([fields for note in notes for fields in note.kept or ()]))
+    several = [fields for note in notes for fields in note.kept or ()]
+    names = several[0].keys()
+    if any(fields.keys() != names for fields in several):
+        return None
+    return pack_columns(first.columns_of(several), len(several))
 
 
 @dataclass(frozen=True, slots=True)

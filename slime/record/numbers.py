@@ -59,7 +59,7 @@ def pack_group(samples: Sequence[Sample]) -> bytes | None:
                 "ids": [ids.typecode, lengths],
                 "log_probs": [None if row is None else len(row) for row in log_probs],
                 "masks": masks,
-                "versions": list(map(versions_text, samples)),
+                "versions": _versions_of(samples),
             }
         ).encode()
     except (TypeError, ValueError, OverflowError):
@@ -119,6 +119,13 @@ def pack_alone(sample: Sample) -> tuple[bytes, bytes | None, bytes | None, str |
 
 def versions_text(sample: Sample) -> str | None:
     return _versions(tuple(map(tuple, sample.version_spans))) if sample.version_spans else None
+
+
+def _versions_of(samples: Sequence[Sample]) -> list[str | None]:
+    spans = [sample.version_spans for sample in samples]
+    if spans.count(spans[0]) == len(spans):  # most groups are made by one version
+        return [versions_text(samples[0])] * len(spans)
+    return list(map(versions_text, samples))
 
 
 @functools.lru_cache(maxsize=1024)

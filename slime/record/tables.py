@@ -29,15 +29,20 @@ def pack_table(rows: list[dict[str, Any]]) -> bytes | None:
     names = rows[0].keys()
     if not names or any(row.keys() != names for row in rows):
         return None
+    return pack_columns({name: [row[name] for row in rows] for name in names}, len(rows))
+
+
+def pack_columns(values_of: dict[str, list[Any]], count: int) -> bytes | None:
+    """The same of what is given by names: the values of all rows for each."""
     columns, blobs = [], []
-    for name in names:
-        column, blob = _pack_column([row[name] for row in rows])
+    for values in values_of.values():
+        column, blob = _pack_column(values)
         if column is None:
             return None
         columns.append(column)
         blobs.append(blob)
     try:
-        text = _as_json({"names": list(names), "count": len(rows), "columns": columns})
+        text = _as_json({"names": list(values_of), "count": count, "columns": columns})
     except (ValueError, RecursionError):  # an integer of thousands of digits; half of a surrogate pair is one
         return None
     header = text.encode("utf-8", "surrogatepass")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 import logging
 import operator
@@ -48,6 +49,7 @@ _OF_NUMBERS = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
 _COUNTS = {name: vars(_NEW[name]) for name in ("spec_info", "prefix_cache_info")}
 _APART = {*_OF_NUMBERS, *_COUNTS, *_NOT_KEPT, "status", "version_spans"}
 _CONTAINERS = {n: v for n, v in _NEW.items() if isinstance(v, (list, dict)) and n not in _APART}
+_MAY_BE_NEW = {**_CONTAINERS, **_COUNTS}
 _PLAIN = tuple(name for name in _NEW if name not in _APART and name not in _CONTAINERS)
 _PLAIN_NEW = tuple(_NEW[name] for name in _PLAIN)
 _plain_values = operator.itemgetter(*_PLAIN)
@@ -203,7 +205,7 @@ class Ledger:
             _rewards(samples),
             is_scored,
             [_own_fields(s) for s in samples] if whole else None,
-            _kept_fields,
+            _kept_columns,
             isinstance(made, list),
             size <= _FEW_TOKENS,
         )
@@ -340,29 +342,23 @@ def _own_fields(sample: Sample) -> dict[str, Any]:
     return fields
 
 
-def _kept_fields(several: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _kept_columns(several: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """What is written of `_own_fields`: no media, no times of work, nothing that all new samples have."""
-    names = [
-        name
-        for name, new in zip(_PLAIN, _PLAIN_NEW, strict=True)
-        if any(fields[name] is not new for fields in several)
-    ]
-    names += [name for name in _OF_NUMBERS if any(fields[name] is not None for fields in several)]
-    names += [
-        name
-        for name, new in (_CONTAINERS | _COUNTS).items()
-        if any((value := fields[name]) != new or type(value) is not type(new) for fields in several)
-    ]
-    attached = set[str]().union(*several) - _FIELDS - _NOT_KEPT
-    kept = []
-    for fields in several:
-        row = {name: fields[name] for name in names}
-        row["status"] = fields["status"].value
-        row["version_spans"] = _spans_text(fields["version_spans"])
-        kept.append(row)
-        if attached:
-            row.update((name, fields[name]) for name in attached if name in fields)
-    return kept
+    plain = zip(_PLAIN, _PLAIN_NEW, zip(*map(_plain_values, several), strict=True), strict=True)
+    columns = {n: list(v) for n, new, v in plain if not all(map(operator.is_, v, itertools.repeat(new)))}
+    for name in _OF_NUMBERS:
+        values = [fields[name] for fields in several]
+        if values.count(None) < len(values):
+            columns[name] = values
+    for name, new in _MAY_BE_NEW.items():
+        values = [fields[name] for fields in several]
+        if values.count(new) < len(values) or set(map(type, values)) != {type(new)}:
+            columns[name] = values
+    columns["status"] = [fields["status"]._value_ for fields in several]
+    columns["version_spans"] = [_spans_text(fields["version_spans"]) for fields in several]
+    for name in several[0].keys() - _FIELDS - _NOT_KEPT:  # attached later
+        columns[name] = [fields[name] for fields in several]
+    return columns
 
 
 @functools.lru_cache(maxsize=1024)
