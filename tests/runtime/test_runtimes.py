@@ -176,7 +176,7 @@ def test_a_death_is_noticed_although_nobody_waits_with_the_last_lines_of_its_log
 
 
 def test_the_death_itself_tells_of_it_and_no_look_of_a_watch(watched_alone, monkeypatch):
-    monkeypatch.setattr(heartbeat, "BEAT_S", 1e6)  # the watch never looks
+    monkeypatch.setattr(heartbeat._Watched, "look", lambda watched, elapsed_s: None)
     doomed = watched_alone.spawn(WorkerSpec("doomed"), Target, 0)
     os.kill(doomed.call(Target.pid).result(PATIENCE_S), signal.SIGKILL)
     with pytest.raises(WorkerDied, match="doomed"):
