@@ -322,6 +322,22 @@ async def stream(
     Raises `HttpError`: with the status of an error answer,
     or 0 when the connection ends before the event [DONE].
     """
+    told = stream_together(url, payload, headers, timeout_s=timeout_s, newest=newest)
+    async with contextlib.aclosing(told) as together:
+        async for events in together:
+            for event in events:
+                yield event
+
+
+async def stream_together(
+    url: str,
+    payload: Any,
+    headers: dict[str, str] | None = None,
+    *,
+    timeout_s: float | None = None,
+    newest: bool = False,
+) -> AsyncGenerator[list[Any], None]:
+    """As `stream`, those events at once that came at once: many short ones then cost a fraction."""
     observer = _observer.get()
     if observer is not None:
         observer.sending(url, payload)
@@ -329,24 +345,39 @@ async def stream(
     try:
         if _inner and (server := _inner.get(_origin(url))) is not None:
             async for event in await server("POST", url.split("/", 3)[3], payload, headers or {}):
-                yield event
+                yield [event]
             return
         told = with_token(url, headers)
         async with get_session().post(url, json=payload, headers=told, timeout=timeout) as response:
             if response.status >= 400:
                 raise HttpError(response.status, await response.text(errors="replace"), url)
-            async for events, ended in _events(response.content):
-                for text in events[-1:] if newest else events:
-                    event = _with_engine(json.loads(text), response.headers.get(ANSWERED_BY))
-                    if observer is not None:
+            async for texts, ended in _events(response.content):
+                chosen = texts[-1:] if newest else texts
+                events, unreadable = _decoded(chosen, response.headers.get(ANSWERED_BY))
+                if observer is not None:
+                    for event in events:
                         observer.answered(url, event)
-                    yield event
+                if events:
+                    yield events
+                if unreadable is not None:
+                    raise unreadable
                 if ended:
                     await _read_to_end(response)
                     return
     except (*_RETRYABLE, ValueError) as error:
         raise HttpError(0, f"the stream broke ({type(error).__name__}: {error})", url) from error
     raise HttpError(0, "the stream ended before its last event", url)
+
+
+def _decoded(texts: list[bytes], engine: str | None) -> tuple[list[Any], ValueError | None]:
+    """The events before the first that cannot be read, and why that cannot."""
+    events: list[Any] = []
+    for text in texts:
+        try:
+            events.append(_with_engine(json.loads(text), engine))
+        except ValueError as error:
+            return events, error
+    return events, None
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[list[bytes], bool]]:

@@ -59,8 +59,8 @@ class EngineClient:
 
     async def generate_together(
         self, requests: Sequence[GenerateRequest]
-    ) -> AsyncGenerator[tuple[int, Generation], None]:
-        """(place, answer) of requests that differ in their seeds alone, as each is finished.
+    ) -> AsyncGenerator[list[tuple[int, Generation]], None]:
+        """(place, answer) of requests that differ in their seeds alone, those together that came together.
 
         A request that is not told of has to be sent by itself, whatever went wrong. Whoever calls this keeps
         to `max_running` itself.
@@ -70,13 +70,9 @@ class EngineClient:
         headers = self._headers(requests[0], None)
         with waited:
             async with contextlib.aclosing(self._grouped.answers(requests, headers)) as answers:
-                async for place, event in answers:
-                    try:
-                        answer = Generation.from_json(event)
-                    except ValueError as error:
-                        logger.warning("an answer that cannot be read is asked for again: %s", error)
-                        continue
-                    yield place, answer
+                async for events in answers:
+                    read = [(place, _read(event)) for place, event in events]
+                    yield [(place, answer) for place, answer in read if answer is not None]
 
     async def stream(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None
@@ -123,6 +119,14 @@ class EngineClient:
         """
         slots = asyncio.Semaphore(MAX_ABORTS)
         await asyncio.gather(*(_abort(url, rid, slots) for url in engine_urls for rid in rids))
+
+
+def _read(event: Any) -> Generation | None:
+    try:
+        return Generation.from_json(event)
+    except ValueError as error:
+        logger.warning("an answer that cannot be read is asked for again: %s", error)
+        return None
 
 
 async def _abort(url: str, rid: str, slots: asyncio.Semaphore) -> None:

@@ -44,9 +44,9 @@ class GroupedRequests:
 
     async def answers(
         self, requests: Sequence[GenerateRequest], headers: Mapping[str, str]
-    ) -> AsyncGenerator[tuple[int, Any], None]:
-        """(place, answer) of requests that differ in their seeds alone, as each is finished; those that are
-        missing at the end have to be sent alone.
+    ) -> AsyncGenerator[list[tuple[int, Any]], None]:
+        """(place, answer) of requests that differ in their seeds alone, as they are finished, those together
+        that came together; those that are missing at the end have to be sent alone.
         """
         if not self.takes(requests[0]):
             return
@@ -54,15 +54,20 @@ class GroupedRequests:
             # More than that in turns: whoever has such groups has enough others in flight.
             part = requests[start : start + MAX_MEMBERS]
             try:
-                events = http_utils.stream(
+                told = http_utils.stream_together(
                     self._url, siblings_json(part), dict(headers), timeout_s=self._timeout_s
                 )
-                async with contextlib.aclosing(events) as read:
-                    async for event in read:
-                        place = _finished_member(event)
-                        if place is not None and place < len(part):
+                async with contextlib.aclosing(told) as read:
+                    async for events in read:
+                        places = map(_finished_member, events)
+                        found = [
+                            (start + place, event)
+                            for place, event in zip(places, events, strict=True)
+                            if place is not None and place < len(part)
+                        ]
+                        if found:
                             self._refusals = 0
-                            yield start + place, event
+                            yield found
             except http_utils.HttpError as error:
                 self._note_refusal(error)
 

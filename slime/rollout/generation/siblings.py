@@ -103,26 +103,21 @@ async def generate_siblings(
     made: dict[int, Entry] = {}
 
     async def follow(places: list[int], way: Work) -> None:
-        taken = places.copy()
-        places.clear()  # who comes from now on is followed by another
-        made.update(zip(taken, await side_by_side(way, [samples[place] for place in taken]), strict=True))
+        made.update(zip(places, await side_by_side(way, [samples[place] for place in places]), strict=True))
 
     try:
         async with asyncio.TaskGroup() as tasks:
             missing = set(range(len(samples)))
             if budget != 0:
                 requests = sibling_requests(args, samples, sampling_params, budget)
-                came: list[int] = []  # and are not yet followed
                 told = _answers(args, samples, requests, ways)
                 async with contextlib.aclosing(told) as answers:
-                    async for place, is_whole in answers:
-                        missing.discard(place)
-                        if not is_whole:
+                    async for came in answers:
+                        missing.difference_update(came)
+                        whole = [place for place, is_whole in came.items() if is_whole]
+                        tasks.create_task(follow(whole, finish))
+                        for place in came.keys() - whole:
                             tasks.create_task(follow([place], alone))
-                            continue
-                        came.append(place)
-                        if len(came) == 1:  # those that came in the same moment are finished together
-                            tasks.create_task(follow(came, finish))
             for place in sorted(missing):
                 tasks.create_task(follow([place], alone))
     except BaseExceptionGroup as several:
@@ -136,28 +131,32 @@ async def _answers(
     samples: list[Sample],
     requests: Sequence[GenerateRequest],
     ways: Ways,
-) -> AsyncGenerator[tuple[int, bool], None]:
-    """(place, whether the sample has its answer) as they come; a sample that is not told of got none."""
+) -> AsyncGenerator[dict[int, bool], None]:
+    """By place, whether a sample has its answer, as they come; a sample that is not told of got none."""
     limit, scope = ways.limit, ways.scope
     await limit.enter(len(samples))
     waiting, began = set(range(len(samples))), None
     try:
         if scope.aborted:
-            for place, sample in enumerate(samples):
+            for sample in samples:
                 sample.status = Sample.Status.ABORTED
-                yield place, True
+            yield dict.fromkeys(range(len(samples)), True)
             return
         began, started = scope.begin([request.rid for request in requests]), time.time()
         async with contextlib.aclosing(ways.client.generate_together(requests)) as answers:
-            async for place, answer in answers:
-                if place in waiting:
-                    waiting.discard(place)
+            async for came in answers:
+                fresh = {place: answer for place, answer in came if place in waiting}
+                waiting.difference_update(fresh)
+                for place, answer in fresh.items():
                     limit.leave()
                     scope.end(requests[place].rid, began)
                     scope.note_tokens(len(answer.ids) if is_trained() else 0)
                     attrs = {"tokens": len(answer.ids), **ways.engine_of(answer)}
                     trace_stretch(samples[place], "generate", started, attrs)
-                    yield place, _take(args, requests[place], samples[place], answer, scope)
+                yield {
+                    place: _take(args, requests[place], samples[place], answer, scope)
+                    for place, answer in fresh.items()
+                }
     finally:
         for place in waiting:
             limit.leave()
