@@ -31,6 +31,9 @@ DOCUMENTS = "_slime_documents"  # attribute of a layer: the documents of the pas
 _PAD_TOKENS = 8
 _PAD_SHARE = 8
 _GROUP_TOKENS = 1 << 16
+# Documents up to so long are attended to by plain matrix products on a CPU, where torch's kernel has blocks
+# of more rows than they have tokens.
+_SHORT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,7 @@ class DocumentGroup:
     """Documents of similar length that are computed as one batch."""
 
     gather: Tensor  # [n, longest] stream positions; padding repeats a real one
-    scatter: Tensor  # [tokens of the group] row of the flattened [n * longest] result that belongs to each
-    targets: Tensor  # [tokens of the group] stream positions, in the order of `scatter`
+    real: Tensor  # [n * longest] whether it is no padding
 
 
 @dataclass(slots=True)
@@ -80,10 +82,10 @@ class PackedDocuments:
         """The document groups, and for each stream position its row in their joined results. Built once."""
         if self._groups is None:
             groups = _group_documents(self.lengths, self.cu_seqlens.device)
-            targets = torch.cat([group.targets for group in groups])
-            order = torch.empty_like(targets)
-            order[targets] = torch.arange(len(targets), device=targets.device)
-            self._groups = groups, order
+            rows = torch.cat([group.real for group in groups]).nonzero()[:, 0]
+            row_of = torch.empty_like(rows)
+            row_of[torch.cat([group.gather.flatten()[group.real] for group in groups])] = rows
+            self._groups = groups, row_of
         return self._groups
 
 
@@ -104,11 +106,7 @@ def _group_documents(lengths: tuple[int, ...], device: torch.device) -> list[Doc
         column = torch.arange(longest)
         real = column < sizes[members, None]
         positions = starts[members, None] + torch.where(real, column, 0)
-        groups.append(
-            DocumentGroup(
-                positions.to(device), real.flatten().nonzero()[:, 0].to(device), positions[real].to(device)
-            )
-        )
+        groups.append(DocumentGroup(positions.to(device), real.flatten().to(device)))
         begin = end
     return groups
 
@@ -121,44 +119,72 @@ def packed_attention(
     *,
     scale: float | None = None,
     variant: Variant = PLAIN,
+    places: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Causal attention within documents: query [T, H, D], key and value [T, G, D], H = n x G -> [T, H, D]."""
-    if variant is PLAIN and (operator := operator_for(query, key, value)) is not None:
+    """Causal attention within documents: query [T, H, D], key and value [T, G, D], H = n x G -> [T, H, D].
+
+    With `places` (see `by_document`) they are gathered into batches in any case.
+    """
+    if places is None and variant is PLAIN and (operator := operator_for(query, key, value)) is not None:
         chosen = query.shape[-1] ** -0.5 if scale is None else scale
         return operator(query, key, value, documents.cu_seqlens, documents.bounds, chosen)[0]
-    if (attend := varlen_for(query, variant)) is not None:
+    if places is None and (attend := varlen_for(query, variant)) is not None:
         bound, cu = documents.bound, documents.cu_seqlens
         return attend(query, key, value, cu, cu, bound, bound, scale, window=variant.window)
 
     def in_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _causal(q, k, v, scale) if variant is PLAIN else attend_to_prefix(q, k, v, scale, variant)
 
-    return by_document(documents, in_batch, query, key, value)
+    return by_document(documents, in_batch, query, key, value, places=places)
 
 
-def by_document(documents: PackedDocuments, run: Callable[..., Tensor], *streams: Tensor) -> Tensor:
+def by_document(
+    documents: PackedDocuments,
+    run: Callable[..., Tensor],
+    *streams: Tensor,
+    places: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """`run` on batches [B, L, ...] of documents instead of packed `streams` [T, ...]; its rows back in place.
 
     Documents stand at the left of their row. What `run` makes of a token must not depend on later ones.
+    `places`: where the streams are not the documents one behind the other, for each token of the documents
+    its place in the streams, and for each token of the streams one of its places in the documents.
     """
-    if len(documents.lengths) == 1:
+    if len(documents.lengths) == 1 and places is None:
         return run(*(stream[None] for stream in streams))[0]
-    groups, order = documents.groups()
+    groups, rows = documents.groups()
     results = []
     for group in groups:
         index = group.gather.flatten()
+        index = index if places is None else places[0].index_select(0, index)
         batch = (x.index_select(0, index).view(*group.gather.shape, *x.shape[1:]) for x in streams)
-        results.append(run(*batch).flatten(0, 1).index_select(0, group.scatter))
-    return torch.cat(results).index_select(0, order)
+        results.append(run(*batch).flatten(0, 1))
+    joined = results[0] if len(results) == 1 else torch.cat(results)
+    return joined.index_select(0, rows if places is None else rows.index_select(0, places[1]))
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """[B, L, H, D] attention with a causal mask."""
+    if query.device.type == "cpu" and query.dtype.itemsize >= 4 and query.shape[1] <= _SHORT:
+        return _short_causal(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
+
+
+def _short_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """The same by three operations; all query heads of a key head are rows of one product."""
+    batch, length, heads, width = query.shape
+    groups, count = key.shape[2], heads // key.shape[2]
+    rows = query.view(batch, length, groups, count, width).permute(0, 2, 3, 1, 4)
+    keys, values = (x.transpose(1, 2).reshape(batch * groups, length, -1) for x in (key, value))
+    later = query.new_full((length, length), -torch.inf).triu_(1).repeat(count, 1)
+    rows = rows.reshape(batch * groups, count * length, width)
+    scores = torch.baddbmm(later, rows, keys.transpose(1, 2), alpha=scale)
+    out = torch.bmm(scores.softmax(-1), values)
+    return out.view(batch, groups, count, length, -1).permute(0, 3, 1, 2, 4).reshape(batch, length, heads, -1)
 
 
 # Operators for packed attention on CUDA, the fastest first; which of them runs for query heads per key head

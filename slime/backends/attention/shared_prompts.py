@@ -55,9 +55,8 @@ class PromptTree:
                 query, key, value, self.cu_query, self.cu_key, self.bound, self.bound, scale,
                 window=variant.window,
             )  # fmt: skip
-        query, key, value = (x.index_select(0, self.expand) for x in (query, key, value))
-        out = packed_attention(query, key, value, self.whole, scale=scale, variant=variant)
-        return out.index_select(0, self.own)
+        places = (self.expand, self.own)
+        return packed_attention(query, key, value, self.whole, scale=scale, variant=variant, places=places)
 
     def to(self, device: torch.device) -> "PromptTree":
         names = ("expand", "own", "cu_query", "cu_key", "keys", "readers", "reader_ends")
