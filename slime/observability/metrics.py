@@ -22,6 +22,7 @@ AGENT_KEY = "agent"
 LAGS = 5  # ages of tokens that are told apart, in weight pushes; the last stands for itself and all above
 _REPETITION_TAIL_CHARS = 10_000
 _REPETITION_RATIO = 10.0
+_EMPTY_BYTES = len(zlib.compress(b""))
 
 
 class MetricArgs(Protocol):
@@ -171,7 +172,9 @@ def pass_rates(rewards_by_group: Iterable[Sequence[float]]) -> dict[str, float]:
 def has_repetition(text: str) -> bool:
     """Whether the end of the text compresses more than tenfold: the mark of a model that loops."""
     tail = text[-_REPETITION_TAIL_CHARS:].encode(errors="replace")
-    return bool(tail) and len(tail) / len(zlib.compress(tail)) > _REPETITION_RATIO
+    if len(tail) <= _EMPTY_BYTES * _REPETITION_RATIO:
+        return False  # whatever it says: nothing is compressed to less
+    return len(tail) / len(zlib.compress(tail)) > _REPETITION_RATIO
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:

@@ -66,11 +66,15 @@ class LoopWatch:
 
         To be called in the task that goes on with it.
         """
-        with self._calling(), self.step(name):
-            try:
-                waits_for = call.send(None)
-            except StopIteration as end:
-                return True, end.value
+        self._begin_call()  # without context managers: most rewards take less time than these
+        step = self._begin_step(name)
+        try:
+            waits_for = call.send(None)
+        except StopIteration as end:
+            return True, end.value
+        finally:
+            self._end_step(step)
+            self._end_call()
         return False, self._go_on(name, call, waits_for)
 
     async def _go_on(self, name: str, call: Coroutine[Any, Any, Any], waits_for: Any) -> Any:
@@ -80,27 +84,40 @@ class LoopWatch:
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Around what runs on the loop without an await."""
-        step = _Step(name, threading.get_ident(), time.monotonic())
-        self._steps.add(step)
+        step = self._begin_step(name)
         try:
             yield
         finally:
-            self._steps.discard(step)
-            seconds = time.monotonic() - step.started
-            if seconds > SLOW_STEP_S:
-                self._tell(step, f"held up the event loop for {seconds:.1f} s")
+            self._end_step(step)
+
+    def _begin_step(self, name: str) -> _Step:
+        step = _Step(name, threading.get_ident(), time.monotonic())
+        self._steps.add(step)
+        return step
+
+    def _end_step(self, step: _Step) -> None:
+        self._steps.discard(step)
+        seconds = time.monotonic() - step.started
+        if seconds > SLOW_STEP_S:
+            self._tell(step, f"held up the event loop for {seconds:.1f} s")
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        with self._lock:
-            self._num_calls += 1
-            self._start()
+        self._begin_call()
         try:
             yield
         finally:
-            with self._lock:
-                self._num_calls -= 1
-                self._num_ended += 1
+            self._end_call()
+
+    def _begin_call(self) -> None:
+        with self._lock:
+            self._num_calls += 1
+            self._start()
+
+    def _end_call(self) -> None:
+        with self._lock:
+            self._num_calls -= 1
+            self._num_ended += 1
 
     def _start(self) -> None:
         if not self._wake.is_set():  # it stays awake between calls that follow each other
