@@ -212,7 +212,7 @@ def test_a_ready_box_that_was_killed_is_not_handed_out():
 def test_programs_that_try_a_kind_at_the_same_time_do_not_end_each_other():
     code = f"from slime.agent.sandbox.isolation import why_not; print(why_not({PLAIN!r}))"
     tries = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(8)
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
     assert [each.communicate(timeout=LONG_S)[0].strip() for each in tries] == ["None"] * 4
 
