@@ -5,8 +5,8 @@
     python benchmarks/ledger_overhead.py --shape large  # 512 answers of 950 tokens, a 4B step on an H200
 
 All events of a step, whole samples and batches as they are kept until a checkpoint covers them, and the
-samples as they are shown, until they lie in record.db, for each --record-sync. CPU seconds of the process, and the seconds that the disk kept it
-waiting. Goals: 3% of a quick-start step, 1% of one with 4B parameters.
+samples as they are shown, until they lie in record.db, for each --record-sync. CPU seconds of the process,
+and the seconds that the disk kept it waiting. Goals: 3% of a quick-start step, 1% of one with 4B parameters.
 """
 
 import argparse
