@@ -40,7 +40,7 @@ TARGETS: dict[str, tuple[str, ...] | None] = {
     "engine": ("slime.engines.embedded", "engines/sglang/launch.py"),
     "trainer": ("slime.runtime.worker",),
     "reward worker": ("rm_hub/workers/worker.py",),
-    "router": ("sglang_router.launch_router",),
+    "router": ("sglang_router.launch_router", "sglang::router"),  # the name that it gives itself
 }
 
 
