@@ -115,6 +115,26 @@ def test_finished_samples_of_an_unfinished_rollout_come_back_with_every_number(w
     assert ledger.recall(first) is None, "once"
 
 
+@pytest.mark.parametrize("attached", [(), (1,), (0, 1, 2, 3)])  # together they are packed by columns
+def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached):
+    ledger = world.start()
+    ledger.begin(0, "run:1")
+    group = group_of(0, copies=4)
+    ledger.issued([group], from_buffer=False)
+    made = [finish(sample, reward=reward) for sample, reward in zip(group, (0.0, -0.0, 1, 0.3), strict=True)]
+    for place in attached:
+        made[place].notes = f"attached later, to {place}"
+    made[2].non_generation_time, made[2].remove_sample, made[2].loss_mask = 0.5, True, [1, 0]
+    made[3].version_spans, made[3].turn_rewards = [("run:1", 0, 1), ("run:2", 1, 2)], [(0, 2, 0.5)]
+    for before, after in zip(group, made, strict=True):
+        ledger.finished(before, after)
+    ledger = world.start(any_version=True)
+    ledger.begin(0, "run:1")
+    found = [ledger.recall(sample) for sample in group]
+    assert [vars(sample) for sample in found] == [vars(sample) for sample in made]
+    assert [str(sample.reward) for sample in found] == ["0.0", "-0.0", "1", "0.3"]
+
+
 def test_samples_of_other_weights_attempts_or_settings_are_generated_again(world):
     ledger = world.start()
     ledger.begin(0, "run:1")
