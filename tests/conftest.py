@@ -21,12 +21,15 @@ settings.load_profile("repeatable")
 # Workers of `pytest -n` share the cores: each computes with one thread, and so do the processes it starts.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 # What is imported while tests are collected stays: looking for garbage in it, then and after every test that
 # makes some, costs more than most tests.
 gc.disable()
 
-# Runs of training, engines and workers are forked from a process that has imported what they need.
+# Runs of training, engines and workers are forked from a process that has imported what they need, and so are
+# the workers of `pytest -n`.
 warm_start.install()
 
 

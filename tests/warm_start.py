@@ -22,6 +22,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import multiprocessing.util
 import os
@@ -39,6 +40,7 @@ from slime.utils.machine.warm_start import LONGEST, ROOM, adopting_orphans, serv
 
 ROOT = Path(__file__).parent.parent
 IMPORTS = (
+    "hypothesis.strategies",
     "torch.distributed.checkpoint",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
@@ -67,9 +69,12 @@ _READ_AT_IMPORT = (
     "NUMBA_",
 )
 _READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONBREAKPOINT")
+_READ_LATER += ("TORCHINDUCTOR_CACHE_DIR",)  # set by torch itself, once it compiles something
 _IGNORED: set[signal.Signals] = set()  # by whoever started the tests (nohup): new processes ignore them too
 _WORKER = "from slime.runtime.worker import main; main()"
 _SPAWNED = "from multiprocessing.spawn import spawn_main; "
+_SWITCHES = ("-B", "-P")  # of an interpreter; the first follows from the environment
+_TESTS = "import sys;exec(eval(sys.stdin.readline()))"  # a worker of `pytest -n`, which imports it all, too
 # The first line of a program (`python -c`) of tests that may be started so: one that looks at no imports.
 WARM = "# starts warm\n"
 _ENGINE = "slime.engines.embedded"
@@ -94,12 +99,14 @@ def _program(words: list[str]) -> tuple[str, str, list[str]] | None:
     """(`-m`, `-c` or script, what to run, its arguments) of a command that a template can start."""
     if not words or words[0] != sys.executable or "ray" in words:  # Ray's own threads do not end in a fork
         return None
-    rest = words[2:] if words[1:2] in (["-P"], ["-B"]) else words[1:]
+    rest = list(itertools.dropwhile(_SWITCHES.__contains__, words[1:]))
     match rest:
         case ["-m", "slime.engines.embedded", *_]:
             return "-m", rest[1], rest[2:]
         case ["-m", "slime", "train" | "train-async" | "quickstart", *_]:
             return "-m", rest[1], rest[2:]
+        case ["-u", "-c", code] if code == _TESTS:
+            return "-c", code, []
         case ["-c", code, *_] if code == _WORKER or code.startswith((_SPAWNED, WARM)):
             return "-c", rest[1], rest[2:]
         case [script, *_] if Path(script).name in _SCRIPTS or Path(script).parent.name == "benchmarks":
@@ -259,7 +266,7 @@ def _job(
         "kind": kind,
         "what": what,
         "arguments": arguments,
-        "safe_path": words[1] == "-P",
+        "safe_path": "-P" in itertools.takewhile(_SWITCHES.__contains__, words[1:]),
         "shown": words,
         "environment": dict(os.environ if environment is None else environment),
         "cwd": os.getcwd() if folder is None else os.fspath(folder),
