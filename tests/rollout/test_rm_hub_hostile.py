@@ -16,10 +16,12 @@ from hostile_answers import EXPRESSIONS, TEXTS, answers_for
 from slime.observability.metrics import NOT_COMPARED_KEY, sample_metrics
 from slime.rollout.rm_hub import score_samples
 from slime.rollout.rm_hub.instructions import CHECKS
+from slime.rollout.rm_hub.workers import limits
 from slime.rollout.rm_hub.workers.pool import close_pools, get_pool
 from slime.utils.types import Sample
 
-CPU_LIMIT_S = 6.0  # a check is broken off after one; what is under way then ends late on a busy machine
+CPU_BUDGET_S = 0.3  # after which a check is broken off here; a run grants more (tests of the pool)
+CPU_LIMIT_S = 5.0  # what is under way then ends late on a busy machine
 TICKS_PER_S = 100
 LABELS = {"gpqa": "C", "f1": "the cat", "ifbench": None, "deepscaler": r"\frac{x}{2}+1"}
 ARGUMENTS = {
@@ -68,7 +70,8 @@ def make_sample(rm_type, response):
 
 
 @pytest.fixture(autouse=True)
-def _workers_of_one_test():
+def _workers_of_one_test(monkeypatch):
+    monkeypatch.setattr(limits, "CPU_BUDGET_S", CPU_BUDGET_S)
     yield
     close_pools()
 

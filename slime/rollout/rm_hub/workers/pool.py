@@ -29,6 +29,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.arguments.groups.rewards import RewardFlags
+from slime.rollout.rm_hub.workers import limits
 from slime.utils import waits
 from slime.utils.machine.processes import thread_environment
 from slime.utils.reward_failure import infra_error, invalid, too_large
@@ -179,7 +180,8 @@ class _Worker:
         self._connection.close()
 
     def run(self, function: str, arguments: tuple[Any, ...], deadline_s: float) -> Any:
-        self._send((function, arguments, deadline_s), deadline_s if self._loaded else _START_TIMEOUT_S)
+        request = function, arguments, deadline_s, min(limits.CPU_BUDGET_S, deadline_s)
+        self._send(request, deadline_s if self._loaded else _START_TIMEOUT_S)
         # Imports are slow and not the check's fault. A worker that has the function answers at once.
         allowed_s = deadline_s if function in self._loaded else max(_START_TIMEOUT_S, deadline_s)
         if not self._answers_within(allowed_s, look_every_s=deadline_s):
@@ -212,7 +214,7 @@ class _Worker:
             self.kill()  # broken off in the middle of a library's work, whose state nobody knows
         return invalid(f"{function} raised {value}") if kind == "error" else too_large(f"{function}: {value}")
 
-    def _send(self, request: tuple[str, tuple[Any, ...], float], allowed_s: float) -> None:
+    def _send(self, request: tuple[str, tuple[Any, ...], float, float], allowed_s: float) -> None:
         message = pickle.dumps(request)
         if len(message) <= _PIPE_BYTES:
             self._connection.send_bytes(message)

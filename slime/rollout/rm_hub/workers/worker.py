@@ -93,13 +93,13 @@ class _Worker:
     def serve(self) -> None:
         while True:
             try:
-                path, arguments, deadline_s = self._connection.recv()
+                path, arguments, deadline_s, cpu_s = self._connection.recv()
             except (EOFError, OSError):
                 return  # the pool is gone
             if path not in self._functions and not self._load(path):
                 continue
             self._connection.send(("ready", os.getpid()))
-            self._run(self._functions[path], arguments, deadline_s)
+            self._run(self._functions[path], arguments, deadline_s, cpu_s)
 
     def _load(self, path: str) -> bool:
         """Whether the request that asked for the function is to be served."""
@@ -128,12 +128,14 @@ class _Worker:
         self._is_child = True
         return is_first
 
-    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline_s: float) -> None:
+    def _run(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline_s: float, cpu_s: float
+    ) -> None:
         # Second line of defence, for a parent that cannot kill: the
         # default action of SIGALRM ends the process.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
-        kind, value = _outcome(self._budget, function, arguments, deadline_s)
+        kind, value = _outcome(self._budget, function, arguments, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, 0)
         spent = kind == "exhausted" and self._is_child
         try:
@@ -145,11 +147,10 @@ class _Worker:
 
 
 def _outcome(
-    budget: _Budget, function: Callable[..., Any], arguments: tuple[Any, ...], deadline_s: float
+    budget: _Budget, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float
 ) -> tuple[str, Any]:
     from slime.rollout.rm_hub.workers import limits  # here: `main` first sets the search path
 
-    seconds = min(limits.CPU_BUDGET_S, deadline_s)
     try:
         with limits.noting() as notes:
             value = budget.run(function, arguments, seconds)
