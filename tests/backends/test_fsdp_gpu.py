@@ -117,12 +117,22 @@ def test_offload_and_adapters_train_on_gpu(model, changes):
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 100_003])
 def test_a_16_bit_gradient_is_added_to_its_sum_as_torch_adds_it(size):
-    from slime.backends.fsdp import add_kernel
+    from slime.backends.shared import add_kernel
 
     total, part = torch.randn(size, device="cuda"), torch.randn(size, device="cuda").bfloat16()
     expected = total + part
     add_kernel.add_(total, part)
     assert torch.equal(total, expected)
+
+
+def test_16_bit_gradients_are_added_to_rows_that_stand_apart():
+    from slime.backends.shared import add_kernel
+
+    buffer, part = torch.randn(5, 3, 7000, device="cuda"), torch.randn(5, 7000, device="cuda").bfloat16()
+    expected = buffer.clone()
+    expected[:, 1] += part
+    add_kernel.add_rows_(buffer[:, 1].view(5, 70, 100), part.view(5, 70, 100))
+    assert torch.equal(buffer, expected)
 
 
 def test_bf16_on_gpu_trains_like_fp32_on_gpu(model):

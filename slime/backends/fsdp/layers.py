@@ -44,7 +44,7 @@ def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, 
         return
     if compiled:
         packed.prepare(*packed.head_shape(config))
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+        _compile_for_any_length()
     functions: dict[type, Callable[..., Any]] = {}
     for layer in layers:
         kind = type(layer)
@@ -52,6 +52,17 @@ def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, 
             function = _checkpointed(kind.forward, checkpointing)
             functions[kind] = torch.compile(function, dynamic=True) if compiled else function
         layer.forward = types.MethodType(functions[kind], layer)
+
+
+def _compile_for_any_length() -> None:
+    """Let torch compile a layer once for micro-batches of all sizes."""
+    from torch._inductor import config  # seconds to import, and needed where layers are compiled alone
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    # Sums over rows and over columns in one kernel, from some length on: below it the layer is compiled anew.
+    # A step is as fast without.
+    if hasattr(config.triton, "mix_order_reduction"):
+        config.triton.mix_order_reduction = False
 
 
 def _checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ def _add_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:
     if master.grad is None:
         master.grad = copy.grad.to(master.dtype)
     elif _is_large(master.grad, copy.grad):
-        from slime.backends.fsdp import add_kernel  # Triton, which CPU machines need not have
+        from slime.backends.shared import add_kernel  # Triton, which CPU machines need not have
 
         add_kernel.add_(master.grad, copy.grad)
     else:

@@ -34,10 +34,11 @@ def create_backend(
         cpu_shims.install()
     # After the shims: megatron-core asks for the device while it is imported.
     from slime.backends.megatron.backend import MegatronBackend
-    from slime.backends.megatron.fixes import without_transformer_engine
+    from slime.backends.megatron.fixes import list_kernels, without_transformer_engine
     from slime.backends.megatron.teacher import critic_args
 
     without_transformer_engine.install()
+    list_kernels.install()
     build = functools.partial(
         MegatronBackend, rank=rank, world_size=world_size, device=device, total_steps=total_steps
     )

@@ -7,11 +7,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.placed_adam import MomentPlan, PlacedAdamW
+
+_EPSILON = 1e-6  # as Megatron clips
 
 
 def build_optimizer(
@@ -78,8 +79,9 @@ def reload_copies(optimizer: MegatronOptimizer) -> None:
 def step(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
     """Clip and apply the gradients that `prepare_grads` has made ready."""
     for member in members(optimizer):
-        if clip_grad > 0 and member.get_parameters():
-            clip_grad_by_total_norm_fp32(member.get_parameters(), max_norm=clip_grad, total_norm=grad_norm)
+        gradients = [p.grad for p in member.get_parameters() if p.grad is not None]
+        if 0 < clip_grad < grad_norm + _EPSILON and gradients:
+            torch._foreach_mul_(gradients, clip_grad / (grad_norm + _EPSILON))
     with present(optimizer):
         optimizer.step_with_ready_grads()
 

@@ -56,3 +56,31 @@ def test_gradients_at_like_distances_are_one_view():
     assert _one_view(parts[::-1]) is None
     assert _one_view([parts[0], parts[1], parts[3]]) is None
     assert _one_view([parts[0], torch.zeros(2, 3)]) is None
+
+
+def test_experts_of_one_buffer_are_used_in_place():
+    from slime.backends.megatron.modules.experts import _Stacked
+
+    size, count = 6, 4
+    values, gradients = torch.randn(2 * size * count), torch.zeros(2 * size * count)
+    weights = []
+    for i in range(count):
+        place = slice(2 * size * i, 2 * size * i + size)  # beside each stands the expert's other matrix
+        weight = torch.nn.Parameter(torch.empty(0))
+        weight.data, weight.main_grad = values[place].view(2, 3), gradients[place].view(2, 3)
+        weights.append(weight)
+    joined = _Stacked.apply(*weights)
+    assert joined.data_ptr() == values.data_ptr()
+    torch.testing.assert_close(joined.detach(), torch.stack([weight.data for weight in weights]))
+    for _ in range(2):
+        _Stacked.apply(*weights).backward(torch.arange(4.0)[:, None, None].expand(4, 2, 3))
+    assert [float(weight.main_grad.sum()) for weight in weights] == [0.0, 12.0, 24.0, 36.0]
+    assert all(weight.grad is None for weight in weights)
+
+
+def test_the_norm_of_a_list_is_that_of_all_its_numbers():
+    from slime.backends.megatron.fixes.list_kernels import norm_of_list
+
+    parts = [torch.randn(size) for size in (3, 1, 70)]
+    norm, _ = norm_of_list(0, parts[0], [parts], False)
+    torch.testing.assert_close(norm, torch.cat(parts).norm().view(1))

@@ -1,7 +1,8 @@
 """Megatron's experts by grouped products: one operator for all experts of a rank instead of one call each.
 
 Parameters stay Megatron's, one pair per expert, so that checkpoints, gradient buffers and the optimizer know
-nothing of it. They are copied side by side for a pass, which takes less time than one expert's products.
+nothing of it. In Megatron's flat buffers those of a layer stand at like distances, last expert first: one
+view is all of them, and another their gradients. Without such a buffer they are copied side by side.
 """
 
 import itertools
@@ -17,6 +18,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from slime.backends.experts.operator import gated_experts
+
+_VIEW = (
+    "_slime_view"  # attribute of an expert's weight or gradient: the view of all experts', if there is one
+)
 
 
 class GroupedExperts(SequentialMLP):
@@ -47,9 +52,11 @@ class GroupedExperts(SequentialMLP):
 
     def compute(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """hidden [T, H], chosen and weights [T, k] -> [T, H]: the weighted sum of each token's experts."""
-        gate_up = self._side_by_side([expert.linear_fc1.weight for expert in self.local_experts])
-        down = self._side_by_side([expert.linear_fc2.weight for expert in self.local_experts])
-        return gated_experts(hidden, gate_up, down, chosen, weights)
+        first = [expert.linear_fc1.weight for expert in self.local_experts]
+        second = [expert.linear_fc2.weight for expert in self.local_experts]
+        if _view_of(first[::-1]) is not None and _view_of(second[::-1]) is not None:
+            first, second, chosen = first[::-1], second[::-1], len(first) - 1 - chosen
+        return gated_experts(hidden, self._side_by_side(first), self._side_by_side(second), chosen, weights)
 
     def _side_by_side(self, weights: list[Tensor]) -> Tensor:
         trained = self.adds_gradients and torch.is_grad_enabled()
@@ -64,18 +71,33 @@ class _Stacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
         ctx.weights = weights
-        return torch.stack(weights)
+        view = _view_of(list(weights))
+        return torch.stack(weights) if view is None else view
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         buffers = [weight.main_grad for weight in ctx.weights]
-        if (view := _one_view(buffers)) is not None:
-            view.add_(grads[0])
-        elif (view := _one_view(buffers[::-1])) is not None:
-            view.add_(grads[0].flip(0))
+        view, grad = _view_of(buffers), grads[0]
+        if view is not None and grad.is_cuda and grad.is_contiguous() and view.dtype == torch.float32:
+            from slime.backends.shared import add_kernel  # Triton, which CPU machines need not have
+
+            add_kernel.add_rows_(view, grad)
+        elif view is not None:
+            view.add_(grad)
         else:
-            torch._foreach_add_(buffers, list(grads[0].unbind()))
+            torch._foreach_add_(buffers, list(grad.unbind()))
         return (None,) * len(ctx.weights)
+
+
+def _view_of(parts: list[Tensor]) -> Tensor | None:
+    """`_one_view` of tensors without their history; looked for once, as buffers stay where they are."""
+    place = parts[0].data_ptr(), parts[-1].data_ptr()
+    known = getattr(parts[0], _VIEW, None)
+    if known is None or known[0] != place:
+        known = place, _one_view([part.detach() for part in parts])
+        setattr(parts[0], _VIEW, known)
+    view: Tensor | None = known[1]
+    return view
 
 
 def _one_view(parts: list[Tensor]) -> Tensor | None:
