@@ -310,7 +310,8 @@ def _load_both(
 
     with waits.telling(progress):
         if args.colocate:  # engines size their memory first
-            gather([rollout])
+            first: list[Future[object]] = [rollout, in_background(ranks.warm_up, "trainer-warm-up")]
+            gather(first)
             residency.make_room()
         loading = in_background(lambda: ranks.load(folder), "trainer-start")
         both: list[Future[object]] = [rollout, loading]

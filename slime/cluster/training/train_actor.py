@@ -23,6 +23,7 @@ from slime.batch.split import RankData
 from slime.cluster.checkpoints.checkpoint import files_of_rank
 from slime.cluster.training.rank_notes import RankNotes, notes_of
 from slime.cluster.training.rank_sender import RankSender
+from slime.cluster.training.warm_up import warm_up
 from slime.observability.logging_utils import configure_logger
 from slime.runtime.base import Ref, in_background
 from slime.step.agreement import Agreement, threshold_of
@@ -78,6 +79,11 @@ class RankProcess:
             world_size=self._world_size,
             timeout=self._timeout,
         )
+
+    def warm_up(self) -> None:
+        """What can be done for the model while others hold the device."""
+        if self._world_size == 1:
+            warm_up(self._args, self._device)
 
     def complete_copy(self, place: CopyPlace, files: dict[str, FileRecord]) -> list[str]:
         """A collective: the copy is whole on every machine afterwards, but for what is returned."""
@@ -185,7 +191,8 @@ class TrainActor:
         usual = self._plugin_args.rollout_temperature
         self._backend.change_setting("rollout_temperature", 1.0)
         try:
-            found = self._backend.log_probs(build_micro_batches(share.batch, share.scoring)).log_probs
+            with torch.compiler.set_stance("force_eager"):  # compiling for these few would take longer
+                found = self._backend.log_probs(build_micro_batches(share.batch, share.scoring)).log_probs
         finally:
             self._backend.change_setting("rollout_temperature", usual)
         indices = share.batch["sample_indices"]

@@ -91,7 +91,8 @@ class RankProcesses:
         self._presence = Presence()
         self._renewable = [Renewable(self._spawn(rank, args)) for rank in range(len(slots))]
         self._processes = Ranks(self._renewable, self._presence)
-        self._loaded: list[Future[bool]] = []  # one for each rank, once `load` is called
+        self._loaded: list[Future[bool]] = []  # one for each rank, once `join` is called
+        self._joined = False
 
     def _spawn(self, rank: int, args: Args) -> Handle[RankProcess]:
         env = {**thread_environment(_threads(args, self._slots)), **network_environment(self._run.host)}
@@ -119,14 +120,24 @@ class RankProcesses:
         """The ranks with their model; to be called once it is loaded."""
         return self._processes.part(RankProcess.actor)
 
+    def join(self) -> None:
+        """Ranks find each other; a second call does nothing."""
+        if self._processes.handles and not self._joined:
+            with phases.starting("trainer"):
+                gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
+            self._joined = True
+
+    def warm_up(self) -> None:
+        """Ranks do what can be done before there is room for their model."""
+        self.join()
+        gather(self._processes.begin(RankProcess.warm_up), _START_DEADLINE_S)
+
     def load(self, checkpoint: Path | None) -> TrainGroup:
         """Ranks meet, and build and load the model."""
         layouts: list[Layout] = []
+        self.join()
         if self._processes.handles:
-            with phases.starting("trainer"):
-                port = self._meet()
             with phases.starting("model") as told:
-                gather(self._processes.begin(RankProcess.join, port), _START_DEADLINE_S)
                 layouts = gather(self._processes.begin(RankProcess.load, checkpoint), _START_DEADLINE_S)
                 told.note = f"from {checkpoint or self._args.hf_checkpoint}"
         return TrainGroup(self._args, self._runtime, self.actors, layouts)

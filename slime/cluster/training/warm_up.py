@@ -1,0 +1,97 @@
+"""Compiles a model's layers before the model is there: while engines on the same device start.
+
+A trainer of one layer, with random weights and few words, takes one made-up step. What torch compiles for it
+serves every layer of that shape in this process, and is in torch's cache folders for the next.
+"""
+
+import contextlib
+import gc
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+
+import torch
+
+from slime.arguments import Args, default_args
+from slime.batch.convert import samples_to_batch
+from slime.batch.split import split_for_ranks
+from slime.step.training_step import TrainingStep
+from slime.utils.machine import accelerator
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+_WORDS = 512
+_LONG, _SHORT, _ANSWER = 8192, 1024, 448  # tokens of two micro-batches, and of an answer in them
+# Flags that decide what a layer computes.
+_KEPT = ("dtype", "activation_checkpointing", "fp8_training", "compile", "share_prefix", "seed")
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def warm_up(args: Args, device: torch.device) -> None:
+    """For a rank that is alone on a GPU; whatever fails here fails again, and is told, where it is needed."""
+    if device.type != "cuda" or args.train_backend != "fsdp" or args.compile is False or args.lora_rank:
+        return
+    started = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[device]):
+            _train_one_layer(args, folder, device)
+    except Exception as error:
+        logger.info("layers are not compiled before the start: %s: %s", type(error).__name__, error)
+    else:
+        logger.info("layers compiled before the model is loaded (%.1f s)", time.monotonic() - started)
+    gc.collect()
+    accelerator.empty_cache()
+
+
+def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
+    from transformers import AutoConfig
+
+    from slime.backends.fsdp import create_backend  # with transformers: heavy, and read by a rank alone
+
+    config = AutoConfig.from_pretrained(args.hf_checkpoint)
+    text = config.get_text_config()
+    if any(getattr(text, name, None) for name in _EXPERTS):
+        return  # one layer of them is too large beside an engine
+    text.num_hidden_layers, text.vocab_size = 1, _WORDS
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    config.save_pretrained(folder)
+    own = default_args(
+        hf_checkpoint=folder,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=_LONG,
+        **{name: getattr(args, name) for name in _KEPT},
+    )
+    backend = create_backend(own, rank=0, world_size=1, device=device, random_weights=True)
+    for tokens in (_LONG, _SHORT):
+        share = split_for_ranks(own, samples_to_batch(own, _samples(tokens)), 1)[0]
+        with _quiet():
+            TrainingStep(backend, own, 0, share).run()
+
+
+def _samples(tokens: int) -> list[Sample]:
+    """Answers of about that many tokens together, eight to a prompt."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for index in range(tokens // (_ANSWER + 64)):
+        prompt = [2 + (index // 8 + place) % 64 for place in range(64)]
+        answer = torch.randint(2, _WORDS, (_ANSWER,), generator=generator).tolist()
+        sample = Sample(group_index=index // 8, index=index, tokens=prompt + answer, response_length=_ANSWER)
+        sample.reward, sample.status = float(index % 2), Sample.Status.COMPLETED
+        samples.append(sample)
+    return samples
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hints about a made-up step are nobody's."""
+    steps = logging.getLogger("slime.step")
+    level = steps.level
+    steps.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        steps.setLevel(level)
