@@ -89,6 +89,14 @@ class InProcessHandle(Handle[T]):
         """Nothing to end: the threads are daemons of this process."""
 
 
+def _exit_of(pid: int) -> int | None:
+    """What can be read once the process has ended; None: there is no such thing here, or it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # the end of its socket tells of it then
+        return None
+
+
 class ProcessHandle(Handle[T]):
     """An object in a child process, where the first call makes it."""
 
@@ -104,7 +112,7 @@ class ProcessHandle(Handle[T]):
         self._silence: WorkerSilent | None = None  # set by the watch
         self.notes = Notes()
         self._process, self._connection = _start_worker(spec, log_path, shm_prefix)
-        self._exit = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+        self._exit = _exit_of(self.pid)
         threading.Thread(target=self._read, name=f"{self.name}-answers", daemon=True).start()
 
     @property

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 import torch
 
 from slime.arguments import Args, default_args
+from slime.backends import create_backend
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
+from slime.catalog.backends import BACKENDS
 from slime.step.training_step import TrainingStep
 from slime.utils.machine import accelerator
 from slime.utils.types import Sample
@@ -25,14 +27,24 @@ logger = logging.getLogger(__name__)
 _WORDS = 512
 _LONG, _SHORT, _ANSWER = 8192, 1024, 448  # tokens of two micro-batches, and of an answer in them
 # Flags that decide what a layer computes.
-_KEPT = ("dtype", "activation_checkpointing", "fp8_training", "compile", "share_prefix", "seed")
+_KEPT = (
+    "train_backend",
+    "dtype",
+    "activation_checkpointing",
+    "fp8_training",
+    "compile",
+    "share_prefix",
+    "seed",
+)
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def warm_up(args: Args, device: torch.device) -> None:
     """For a rank that is alone on a GPU; whatever fails here fails again, and is told, where it is needed."""
-    if device.type != "cuda" or args.train_backend != "fsdp" or args.compile is False or args.lora_rank:
+    if device.type != "cuda" or args.compile is False or args.lora_rank:
+        return
+    if not BACKENDS[args.train_backend].trains_transformers_model:  # whose layers torch compiles
         return
     started = time.monotonic()
     try:
@@ -48,8 +60,6 @@ def warm_up(args: Args, device: torch.device) -> None:
 
 def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
     from transformers import AutoConfig
-
-    from slime.backends.fsdp import create_backend  # with transformers: heavy, and read by a rank alone
 
     config = AutoConfig.from_pretrained(args.hf_checkpoint)
     text = config.get_text_config()

@@ -68,7 +68,7 @@ def start(
 def warm_starts(modules: Sequence[str]) -> Iterator[None]:
     """Within this block children start from a template that has imported `modules`."""
     global _template
-    if sys.platform != "linux" or Path("/dev/nvidiactl").exists():  # devices and forks do not go together
+    if Path("/dev/nvidiactl").exists() or not _has_pidfd():  # devices and forks do not go together
         yield
         return
     template = _template = Template(modules)
@@ -77,6 +77,15 @@ def warm_starts(modules: Sequence[str]) -> Iterator[None]:
     finally:
         _template = None
         template.close()
+
+
+def _has_pidfd() -> bool:
+    """Linux has; an old one, and some that only look like it, refuse."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 # ---- the side that asks ------------------------------------------------------------------------------------
