@@ -56,9 +56,11 @@ def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, 
 
 def _compile_for_any_length() -> None:
     """Let torch compile a layer once for micro-batches of all sizes."""
-    from torch._inductor import config  # seconds to import, and needed where layers are compiled alone
-
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    if not torch.cuda.is_available():
+        return
+    from torch._inductor import config  # seconds to import, and of kernels on a GPU
+
     # Sums over rows and over columns in one kernel, from some length on: below it the layer is compiled anew.
     # A step is as fast without.
     if hasattr(config.triton, "mix_order_reduction"):
