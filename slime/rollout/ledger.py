@@ -329,7 +329,7 @@ def _own_fields(sample: Sample) -> dict[str, Any]:
         if (value := fields[name]) is not None:
             fields[name] = value[:] if type(value) is list else _own(value)
     for name in _CONTAINERS:
-        if value := fields[name]:
+        if type(value := fields[name]) not in (list, dict) or value:
             fields[name] = _own(value)
     fields["spec_info"] = sample.spec_info.__dict__.copy()
     fields["prefix_cache_info"] = sample.prefix_cache_info.__dict__.copy()
@@ -348,11 +348,11 @@ def _kept_columns(several: list[dict[str, Any]]) -> dict[str, list[Any]]:
     columns = {n: list(v) for n, new, v in plain if not all(map(operator.is_, v, itertools.repeat(new)))}
     for name in _OF_NUMBERS:
         values = [fields[name] for fields in several]
-        if values.count(None) < len(values):
+        if not all(map(operator.is_, values, itertools.repeat(None))):  # arrays have an == of their own
             columns[name] = values
     for name, new in _MAY_BE_NEW.items():
         values = [fields[name] for fields in several]
-        if values.count(new) < len(values) or set(map(type, values)) != {type(new)}:
+        if set(map(type, values)) != {type(new)} or values.count(new) < len(values):
             columns[name] = values
     columns["status"] = [fields["status"]._value_ for fields in several]
     columns["version_spans"] = [_spans_text(fields["version_spans"]) for fields in several]

@@ -4,7 +4,9 @@ import json
 import re
 import sqlite3
 
+import numpy as np
 import pytest
+import torch
 
 from slime.cli.inspect import ledger as command
 from slime.cli.inspect import replay
@@ -133,6 +135,23 @@ def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached)
     found = [ledger.recall(sample) for sample in group]
     assert [vars(sample) for sample in found] == [vars(sample) for sample in made]
     assert [str(sample.reward) for sample in found] == ["0.0", "-0.0", "1", "0.3"]
+
+
+def test_numbers_in_arrays_as_plug_ins_may_make_them_come_back(world):
+    ledger = world.start()
+    ledger.begin(0, "run:1")
+    group = group_of(0)
+    ledger.issued([group], from_buffer=False)
+    made = [finish(sample) for sample in group]
+    made[0].rollout_log_probs, made[0].loss_mask = np.array([-0.5, -0.25]), np.array([1, 0])
+    made[1].rollout_log_probs, made[1].loss_mask = torch.tensor([-1.5, -0.5]), np.array([1, 1])
+    for before, after in zip(group, made, strict=True):
+        ledger.finished(before, after)
+    ledger = world.start()
+    ledger.begin(0, "run:1")
+    found = [ledger.recall(sample) for sample in group]
+    assert [list(map(float, sample.rollout_log_probs)) for sample in found] == [[-0.5, -0.25], [-1.5, -0.5]]
+    assert [list(sample.loss_mask) for sample in found] == [[1, 0], [1, 1]]
 
 
 def test_samples_of_other_weights_attempts_or_settings_are_generated_again(world):
