@@ -3,6 +3,7 @@
 import asyncio
 
 import aiohttp
+from patience import LONG_S
 
 from slime.agent.adapters import adapter_of
 from slime.agent.session import Session, SessionError
@@ -63,7 +64,7 @@ async def shares_a_key(args, sample, sampling_params):
     """Two agents with one name."""
     adapter = await adapter_of(args)
     adapter.open_session("agent", sampling_params)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(LONG_S)  # until the other one has failed
     return await adapter.finish_session("agent", base_sample=sample, reward=1.0, args=args)
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from argument_helpers import declared
+from patience import LONG_S, longer_each_time
 
 from slime.agent.rewards.programs import Checks, program_in, read_checks, same_output
 from slime.rollout.rm_hub import async_rm
@@ -34,11 +35,20 @@ def score(program, label, **settings):
         ("import sys\nsys.exit(0)", 0.0),
         ("def double(x):\n    import os\n    os._exit(0)", 0.0),
         ("print('passed 3')\nraise SystemExit", 0.0),
-        ("def double(x):\n    if x == 2:\n        while True: pass\n    return x * 2", 2 / 3),
     ],
 )
 def test_the_share_of_passed_asserts_is_the_reward(program, expected):
-    assert score(program, DOUBLE, reward_timeout_s=1.0) == pytest.approx(expected)
+    assert score(program, DOUBLE, reward_timeout_s=LONG_S) == pytest.approx(expected)
+
+
+def test_a_test_that_hangs_costs_its_own_share_only():
+    program = "def double(x):\n    if x == 2:\n        while True: pass\n    return x * 2"
+    for seconds in longer_each_time(1.0):  # the others have as long, too
+        share = score(program, DOUBLE, reward_timeout_s=seconds)
+        assert share <= 0.7
+        if share == pytest.approx(2 / 3):
+            break
+    assert share == pytest.approx(2 / 3)
 
 
 def test_input_and_output_are_compared_outside_the_box():
