@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from patience import LONG_S, eventually
+from patience import LONG_S, PATIENCE_S, eventually, longer_each_time
 
 from slime.rollout.rm_hub.workers.pool import CheckPool
 from slime.utils.reward_failure import AnswerTooLarge, RewardFailure
@@ -19,17 +19,19 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def pool():
-    pool = CheckPool(num_workers=1, deadline_s=1.0)
+    """Its deadline decides nothing: what ends a check is something else, or `late_after`."""
+    pool = CheckPool(num_workers=1, deadline_s=PATIENCE_S)
     yield pool
     pool.close()
 
 
-@pytest.fixture
-def patient_pool():
-    """Its deadline decides nothing: what ends a check here is something else."""
-    pool = CheckPool(num_workers=1, deadline_s=200.0)
-    yield pool
-    pool.close()
+def late_after(pool, seconds, *check):
+    """What a check gives that has so long; those before and behind it have all the time they need."""
+    pool.deadline_s = seconds
+    try:
+        return asyncio.run(pool.check(*check))
+    finally:
+        pool.deadline_s = PATIENCE_S
 
 
 def is_running(pid):
@@ -65,7 +67,7 @@ def test_hanging_check_is_killed_at_the_deadline_and_the_pool_stays_usable(pool)
     first = asyncio.run(pool.check("os:getpid"))
     start = time.monotonic()
     # Catastrophic backtracking: one C call that holds the interpreter for longer than anyone will wait.
-    failure = asyncio.run(pool.check("re:match", r"(a+)+$", "a" * 60 + "b"))
+    failure = late_after(pool, 1.0, "re:match", r"(a+)+$", "a" * 60 + "b")
     assert time.monotonic() - start < LONG_S
     assert isinstance(failure, RewardFailure) and failure.kind == "invalid"
     assert failure.reason.startswith("timeout") and "--reward-timeout-s 1" in failure.reason
@@ -77,11 +79,14 @@ def test_hanging_check_is_killed_at_the_deadline_and_the_pool_stays_usable(pool)
 def test_queued_checks_survive_a_hanging_neighbour(pool):
     async def main():
         return await asyncio.gather(
-            pool.check("time:sleep", 60), *(pool.check("operator:add", i, 1) for i in range(5))
+            pool.check("time:sleep", 1000), *(pool.check("operator:add", i, 1) for i in range(5))
         )
 
-    hung, *rest = asyncio.run(main())
-    assert hung.kind == "invalid"
+    for pool.deadline_s in longer_each_time(1.0):  # the others have no longer
+        hung, *rest = asyncio.run(main())
+        assert hung.kind == "invalid"
+        if rest == [1, 2, 3, 4, 5]:
+            break
     assert rest == [1, 2, 3, 4, 5]
 
 
@@ -115,7 +120,7 @@ def test_worker_that_is_stopped_while_idle_is_noticed_within_the_deadline_and_re
     asyncio.run(pool.check("builtins:len", "x"))
     os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
-    failure = asyncio.run(pool.check("builtins:len", "x" * size))
+    failure = late_after(pool, 1.0, "builtins:len", "x" * size)
     assert time.monotonic() - start < LONG_S  # the deadline is 1 s; it used to be 120 s
     assert failure.kind == "infra_error"
     eventually(lambda: not is_running(pid))
@@ -126,25 +131,28 @@ def test_worker_that_is_stopped_before_its_first_import_is_noticed_too(pool):
     pid = asyncio.run(pool.check("os:getpid"))
     os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
-    failure = asyncio.run(pool.check("json:dumps", 1))
+    failure = late_after(pool, 1.0, "json:dumps", 1)
     assert time.monotonic() - start < LONG_S
     assert failure.kind == "infra_error" and "stopped" in failure.reason
 
 
 def test_worker_that_is_stopped_within_a_check_is_not_the_answer_s_fault(pool):
-    failure = asyncio.run(pool.check("os:kill", 0, signal.SIGSTOP))  # its own process group
-    assert failure.kind == "infra_error" and "stopped from outside" in failure.reason
+    for seconds in longer_each_time(1.0):
+        failure = late_after(pool, seconds, "os:kill", 0, signal.SIGSTOP)  # its own process group
+        if failure.kind == "infra_error":
+            break
+        assert failure.reason.startswith("timeout"), "late, and not yet stopped"
+    assert "stopped from outside" in failure.reason
     assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
 
 
-def test_check_that_computes_for_too_long_is_broken_off_by_its_cpu_time(patient_pool):
-    failure = asyncio.run(patient_pool.check("builtins:eval", "[i for i in iter(int, 1)]"))
+def test_check_that_computes_for_too_long_is_broken_off_by_its_cpu_time(pool):
+    failure = asyncio.run(pool.check("builtins:eval", "[i for i in iter(int, 1)]"))
     assert isinstance(failure, AnswerTooLarge) and "1 s of CPU time" in failure.reason
-    assert asyncio.run(patient_pool.check("operator:add", 1, 1)) == 2
+    assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
 
 
-def test_check_that_recurses_or_takes_all_memory_is_too_large(patient_pool):
-    pool = patient_pool
+def test_check_that_recurses_or_takes_all_memory_is_too_large(pool):
     deep = "(lambda f: f(f))(lambda f: f(f))"
     failure = asyncio.run(pool.check("builtins:eval", deep))
     assert isinstance(failure, AnswerTooLarge) and "RecursionError" in failure.reason
@@ -153,9 +161,7 @@ def test_check_that_recurses_or_takes_all_memory_is_too_large(patient_pool):
     assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
 
 
-def test_a_worker_with_slow_imports_takes_a_broken_check_s_place_by_a_fork(patient_pool):
-    pool = patient_pool
-
+def test_a_worker_with_slow_imports_takes_a_broken_check_s_place_by_a_fork(pool):
     async def main():
         template = await pool.check("slow_to_load:parent_pid")
         spent = await pool.check("slow_to_load:compute_for_ever")
