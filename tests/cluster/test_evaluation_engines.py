@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from argument_helpers import parse
+from patience import PATIENCE_S
 
 from slime.arguments.groups.topology import plain_topology
 from slime.cluster.serving.served_model import ModelService
@@ -27,7 +28,7 @@ class Server:
         self.up = True
 
     def wait_ready(self) -> str:
-        until(lambda: self.may_start, "permission to start", 20.0)
+        until(lambda: self.may_start, "permission to start", PATIENCE_S)
         return self.url
 
     def alive(self) -> bool:
@@ -84,10 +85,10 @@ def test_an_engine_leaves_and_returns_behind_the_address_it_belongs_to(service):
     _, servers, (port, evaluation_port) = service
     lost = servers[4]
     lost.may_start = lost.up = False
-    until(lambda: workers(evaluation_port) == [servers[3].url], "the engine to leave", 10.0)
+    until(lambda: workers(evaluation_port) == [servers[3].url], "the engine to leave", PATIENCE_S)
     assert len(workers(port)) == 3
     lost.may_start = True
-    until(lambda: lost.url in workers(evaluation_port), "the engine to return", 10.0)
+    until(lambda: lost.url in workers(evaluation_port), "the engine to return", PATIENCE_S)
     assert len(workers(port)) == 3
 
 

@@ -14,6 +14,7 @@ from slime.observability.wait_table import read_table
 from slime.runtime.heartbeat import WorkerSilent
 from slime.runtime.notes import NotedWait, Notes
 from slime.utils import waits
+from slime.utils.machine import vital_signs
 from slime.utils.machine.vital_signs import Signs
 
 
@@ -21,12 +22,15 @@ class FakeRuntime:
     """Two ranks that say what a test lets them say."""
 
     def __init__(self):
-        self.told, self.dumped = {}, 0
+        self.told, self.dumped, self.asked = {}, 0, 0
+        self.live = lambda: None  # what happens between two looks of the watch
 
     def before_silence(self, tell):
         self.tell = tell
 
     def notes(self):
+        self.asked += 1
+        self.live()
         return self.told
 
     def dump_stacks(self):
@@ -88,24 +92,27 @@ def test_a_run_that_stands_still_is_ended_with_who_waits_for_whom(tmp_path, runt
 
 @pytest.mark.parametrize("alive", ["a wait ends", "a rank moves", "time is left", "meant to last"])
 def test_a_run_that_lives_is_left_alone(tmp_path, runtime, alive):
+    def live():
+        if alive == "a wait ends":
+            with waits.waiting("a part"):
+                pass
+        if alive == "a rank moves":
+            runtime.told["trainer-0"] = Notes(runtime.asked)
+
+    runtime.live = live
     deadline_s = {"time is left": 1000.0, "meant to last": math.inf}.get(alive)
     with watched(tmp_path, runtime, 0.2) as watch, waits.waiting("it", deadline_s=deadline_s):
-        for number in range(40):
-            if alive == "a wait ends":
-                with waits.waiting("a part"):
-                    pass
-            if alive == "a rank moves":
-                runtime.told["trainer-0"] = Notes(number)
-            threading.Event().wait(0.02)
+        eventually(lambda: runtime.asked > 80)  # twice in each look
         assert watch.error is None
     assert read_table(tmp_path).rows == ()
 
 
 def test_processes_that_compute_get_longer(tmp_path, runtime, monkeypatch):
     monkeypatch.setattr(hang_watch, "_CPU_LOOK_S", 0.0)
+    monkeypatch.setattr(vital_signs, "_BUSY_FACTOR", 1000.0)  # longer than any machine sleeps
     monkeypatch.setattr(hang_watch, "signs_of", lambda pids: Signs(False, False, os.times().elapsed))
     with watched(tmp_path, runtime, 0.3) as watch:
-        threading.Event().wait(1.0)
+        eventually(lambda: watch._clock.silent_s > 0.6)
         assert watch.error is None
 
 

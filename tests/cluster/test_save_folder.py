@@ -9,7 +9,9 @@ import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
+from patience import eventually
 from small_disk import mounted
 
 from slime.cluster.checkpoints.save_folder import (
@@ -134,6 +136,7 @@ def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
         with pytest.raises(ValueError, match=f"--save .* is in use by process {holder.pid} on "):
             open_save_folder(saving(tmp_path))
         os.kill(holder.pid, signal.SIGKILL)
+        eventually(lambda: psutil.Process(holder.pid).status() == psutil.STATUS_ZOMBIE)
         open_save_folder(saving(tmp_path)).release()  # not even reaped yet
     finally:
         holder.kill()

@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parents[1] / "fake_engine_process.py"
 class Fleet:
     """A fleet of fakes, what joined it, and the mood of its engines."""
 
-    def __init__(self, folder: Path, size: int = 1, limit: int = 3, timeout_s: float = 20.0, **policy):
+    def __init__(self, folder: Path, size: int = 1, limit: int = 3, timeout_s: float = PATIENCE_S, **policy):
         self.mood = folder / "mood"
         self.set_mood("well")
         self.joined: list[str] = []
@@ -97,8 +97,8 @@ def test_a_stopped_engine_is_replaced(make, caplog):
     urls = fleet.start()
     old = fleet.servers[1].pid
     os.kill(old, signal.SIGSTOP)
-    eventually(lambda: fleet.fleet.num_restarts >= 1)
-    assert fleet.fleet.urls == urls and fleet.servers[1].pid != old
+    eventually(lambda: fleet.servers[1].pid not in (None, old) and fleet.fleet.is_alive(urls[1]))
+    assert fleet.fleet.urls == urls and fleet.fleet.num_restarts >= 1
     assert "no sign of life for 2 s: its process is stopped (SIGSTOP" in caplog.text
 
 
@@ -115,8 +115,8 @@ def test_an_engine_that_computes_is_not_replaced_although_it_is_silent(make):
 
 def test_an_engine_that_is_asleep_owes_no_sign_of_life(make):
     fleet = make(silence_limit_s=0.2)
-    fleet.start()
     fleet.fleet.asleep = True
+    fleet.start()
     os.kill(fleet.servers[0].pid, signal.SIGSTOP)
     time.sleep(1.0)
     assert fleet.fleet.num_restarts == 0 and fleet.servers[0].alive()
@@ -339,8 +339,8 @@ def test_a_probe_must_fail_as_often_as_it_is_told(make):
 
 def test_engines_without_their_memory_are_neither_asked_nor_restarted_until_they_wake(make):
     fleet = make(probe_interval_s=0.05, probe_timeout_s=LONG_S)
-    fleet.start()
     fleet.fleet.asleep = True
+    fleet.start()
     fleet.set_mood("sick")
     pid = fleet.servers[0].pid
     time.sleep(0.5)

@@ -13,6 +13,7 @@ from fake_engine import FakeEngine
 from patience import PATIENCE_S
 from yarl import URL
 
+from slime.engines import router
 from slime.engines.middleware import RouterAnswer, RouterRequest
 from slime.engines.router import SESSION_HEADER, Balancer
 from slime.engines.server import LaunchPlan
@@ -235,6 +236,19 @@ def breaks(*numbers):
     return lambda payload, number: {"break": True} if not numbers or number in numbers else None
 
 
+def watch(balancer, monkeypatch):
+    """Takes an engine out at the moment in which it breaks, as the watch of a fleet does some time later."""
+    attempt = balancer._try
+
+    async def try_once(url, errand):
+        answer = await attempt(url, errand)
+        if isinstance(answer, router._Broke):
+            balancer._running.pop(url, None)
+        return answer
+
+    monkeypatch.setattr(balancer, "_try", try_once)
+
+
 def test_a_request_that_breaks_its_engine_is_not_sent_to_the_next():
     with FakeEngine(breaks()) as one, FakeEngine(breaks()) as two, balanced([one.url, two.url]) as (url, _):
         with pytest.raises(http_utils.HttpError, match="broke while it worked on this request") as error:
@@ -243,13 +257,13 @@ def test_a_request_that_breaks_its_engine_is_not_sent_to_the_next():
         assert sorted([len(one.requests), len(two.requests)]) == [0, 2]
 
 
-def test_a_request_whose_engine_died_goes_back_to_it_when_it_returns():
+def test_a_request_whose_engine_died_goes_back_to_it_when_it_returns(monkeypatch):
     with FakeEngine(breaks(0)) as one, FakeEngine() as two:
-        with balanced([one.url, two.url], no_engine_timeout_s=60.0) as (url, balancer):
+        with balanced([one.url, two.url], no_engine_timeout_s=PATIENCE_S) as (url, balancer):
+            watch(balancer, monkeypatch)
             future = asyncio.run_coroutine_threadsafe(post(url), async_utils.get_loop())
             while not balancer._num_broken[one.url]:
                 time.sleep(0.01)
-            balancer.remove(one.url)
             time.sleep(1.5)
             assert not future.done() and two.requests == []
             balancer.add(member(one.url))
@@ -257,12 +271,19 @@ def test_a_request_whose_engine_died_goes_back_to_it_when_it_returns():
         assert (len(one.requests), len(two.requests)) == (2, 0)
 
 
-def test_requests_in_company_go_to_one_other_engine_when_theirs_stays_away_and_no_further():
+def test_requests_in_company_go_to_one_other_engine_when_theirs_stays_away_and_no_further(monkeypatch):
     def dies_with_company(payload, number):
         return {"break_when": 2}
 
+    monkeypatch.setattr(router, "_RETURN_PATIENCE_S", 0.0)
     engines = [FakeEngine(dies_with_company) for _ in range(3)]
-    with engines[0] as one, engines[1] as two, engines[2] as three, balanced([one.url]) as (url, balancer):
+    with (
+        engines[0] as one,
+        engines[1] as two,
+        engines[2] as three,
+        balanced([one.url], no_engine_timeout_s=PATIENCE_S) as (url, balancer),
+    ):
+        watch(balancer, monkeypatch)
 
         async def send():
             return await asyncio.gather(*(post(url, session="a") for _ in range(2)), return_exceptions=True)
@@ -270,7 +291,6 @@ def test_requests_in_company_go_to_one_other_engine_when_theirs_stays_away_and_n
         future = asyncio.run_coroutine_threadsafe(send(), async_utils.get_loop())
         while balancer._num_broken[one.url] < 2:
             time.sleep(0.01)
-        balancer.remove(one.url)
         for other in (two, three):
             balancer.add(member(other.url))
         answers = future.result(PATIENCE_S)

@@ -42,7 +42,7 @@ def start(tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     started = []
 
-    def make(taken: int = 0, timeout_s: float = 30.0) -> EngineServer:
+    def make(taken: int = 0, timeout_s: float = PATIENCE_S) -> EngineServer:
         def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
             words = [sys.executable, supervisor.__file__, "--host", "127.0.0.1", "--port", str(port)]
             words += [
