@@ -6,16 +6,16 @@ import pytest
 from crash import chains
 from crash.victim import POINTS, TARGETS, set_trap
 
-# One list of strikes for each start of the run.
+# One list of strikes for each start of the run, each at the point itself.
 STARTS = {
     "train.py": [
-        [{"point": "generation", "nth": 2, "delay_s": 0.003, "target": "driver"}],
+        [{"point": "generation", "nth": 2, "delay_s": 0, "target": "driver"}],
         [{"point": "checkpoint before its rename", "nth": 1, "delay_s": 0, "target": "driver"}],
     ],
     "fully asynchronous": [
         [{"point": "rollout handed over", "nth": 2, "delay_s": 0, "target": "driver"}],
         [
-            {"point": "step", "nth": 1, "delay_s": 0.01, "target": "trainer"},  # which the run survives
+            {"point": "step", "nth": 1, "delay_s": 0, "target": "trainer"},  # which the run survives
             {"point": "checkpoint completed", "nth": 1, "delay_s": 0, "target": "driver"},
         ],
     ],

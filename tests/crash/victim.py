@@ -65,9 +65,10 @@ def set_trap(plan: dict, note: Path) -> None:
             count[0] += 1
             now = count[0] == plan["nth"]
         if now:
-            threading.Thread(target=strike, args=(plan, note), daemon=True).start()
-            if plan["target"] == "driver" and plan["delay_s"] == 0:
-                time.sleep(60)  # until it strikes: the point itself
+            striker = threading.Thread(target=strike, args=(plan, note), daemon=True)
+            striker.start()
+            if plan["delay_s"] == 0:
+                striker.join()  # the point itself
 
     if inspect.iscoroutinefunction(original):
 

@@ -1,5 +1,6 @@
 """Processes are killed at bad moments: nothing is lost, nothing is counted twice, nothing is left behind."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -14,12 +15,15 @@ from slime.rollout.dumps import load_rollout_dump
 from slime.utils.machine import shm
 
 SLOW_REWARD = '''
-"""A reward that takes a while, so that there is time to kill something."""
+"""A reward that takes a while, and behind the first rollout as long as there is a file `wait`."""
 import asyncio
+from pathlib import Path
 
 
 async def reward(args, sample, **kwargs):
     await asyncio.sleep(0.3)
+    while sample.index >= 16 and Path(__file__).with_name("wait").exists():
+        await asyncio.sleep(0.05)
     return sample.response.count("a") / max(1, sample.response_length) + 0.01 * (sample.index % 7)
 '''
 
@@ -43,6 +47,16 @@ def world(tmp_path_factory):
 
 def engine_of(driver: psutil.Process) -> psutil.Process | None:
     return next((p for p in children(driver) if "slime.engines.embedded" in " ".join(cmdline(p))), None)
+
+
+@contextlib.contextmanager
+def in_mid_run(world, name, process):
+    """The driver after its first step; it does not get beyond the second rollout before the block ends."""
+    try:
+        wait_for(lambda: series(world, name, "train/loss"), process)
+        yield psutil.Process(process.pid)
+    finally:
+        (world / "wait").unlink()
 
 
 def children(process: psutil.Process) -> list[psutil.Process]:
@@ -85,14 +99,12 @@ def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_double
         "rollout_max_response_len": 60,
     }
     run_train(world, "calm", **settings, save_debug_rollout_data=f"{world}/calm-dump/{{rollout_id}}.pt")
+    (world / "wait").touch()
     process = start_train(
         world, "killed", **settings, save_debug_rollout_data=f"{world}/killed-dump/{{rollout_id}}.pt"
     )
-    driver = psutil.Process(process.pid)
-    wait_for(lambda: len(series(world, "killed", "train/loss")) >= 1, process)
-    engine = wait_for(lambda: engine_of(driver), process)
-    time.sleep(0.1)
-    engine.kill()
+    with in_mid_run(world, "killed", process) as driver:
+        engine_of(driver).kill()
     assert process.wait(PATIENCE_S) == 0, (world / "killed.out").read_text()[-4000:]
     assert "restarting it" in (world / "killed.out").read_text()
     # Sampling seeds depend on the sample alone and the new engine has the
@@ -106,11 +118,10 @@ def trainer_of(driver: psutil.Process) -> psutil.Process | None:
 
 
 def test_a_stopped_engine_is_replaced_and_the_run_goes_on(world):
+    (world / "wait").touch()
     process = start_train(world, "stopped", custom_rm_path=f"{world}/slow.py:reward", num_rollout=3)
-    driver = psutil.Process(process.pid)
-    wait_for(lambda: len(series(world, "stopped", "train/loss")) >= 1, process)
-    engine = wait_for(lambda: engine_of(driver), process)
-    engine.suspend()
+    with in_mid_run(world, "stopped", process) as driver:
+        engine_of(driver).suspend()
     assert process.wait(PATIENCE_S) == 0, (world / "stopped.out").read_text()[-4000:]
     said = (world / "stopped.out").read_text()
     assert "no sign of life" in said and "is stopped (SIGSTOP" in said and "serves again" in said
