@@ -10,11 +10,11 @@ from slime.weight_sync.delta.publication import FolderSource, Index
 from slime.weight_sync.delta.transport import DeltaSender
 
 
-def small_state(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
+def small_state(seed: int = 0) -> dict[str, torch.Tensor]:
     """Every kind of tensor that a checkpoint may have: 16 and 32 bits, bytes, a scalar, an empty one."""
     torch.manual_seed(seed)
     return {
-        "a.weight": torch.randn(64 * scale, 96).bfloat16(),
+        "a.weight": torch.randn(64, 96).bfloat16(),
         "b.weight": torch.randn(33, 7),
         "c.bytes": torch.randint(0, 255, (257,), dtype=torch.uint8),
         "d.scalar": torch.randn(()).bfloat16(),

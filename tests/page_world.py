@@ -5,7 +5,6 @@ import contextlib
 import json
 import random
 import threading
-import time
 from pathlib import Path
 
 from aiohttp import web
@@ -141,13 +140,3 @@ def serving(*folders: Path, host="127.0.0.1", may_act=True):
     finally:
         ended.set()
         thread.join(60)
-
-
-def until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
-    raise AssertionError("it never happened")

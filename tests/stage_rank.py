@@ -23,7 +23,7 @@ from slime.weight_sync import distributed
 from slime.weight_sync.base import NamedTensors, SenderOptions, Target
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
 
-DEADLINE_S = 10
+DEADLINE_S = 30
 BUCKET = 4  # tensors
 
 

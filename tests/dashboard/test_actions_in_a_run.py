@@ -4,7 +4,7 @@ import json
 
 import pytest
 from loop_helpers import make_world, metrics, series, start_train, wait_for
-from page_world import until
+from patience import eventually
 
 from slime.dashboard import samples
 from slime.dashboard.run_folder import open_runs
@@ -172,4 +172,4 @@ def test_a_resumed_run_keeps_what_was_changed_and_refuses_what_nobody_answered(w
         process.wait()
     rates = series(world, "run", "train/lr-pg_0")
     assert max(rates) > last and rates[max(rates)] == pytest.approx(5e-4)
-    assert until(answered(folder, "pause"))["answer"] == "the run had ended before it could answer"
+    assert eventually(answered(folder, "pause"))["answer"] == "the run had ended before it could answer"

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 from page_world import make_run
+from patience import eventually
 
 from slime.cli.inspect.page_process import page_beside
 from slime.cli.main import main
@@ -49,9 +50,7 @@ def test_the_page_beside_a_run_tells_its_address_and_ends_with_it(tmp_path, capf
     lock = FolderLock(tmp_path / "run", "--run-dir")
     try:
         with page_beside(str(tmp_path / "run")):
-            from page_world import until
-
-            text = until(lambda: (out := capfd.readouterr().out) and "http" in out and out)
+            text = eventually(lambda: (out := capfd.readouterr().out) and "http" in out and out)
             assert answer(text.split()[-1], "api/runs")["runs"][0]["state"] == "running"
         with pytest.raises(OSError):
             answer(text.split()[-1], "api/runs")
@@ -64,12 +63,10 @@ def test_a_page_that_dies_before_its_run_is_told_of(tmp_path, capfd):
     lock = FolderLock(tmp_path / "run", "--run-dir")
     try:
         with page_beside(str(tmp_path / "run")):
-            from page_world import until
-
-            until(lambda: "http" in capfd.readouterr().out)
+            eventually(lambda: "http" in capfd.readouterr().out)
             [page] = [p for p in psutil.Process().children() if str(tmp_path / "run") in p.cmdline()]
             page.kill()
-            until(lambda: "was killed by signal 9; the run goes on" in capfd.readouterr().out)
+            eventually(lambda: "was killed by signal 9; the run goes on" in capfd.readouterr().out)
     finally:
         lock.release()
 

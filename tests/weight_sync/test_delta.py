@@ -3,19 +3,17 @@
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from delta_world import assert_same_bits, index_of, load_folder, make_sender, publish, small_state, step
+from patience import PATIENCE_S, eventually
 
 from slime.arguments.groups.engine import CHECKSUMS, ENCODINGS
 from slime.utils.errors import RunStopped
-from slime.utils.waits import until
 from slime.weight_sync.base import DeltaOptions, SenderOptions
 from slime.weight_sync.delta.codec import DeltaError
 from slime.weight_sync.delta.local_copy import LocalCopy, find_route
@@ -132,7 +130,8 @@ def test_deltas_that_outgrow_the_full_copy_lead_to_a_new_one_and_old_files_go(pl
     state = small_state()
     for i in range(1, 12):
         publish(sender, state := step(state, i, share=0.9), f"run:{i}")
-        time.sleep(0.3 if i in (3, 6) else 0)  # the copy is written beside training
+        if i in (3, 6):
+            eventually(lambda: not sender._deltas_outgrow())  # the copy is written beside training
     entries = index_of(folder).entries
     assert entries[0].version != "run:1", entries
 
@@ -141,9 +140,7 @@ def test_deltas_that_outgrow_the_full_copy_lead_to_a_new_one_and_old_files_go(pl
             path.name for path in folder.iterdir() if path.is_dir()
         }
 
-    until(
-        shows_what_there_is, "the index to name every folder", 10.0
-    )  # a copy may be on its way beside training
+    eventually(shows_what_there_is)  # a copy may be on its way beside training
     assert_same_bits(load_folder(copy.bring_to(source, "run:11", exact=True).folder), state)
 
 
@@ -162,7 +159,7 @@ def test_a_full_copy_beside_training_is_told_before_readers_learn_of_it(tmp_path
     for i in range(1, 4):
         publish(sender, state := step(state, i, share=0.9), f"run:{i}")
     (folder / WANTED).touch()  # as a copy does that finds no way to the newest version
-    until(lambda: len(told) == 2, "a full copy beside training", 10.0)
+    eventually(lambda: len(told) == 2)
     sender.close()
     assert told == [("p", False), ("full-run-3", False)]
 
@@ -206,7 +203,7 @@ def test_a_corrupt_delta_is_noticed_and_a_full_copy_taken_instead(place, caplog)
     copy.bring_to(source)
     publish(sender, state := step(state, 1), "run:2")
     flip_bit(next((folder / "delta-run-2").glob("*.bin")))
-    arrival = copy.bring_to(source, "run:2", exact=True, deadline_s=20)
+    arrival = copy.bring_to(source, "run:2", exact=True, deadline_s=PATIENCE_S)
     assert (arrival.route, arrival.num_deltas) == ("full", 0)
     assert "delta-run-2: tensor" in caplog.text and "asked for a full copy" in caplog.text
     assert_same_bits(load_folder(arrival.folder), state)
@@ -241,7 +238,7 @@ def test_a_damaged_full_copy_is_written_again_by_the_trainer(place):
     folder, sender, copy, source = place
     publish(sender, state := small_state(), "run:1")
     flip_bit(next((folder / "full-run-1").glob("*.safetensors")))
-    arrival = copy.bring_to(source, "run:1", exact=True, deadline_s=20)
+    arrival = copy.bring_to(source, "run:1", exact=True, deadline_s=PATIENCE_S)
     assert_same_bits(load_folder(arrival.folder), state)
     assert "full-run-1-2" in {entry.folder for entry in index_of(folder).entries}
 
@@ -252,7 +249,7 @@ def test_a_delta_on_the_wrong_base_is_refused_and_a_full_copy_taken(place, caplo
     local = copy.bring_to(source).folder
     flip_bit(next(local.glob("*.safetensors")), place=-600)  # says run:1, and is not
     publish(sender, state := step(state, 1), "run:2")
-    arrival = copy.bring_to(source, "run:2", exact=True, deadline_s=20)
+    arrival = copy.bring_to(source, "run:2", exact=True, deadline_s=PATIENCE_S)
     assert arrival.route == "full" and "another checksum than the trainer's" in caplog.text
     assert_same_bits(load_folder(arrival.folder), state)
 
@@ -336,19 +333,23 @@ def test_a_full_disk_beside_the_engine_leaves_the_version_before(place, small_fi
 
 
 PULL = """
-import sys
+import sys, time
 from pathlib import Path
-from slime.weight_sync.delta.local_copy import LocalCopy
+from slime.weight_sync.delta import local_copy
 from slime.weight_sync.delta.publication import FolderSource
 
-print("ready", flush=True)
-LocalCopy(Path(sys.argv[1])).bring_to(FolderSource(Path(sys.argv[2])), "run:2")
+def stop_in_the_middle(*args):
+    print("in the middle", flush=True)
+    time.sleep(1000)
+
+local_copy._builder = lambda *args: stop_in_the_middle
+local_copy.LocalCopy(Path(sys.argv[1])).bring_to(FolderSource(Path(sys.argv[2])), "run:2")
 """
 
 
 def test_a_kill_in_mid_apply_leaves_the_version_before_and_the_next_pull_ends_well(tmp_path):
     sender = make_sender(tmp_path / "p", tmp_path / "l")
-    publish(sender, before := small_state(scale=500), "run:1")  # 6 MB: long enough to be met in the middle
+    publish(sender, before := small_state(), "run:1")
     copy, source = LocalCopy(tmp_path / "l"), FolderSource(tmp_path / "p")
     copy.bring_to(source)
     publish(sender, after := step(before, 1, share=0.3), "run:2")
@@ -356,10 +357,8 @@ def test_a_kill_in_mid_apply_leaves_the_version_before_and_the_next_pull_ends_we
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE)
     staging = tmp_path / "l" / "incoming.tmp"
-    while not any(staging.glob("new/*.safetensors")):
-        assert process.poll() is None, "it was done before it could be killed"
-        time.sleep(0.0005)
-    process.send_signal(signal.SIGKILL)
+    assert process.stdout.readline() == b"in the middle\n" and any(staging.glob("new/*.safetensors"))
+    process.kill()
     process.wait()
     assert staging.exists() and copy.version == "run:1"
     assert_same_bits(load_folder(tmp_path / "l" / "weights-run-1"), before)

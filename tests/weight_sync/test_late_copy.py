@@ -182,7 +182,7 @@ def test_no_room_for_a_restarted_engine_ends_the_run_at_once(member, sender, fau
     faulty.error = errno.ENOSPC
     server.up = False
     fleet.wait_ready()
-    until(fleet.failure.done, "the end of the run", 20.0)
+    until(fleet.failure.done, "the end of the run", PATIENCE_S)
     assert "no room for weights" in str(fleet.failure.exception()) and server.kills == 0
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from engine_under_test import small_embedded_command
+from patience import LONG_S, PATIENCE_S
 from stage_rank import DEADLINE_S, buckets
 from stage_ranks import StageRanks
 from tiny_model import make_tiny_model
@@ -23,8 +24,6 @@ from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
 from slime.wire.control import EngineControl
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
@@ -40,7 +39,7 @@ def served(models, tmp_path_factory):
     command = small_embedded_command(models[0], prefix)
     logs = tmp_path_factory.mktemp("logs")
     plans = [
-        LaunchPlan(f"engine-{i}", command, thread_environment(1), logs / f"engine-{i}.log", 120.0)
+        LaunchPlan(f"engine-{i}", command, thread_environment(1), logs / f"engine-{i}.log", PATIENCE_S)
         for i in range(2)
     ]
     args = SimpleNamespace(
@@ -176,14 +175,14 @@ def test_an_engine_that_dies_between_stages_is_named_and_evicted_and_joins_both_
     two_stages.tell(1, {})
     answers = two_stages.hear_all()
     failures = answers[0]["failures"]
-    assert failures.keys() == set(fleet.urls) and answers[0]["seconds"] < 3 * DEADLINE_S
+    assert failures.keys() == set(fleet.urls) and answers[0]["seconds"] < LONG_S
     assert failures == answers[1]["failures"], "all stages hear of it"
     assert "slime-pp_1" in failures[fleet.urls[0]] and fleet.urls[1] in failures[fleet.urls[0]]
     finish(served, "run:40", targets, answers[0], models[2])
     until(
         lambda: fleet.num_restarts == restarts + 1 and fleet.is_alive(fleet.urls[1]),
         "the engine to return",
-        60.0,
+        PATIENCE_S,
     )
     assert held(fleet) == [("run:40", expected[2])] * 2, (
         "the survivor took the copy, and the new one caught up"
@@ -206,15 +205,15 @@ def test_an_engine_that_hangs_in_a_bucket_is_named_within_the_deadline_and_evict
     psutil.Process(fleet.pids[1]).suspend()
     two_stages.tell(1, {})
     answers = two_stages.hear_all()
-    assert answers[0]["seconds"] < 3 * DEADLINE_S
+    assert answers[0]["seconds"] < LONG_S
     # The other one may have waited for it inside the broadcast, and is
     # then named too; the copy tells them apart.
-    assert "not done after 10.0 s" in answers[0]["failures"][fleet.urls[1]]
+    assert f"not done after {DEADLINE_S}.0 s" in answers[0]["failures"][fleet.urls[1]]
     assert finish(served, "run:45", targets, answers[0], models[2])["perf/engines_evicted"] == 1
     until(
         lambda: fleet.num_restarts == restarts + 1 and fleet.is_alive(fleet.urls[1]),
         "the engine to return",
-        60.0,
+        PATIENCE_S,
     )
     assert held(fleet) == [("run:45", expected[2])] * 2
 
@@ -227,7 +226,7 @@ def test_a_sender_that_dies_in_a_bucket_ends_the_push_on_all_stages_and_leaves_e
     targets = weights.begin_live()
     two_stages.begin(targets, "run:50", models[2], die_at=[1, 1])
     answer = two_stages.hear(0)
-    assert "error" in answer and answer["seconds"] < 2 * DEADLINE_S
+    assert "error" in answer and answer["seconds"] < LONG_S
     report = {"num_tensors": 0, "nbytes": 0, "failures": dict.fromkeys(fleet.urls, "the sender died")}
     assert finish(served, "run:50", targets, report, models[2])["perf/engines_evicted"] == 0
     assert held(fleet) == [("run:50", expected[2])] * 2

@@ -15,6 +15,7 @@ import torch
 from aiohttp import web
 from delta_world import load_folder, make_sender, publish
 from engine_under_test import served_by_embedded
+from patience import PATIENCE_S
 from tiny_model import make_tiny_model
 
 from slime.utils.async_utils import run
@@ -127,7 +128,7 @@ def ask(url: str, **payload) -> dict:
 def test_an_agent_pulls_over_http_and_catches_up_over_a_broken_chain(engine, model, sender, tmp_path):
     state = load_folder(model)
     with serving(publisher_app(tmp_path / "p")) as source:
-        agent = WeightAgent(open_source(source), tmp_path / "l", engine[0].url, deadline_s=20)
+        agent = WeightAgent(open_source(source), tmp_path / "l", engine[0].url, deadline_s=PATIENCE_S)
         with serving(agent.app()) as url:
             publish(sender, state := moved(state, 1), "pull:1")
             assert ask(url)["route"] == "full"
@@ -147,7 +148,7 @@ def test_an_agent_pulls_over_http_and_catches_up_over_a_broken_chain(engine, mod
 
 def test_a_push_goes_through_the_agent_and_an_agent_that_is_gone_is_an_error(engine, model, tmp_path):
     control, info, prefix = engine
-    agent = WeightAgent(open_source(str(tmp_path / "p")), tmp_path / "l", control.url, deadline_s=20)
+    agent = WeightAgent(open_source(str(tmp_path / "p")), tmp_path / "l", control.url, deadline_s=PATIENCE_S)
     with serving(agent.app()) as url:
         sender = make_sender(tmp_path / "p", tmp_path / "unused", str(model), agents={control.url: url})
         state = moved(load_folder(model), 7)
