@@ -88,7 +88,7 @@ def _read_all(
     words, router_flags = split_flags(words, lambda o: o.startswith(ROUTER_PREFIX) and o not in ours)
     words, megatron_flags = split_flags(words, lambda o: is_megatron_flag(o) and o not in ours)
     given = {}
-    with refusals.collect("Command line"):
+    with refusals.collect("Command line", alone=True):
         given = _parse_command_line(parser, words, refusals)
     draft = Draft(all_specs(), training_loop=training_loop)
     for name, flag in custom.items():
@@ -97,7 +97,7 @@ def _read_all(
         draft.set(option.removeprefix("--").replace("-", "_"), values[0] if values else True, COMMAND_LINE)
     draft.set("router_options", router_flags, DEFAULT)  # as written; the rules make one list of words of them
     if given.get("config"):
-        with refusals.collect("--config"):
+        with refusals.collect("--config", alone=True):
             server_flags = _apply_config_file(draft, given["config"], custom, refusals) | server_flags
     for name, value in given.items():
         draft.set(name, value, COMMAND_LINE)
@@ -328,7 +328,7 @@ def _apply_config_file(
             if words is not None:
                 server_flags[option] = words
         else:
-            with refusals.collect("--config"):
+            with refusals.collect("--config", unread=option):
                 _apply_key(draft, str(key), name, value, path, custom)
     if without_megatron:
         refusals.add("--config", why_missing(without_megatron, f"{path}: "))

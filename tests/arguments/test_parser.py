@@ -217,6 +217,43 @@ def test_missing_config_file_is_told():
         parse("--config", "nowhere.yaml")
 
 
+@pytest.mark.parametrize(
+    "text", ["lr: [1\n", "- lr\n", "lr: 1\nlr: 2\n", "num-rollout: 3.0\n", "nun-rollout: 3\n"]
+)
+def test_what_follows_from_a_mistake_in_a_file_is_not_told_beside_it(tmp_path, text):
+    with pytest.raises(ValueError, match=r"run\.yaml") as error:
+        parse_args([*base_argv(num_rollout=None), "--config", write(tmp_path, text)])
+    assert "--num-rollout nor --num-epoch" not in str(error.value)
+
+
+def test_without_a_config_file_its_flags_are_not_called_missing():
+    with pytest.raises(ValueError) as error:
+        parse_args(["--config", "nowhere.yaml", "--lrr", "1"])
+    assert [line.strip() for line in str(error.value).splitlines()] == [
+        "2 things keep this run from starting.",
+        "Command line:",
+        "unknown flag --lrr; did you mean --lr?",
+        "--config:",
+        "--config is nowhere.yaml: there is no such file.",
+    ]
+
+
+def test_paths_below_the_home_folder_are_written_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    file = write(tmp_path, "run-dir: ~/run\nsave: $SCRATCH/a\nload: ${SCRATCH}/a\nrollout-stop: ['$', '$x']\n")
+    args = parse("--config", file, "--dump-details=~/d")
+    assert (args.run_dir, args.save, args.load) == (f"{tmp_path}/run", "/scratch/me/a", "/scratch/me/a")
+    assert args.dump_details == f"{tmp_path}/d"
+    assert args.rollout_stop == ["$", "$x"]
+
+
+def test_a_path_from_a_variable_that_is_not_set_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("SCRATCH", raising=False)
+    with pytest.raises(ValueError, match=r"run-dir in .* is '\$SCRATCH/run': the variable SCRATCH is not set"):
+        parse("--config", write(tmp_path, "run-dir: $SCRATCH/run\n"))
+
+
 def test_custom_config_adds_attributes_for_plug_ins(tmp_path):
     config = write(tmp_path, "tool_budget: 3\nlr: 1e-5\n")
     args = parse("--custom-config-path", config)

@@ -41,15 +41,22 @@ class Refusals:
             reasons.append(reason)
 
     @contextlib.contextmanager
-    def collect(self, group: str) -> Iterator[None]:
-        """A ValueError in here is a reason; after the first, what it left open may break other rules."""
+    def collect(self, group: str, *, unread: str | None = None, alone: bool = False) -> Iterator[None]:
+        """A ValueError in here is a reason; after the first, what it left open may break other rules.
+
+        `unread` is the flag whose value is read in here. `alone`: many are, and that all of them are missing
+        afterwards is not worth telling.
+        """
         try:
             yield
         except Refused as error:
             for reason in error.reasons:
                 self.add(group, reason)
         except ValueError as error:
-            self.add(group, str(error))
+            meant = re.search(r"did you mean '(\w+)'", str(error))
+            self.add(group, str(error), unread="--" + meant[1].replace("_", "-") if meant else unread)
+            if alone:
+                self.raise_all()
         except Exception:
             if not self.groups:
                 raise

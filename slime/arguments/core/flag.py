@@ -1,6 +1,8 @@
 """How one flag is declared: a typed field that carries its help, its range and when it has an effect."""
 
 import dataclasses
+import os
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -147,7 +149,7 @@ def convert(spec: FlagSpec, value: Any) -> Any:
     if spec.kind is str:
         if isinstance(value, (dict, list)):
             raise ValueError(f"expected text, found a {type(value).__name__}")
-        value = str(value)
+        value = with_home(str(value))
         if spec.info.choices and value not in spec.info.choices:
             if value in spec.info.not_built:
                 raise ValueError(
@@ -156,6 +158,20 @@ def convert(spec: FlagSpec, value: Any) -> Any:
             raise ValueError(f"choose from {', '.join(spec.info.choices)}")
         return value
     return _to_number(spec, value)
+
+
+def with_home(text: str) -> str:
+    """A path below the home folder (~/, or $NAME/ of the environment) in full, as a shell writes it.
+
+    Nobody expands a file's values, nor `--run-dir=~/run`, and a folder called ~ is one that nobody wants.
+    """
+    named = re.match(r"\$(?:(\w+)|\{(\w+)\})(?=/|$)", text)
+    if named is not None:
+        name, rest = named[1] or named[2], text[named.end() :]
+        if name not in os.environ and rest:
+            raise ValueError(f"the variable {name} is not set in the environment")
+        return os.environ.get(name, text) + rest
+    return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text
 
 
 def _to_bool(value: Any) -> bool:
