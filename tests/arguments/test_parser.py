@@ -241,7 +241,9 @@ def test_without_a_config_file_its_flags_are_not_called_missing():
 def test_paths_below_the_home_folder_are_written_out(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SCRATCH", "/scratch/me")
-    file = write(tmp_path, "run-dir: ~/run\nsave: $SCRATCH/a\nload: ${SCRATCH}/a\nrollout-stop: ['$', '$x']\n")
+    file = write(
+        tmp_path, "run-dir: ~/run\nsave: $SCRATCH/a\nload: ${SCRATCH}/a\nrollout-stop: ['$', '$x']\n"
+    )
     args = parse("--config", file, "--dump-details=~/d")
     assert (args.run_dir, args.save, args.load) == (f"{tmp_path}/run", "/scratch/me/a", "/scratch/me/a")
     assert args.dump_details == f"{tmp_path}/d"
@@ -250,7 +252,9 @@ def test_paths_below_the_home_folder_are_written_out(tmp_path, monkeypatch):
 
 def test_a_path_from_a_variable_that_is_not_set_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("SCRATCH", raising=False)
-    with pytest.raises(ValueError, match=r"run-dir in .* is '\$SCRATCH/run': the variable SCRATCH is not set"):
+    with pytest.raises(
+        ValueError, match=r"run-dir in .* is '\$SCRATCH/run': the variable SCRATCH is not set"
+    ):
         parse("--config", write(tmp_path, "run-dir: $SCRATCH/run\n"))
 
 

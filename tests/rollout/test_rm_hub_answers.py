@@ -35,6 +35,8 @@ ENDS = [
     "<|END_OF_TURN_TOKEN|>",  # Command
     "[|endofturn|]",  # EXAONE
     "[EOS]",
+    "<end_of_utterance>",  # Idefics, SmolVLM
+    "[/INST]",
     "<|im_end|>\n<|endoftext|>",
     "<|im_end|>" * 40 + " \n",
     " \n</s>",

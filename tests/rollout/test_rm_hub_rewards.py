@@ -87,6 +87,24 @@ def test_box_without_braces_and_fbox_are_read():
         ("(x+1)(x-1)", "x^2-1"),
         (r"5\text{ cm}", "5"),
         (r"\left(0, \frac{1}{2}\right)", "(0,0.5)"),
+        ("1{,}000", "1000"),
+        ("−3", "-3"),
+        ("–3", "-3"),
+        ("+7", "7"),
+        ("{7}", "7"),
+        (r"\(7\)", "7"),
+        (r"\displaystyle 7", "7"),
+        (r"\mathbf{7}", "7"),
+        (r"\boxed{\textbf{7}}", "7"),
+        (r"7\quad", "7"),
+        (r"7~\text{cm}", "7"),
+        (r"5 \text{ cm}^2", "5"),
+        ("7 apples", "7"),
+        ("90°", "90"),
+        (r"\frac{-1}{2}", r"-\frac12"),
+        (r"\text{Yes}", "yes"),
+        (r"\textbf{(C)}", "C"),
+        (r"x \in [1,2]", "[1,2]"),
     ],
 )
 def test_equal_answers_are_recognised(given, truth):
@@ -106,6 +124,9 @@ def test_equal_answers_are_recognised(given, truth):
         ("9^{9^{9}}", "3"),
         ("__import__('os').getcwd()", "3"),
         ("", "3"),
+        (r"\text{}", r"\text{cm}"),
+        ("B", "b"),
+        (r"\text{Tuesday}", "Monday"),
     ],
 )
 def test_different_answers_are_told_apart(given, truth):
@@ -139,6 +160,11 @@ def test_normalising_none_is_none():
         (r"\boxed{3}", "4", 0),
         ("the answer is 5", "5", 0),  # not boxed
         (r"\boxed{5}", 5, 1),  # a number as label
+        (r"\boxed{90°}", "90", 1),
+        (r"\boxed{1 \times 10^6}", "1000000", 1),
+        (r"\boxed{-0}", "0", 1),
+        (r"\boxed{12 \times 34}", "408", 0),  # the unevaluated question is no answer
+        (r"\boxed{(3+4)}", "7", 0),
     ],
 )
 def test_math_compares_boxed_answers(response, label, score):
@@ -190,6 +216,15 @@ def test_deepscaler_runs_through_the_hub():
         ("45 degrees.", "45"),
         (r"\text{7}", "7"),
         ("**9**", "9"),
+        ("−3", "-3"),
+        ("1{,}000", "1000"),
+        ("+7.0", "7"),
+        ("-0.50", "-0.5"),
+        ("7.", "7"),
+        (r"\(34\)", "34"),
+        (r"$\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"\mathbf{34}", "34"),
+        ("1,23,4", "1,23,4"),  # three numbers
     ],
 )
 def test_dapo_normalises_final_answers(text, normal):
@@ -205,6 +240,8 @@ def test_dapo_scores_plus_or_minus_one_with_prediction():
 def test_dapo_takes_float_labels_of_whole_numbers_and_keeps_fractions():
     assert compute_score("Answer: 34", 34.0)["acc"]
     assert compute_score("Answer: 0.5", "0.5")["acc"]
+    assert not compute_score("Answer: 12", "1,2")["acc"]
+    assert not compute_score(r"Answer: \text{}", r"\text{cm}")["acc"]
 
 
 def test_dapo_uses_the_last_answer_within_the_tail():
@@ -259,6 +296,22 @@ CHOICES = ["Mercury", "Venus", "Earth", "Mars"]
         ("<think>The answer is C</think>The answer is B", 0.0),
         ("I would say Earth.", 1.0),
         ("Earth or Mars", 0.0),
+        ("c", 1.0),
+        ("the answer is c.", 1.0),
+        ("**Answer:** **C**", 1.0),
+        ('The answer is "C"', 1.0),
+        ("The answer should be C", 1.0),
+        ("The correct answer is therefore option C", 1.0),
+        ("C) Earth", 1.0),
+        ("**C. Earth, or so**", 1.0),
+        ("A) no\nC) no\nB) no", 0.0),  # all are discussed, none is chosen
+        ("<answer>C</answer>", 1.0),
+        (r"\boxed{\mathbf{C}}", 1.0),
+        (r"\boxed{C. Earth}", 1.0),
+        ("B is wrong. I think it is C.", 1.0),
+        ("It is A or C", 0.0),
+        ("The answer is not C, it is D", 0.0),
+        ("the answer is a planet", 0.0),
         ("A planet is a big thing", 0.0),
         ("", 0.0),
         (None, 0.0),

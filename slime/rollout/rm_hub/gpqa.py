@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _DEFAULT_LETTERS = "ABCDEFGH"
+_TAIL_CHARS = 20_000  # what was settled on stands at the end
 
 
 def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
@@ -57,6 +58,10 @@ def _correct_letter(correct: Any, label: Any, choices: dict[str, str], letters: 
     return None
 
 
+# What may stand before and after a letter: spaces, quotes, brackets, emphasis, a colon.
+_AROUND = "[ *_$\"'“”‘’`()\\[\\]:：=.,-]*+"
+
+
 def _chosen_letter(answer: str, letters: str) -> str | None:
     """The letter of the last explicit statement: strong forms ("answer is X") before weak ones (a lone X).
 
@@ -64,21 +69,44 @@ def _chosen_letter(answer: str, letters: str) -> str | None:
     cannot.
     """
     letter = f"([{re.escape(letters)}])"
-    boxed = rf"\\boxed ?\{{ ?(?:\\(?:text|mathrm|textbf) ?\{{)? ?\(?{letter}\)?[^a-zA-Z{{}}]*\}}"
+    face = r"(?:\\(?:text|mathrm|textbf|mathbf) ?\{)?"
+    boxed = rf"\\boxed ?\{{ ?{face} ?\(?(?i:{letter})(?:\)?[^a-zA-Z{{}}]*\}}|[).:] )"
+    tagged = rf"(?i:<answer> ?\(?{letter}(?:\)?[.:]?|[).:] [^<>]*)</answer>)"
     stated = (
-        r"(?i:answer|choice|option) ?(?i:is|are)? ?[:=]? ?(?:\*\*|\$|\\text\{)? ?(?i:option|choice)? ?[\(\[]?"
-        rf"{letter}(?![a-zA-Z'])"
+        rf"(?i:answer|choice|option)(?:{_AROUND}(?i:is|are|should be|would be|must be|therefore|thus|clearly|"
+        rf"likely|most|probably|option|choice|letter)(?![a-zA-Z])){{0,4}}{_AROUND}{face} ?\(?"
+        rf"(?:{letter}(?![a-zA-Z'])|((?i:{letter}))(?=\W{{0,9}}$))"
     )
-    lone = re.compile(rf"[\(\[*]*{letter}[\)\].:*]*")
+    answer = answer[-_TAIL_CHARS:]
     in_one_line = " ".join(answer.split())
-    lone_lines = [found.group(1) for line in answer.splitlines() if (found := lone.fullmatch(line.strip()))]
+    statements = [upper or lower for upper, lower, _ in re.findall(stated, in_one_line)]
     letters_found = (
         re.findall(boxed, in_one_line)
-        or re.findall(stated, in_one_line)
-        or lone_lines
+        or re.findall(tagged, in_one_line)
+        or statements
+        or _letters_of_lines(answer, letter)
         or re.findall(rf"\({letter}\)", answer)
+        or _at_the_end(answer, letter)
     )
     return letters_found[-1].upper() if letters_found else None
+
+
+def _letters_of_lines(answer: str, letter: str) -> list[str]:
+    """Lines of a letter alone; or else the letter of the one line that begins with it, as in "C) Earth"."""
+    lines = [line.strip() for line in answer.splitlines()]
+    lone = re.compile(rf"[\(\[*\"'`]*(?i:{letter})[\)\].:*\"'`]*")
+    alone = [found.group(1) for line in lines if (found := lone.fullmatch(line))]
+    begun = re.compile(rf"[\(*]*{letter}[).:]\**\s+\S")
+    beginnings = [found.group(1) for line in lines if (found := begun.match(line))]
+    return alone or (beginnings if len(beginnings) == 1 else [])
+
+
+def _at_the_end(answer: str, letter: str) -> list[str]:
+    """The letter that the last sentence ends in, where it names no other: "I think it is C."."""
+    last = re.split(r"[.!?]\s+", answer.strip())[-1]
+    named = re.findall(rf"(?<![\w'’]){letter}(?![\w'’])", last)
+    ended = re.search(rf"(?<![\w'’]){letter}\W{{0,9}}$", last)
+    return named if len(named) == 1 and ended else []
 
 
 def _letter_of_choice_text(answer: str, choices: dict[str, str]) -> str | None:

@@ -18,6 +18,8 @@ limit_sympy()
 
 _MAX_CHARS, _MAX_DEPTH = 400, 12  # the LaTeX parser takes seconds beyond them
 _MANY_DIGITS = re.compile(r"\d{1000}")
+_WHOLE = re.compile(r"\s*-?\d[\d,]*\s*")
+_UNEVALUATED = re.compile(r"[\s(]*\d[\d\s()]*+(?:(?:[-+*/÷×]|\\(?:times|cdot|div)(?![a-zA-Z]))[\d\s()]*+)+")
 _BIG_EXPONENT = re.compile(r"\d\.?[eE][+-]?\d{4}")
 
 
@@ -48,6 +50,8 @@ def check_math(response: str, label: str) -> int:
         return 0
     if grade_answer_mathd(given, truth):
         return 1
+    if _WHOLE.fullmatch(truth) and _UNEVALUATED.fullmatch(given):
+        return 0  # the question itself (12*34 for 408)
     try:
         _check_size(given)
         # No timeouts of its own: they need SIGALRM, and the pool's deadline already bounds this process.

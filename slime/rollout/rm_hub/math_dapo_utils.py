@@ -10,12 +10,7 @@ from slime.rollout.rm_hub import math_utils
 _TAIL_CHARS = 300  # the answer stands at the end; looking no further keeps the pattern cheap
 _ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 # Words that follow a number as its unit, and so say nothing about its value.
-_UNITS = (
-    "square units|square|units|unit|degrees|degree|dollars|dollar|cents|cent|percent|points|point|miles|mile|"
-    "feet|foot|ft|inches|inch|meters|meter|cm|mm|km|hours|hour|hrs|minutes|minute|seconds|second|days|day|weeks|"
-    "week|months|month|years|year|mph|kmh|kg|grams|gram|cubic|per|apples|students|people|ways"
-)
-_UNIT_WORDS = re.compile(rf"(?<![a-zA-Z\\])(?:{_UNITS})(?![a-zA-Z])")
+_UNIT_WORDS = re.compile(rf"(?<![a-zA-Z\\])(?:{math_utils.UNITS})(?![a-zA-Z])")
 
 
 def last_boxed_only_string(string: str) -> str | None:
@@ -33,21 +28,26 @@ def remove_boxed(s: str) -> str:
 
 def normalize_final_answer(final_answer: str) -> str:
     """One spelling for a final answer: right of the last '=', without units, LaTeX and commas."""
-    text = final_answer.split("=")[-1]
+    text = math_utils.extract_boxed_answer(final_answer) or final_answer
+    text = math_utils.plain_spelling(text.split("=")[-1])
     text = re.sub(r"\\(?:boxed|text|textbf|mathrm|overline)\s*\{([^{}]*)\}", r"\1", text)
     math_span = re.search(r"\$([^$]*)\$", text)
     if math_span and math_span.group(1).strip():
         text = math_span.group(1)
     text = re.sub(r"\\left|\\right|\\[!,;: ]|\\\$|\\%|\$|%|\^\{?\\circ\}?|\\ldots|\\dots|°", "", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     text = _UNIT_WORDS.sub("", text)
     text = re.sub(r"(?<![a-zA-Z])(?:an?|the)\s+", "", text)
     text = re.sub(r"\s+", "", text)
     text = re.sub(r"\\?frac([^{\\])([^{\\])", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\?sqrt([^{\\\[])", r"\\sqrt{\1}", text)
-    text = text.strip(".,;:!?*\"'`")
-    if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", text) or text.replace(",", "").isdigit():
+    text = math_utils.plain_spelling(text.strip(".,;:!?*\"'`"))
+    if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?", text):
         text = text.replace(",", "")
+    number = re.fullmatch(r"([+-]?)0*(\d+)(?:(\.\d*?)0*)?", text)  # +7, 007 and 7.00 are 7
+    if number is not None:
+        value = number[2] + (number[3] or "").rstrip(".")
+        text = value if number[1] != "-" or value == "0" else "-" + value
     return text
 
 
@@ -60,7 +60,7 @@ def is_correct_minerva(
     if gt_need_extract:
         boxed = last_boxed_only_string(gt)
         gt = remove_boxed(boxed) if boxed is not None else gt
-    return prediction == _reference(gt), prediction
+    return prediction != "" and prediction == normalize_final_answer(str(gt)), prediction
 
 
 def is_correct_strict_box(
@@ -101,9 +101,3 @@ def compute_score(
     tail = solution_str[-_TAIL_CHARS:]
     correct, prediction = verify(tail, str(ground_truth), strict_box_verify, pause_tokens_index)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}
-
-
-def _reference(gt: Any) -> str:
-    """The reference in the same spelling; 34.0 means 34, as data sets often store whole numbers as floats."""
-    text = normalize_final_answer(str(gt))
-    return text[: text.index(".")] if re.fullmatch(r"-?\d+\.0+", text) else text

@@ -11,6 +11,18 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 _OPENING = re.compile(r"\s*\{")
 _BRACES = re.compile(r"[{}]")
 _REST_OF_LINE = re.compile(r"[^$\n]*")
+# Signs that look like the plain ones: minus signs and hyphens, wide commas and digits.
+_LOOKALIKES = str.maketrans("−–‐‑‒﹣－＋，．０１２３４５６７８９", "-------+,.0123456789")
+# What sets an answer apart on the page and says nothing about it; after a backslash it is the end of a row.
+_SPACING = re.compile(r"(?<!\\)\\(?:(?:display|text)style(?![a-zA-Z])|q?quad(?![a-zA-Z])|[()\[\] ])|~")
+_FACE = re.compile(
+    r"(?:\\(?:boxed|fbox|underline|mbox|text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|boldsymbol|bm)\s*)?\{"
+)
+UNITS = (
+    "square units|square|units|unit|degrees|degree|dollars|dollar|cents|cent|percent|points|point|miles|mile|"
+    "feet|foot|ft|inches|inch|meters|meter|cm|mm|km|hours|hour|hrs|minutes|minute|seconds|second|days|day|weeks|"
+    "week|months|month|years|year|mph|kmh|kg|grams|gram|cubic|per|apples|students|people|ways"
+)
 
 
 def last_boxed_only_string(string: str) -> str | None:
@@ -48,16 +60,26 @@ def extract_answer(passage: str) -> str | None:
     return extract_boxed_answer(passage)
 
 
+def plain_spelling(answer: str) -> str:
+    """The answer without its type-setting: faces, spaces, braces around the whole, signs that look alike."""
+    text = answer.translate(_LOOKALIKES).replace("{,}", ",")
+    text = re.sub(r"(?:\\\\)+\s*$", "", _SPACING.sub(" ", text)).strip()
+    while (face := _FACE.match(text)) and _closing_braces(text).get(face.end() - 1) == len(text) - 1:
+        text = text[face.end() : -1].strip()
+    return text
+
+
 def mathd_normalize_answer(answer: str | None) -> str | None:
     """One spelling for answers that differ only in LaTeX habits (spaces, \\dfrac, \\left, units, a/b, .5)."""
     if answer is None:
         return None
-    text = answer.strip()
-    text = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", text).strip()
-    text = re.sub(r"\\left|\\right|\\!|\\[,;:]|\\\$|\$|\^\{?\\circ\}?|\\degree|\\?%", "", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*$", "", text)  # trailing unit
-    text = re.sub(r"^[a-zA-Z]{1,2}\s*=\s*", "", text)  # "x = 3" answers with 3
+    text = plain_spelling(answer)
+    text = re.sub(r"\\left|\\right|\\!|\\[,;:]|\\\$|\$|\^\{?\\circ\}?|°|\\degree|\\?%", "", text)
+    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
+    text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?[23]\}?)?\s*$", "", text)  # trailing unit
+    text = re.sub(rf"(?<=\d)\s+(?:{UNITS})\.?\s*$", "", text)
+    text = re.sub(r"^[a-zA-Z]{1,2}\s*(?:=|\\in(?![a-zA-Z]))\s*", "", text)  # "x = 3" answers with 3
+    text = re.sub(r"^\+(?=[\d.\\])", "", text).replace(r"\varnothing", r"\emptyset")
     text = re.sub(
         r"(?<![\d./])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text
     )  # before spaces go: 2 3/4 is not 23/4
@@ -68,8 +90,11 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
     text = re.sub(r"\\frac(\w)\{", r"\\frac{\1}{", text)
     text = re.sub(r"\\frac(\{[^{}]*\})(\w)", r"\\frac\1{\2}", text)
     text = re.sub(r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"^\\frac\{-(\d+)\}(\{\d+\})$", r"-\\frac{\1}\2", text)
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
     text = re.sub(r"^(-?\d+)\.0+$", r"\1", text)
+    if text.isalpha() and (text[1:].islower() or len(text) > 3):
+        text = text.lower()  # a word; a letter or two may be names
     return "\\frac{1}{2}" if text == "0.5" else text
 
 
