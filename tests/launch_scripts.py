@@ -237,6 +237,9 @@ SCRIPTS = {
     + "ray job submit -- python3 train_async.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 "
     "${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${PERF_ARGS[@]} ${MISC_ARGS[@]} --optimizer adam --lr 1e-5 "
     "--lr-decay-style cosine --min-lr 1e-6 --lr-warmup-fraction 0.1 --weight-decay 0.1 " + SFT + "\n",
+    "the layout of batches": job(
+        "qwen3", "--qkv-format bshd --no-use-dynamic-batch-size --micro-batch-size 1"
+    ),
     "rollout alone": job(
         "qwen3", "--debug-rollout-only --save-debug-rollout-data ROOT/dumps/{rollout_id}.pt --num-rollout 1"
     ),
@@ -303,6 +306,24 @@ SCRIPTS = {
         "--ci-train-rollout-logprob-abs-diff-threshold 0.2",
         ', train_script="train_async.py", extra_env_vars={"A": "b"}',
     ),
+}
+
+# Scripts of slime's FSDP trainer: no arguments of a model, flags of their own.
+FSDP_SCRIPTS = {
+    name: HEAD
+    + "NAME=qwen3; source ROOT/arrays.sh\nTRAIN_BACKEND_ARGS=( --train-backend fsdp "
+    + f"--update-weight-buffer-size 536870912 {flags} )\n"
+    + "ray job submit --address=http://127.0.0.1:8265 -- python3 train.py ${TRAIN_BACKEND_ARGS[@]} "
+    "--hf-checkpoint ROOT/qwen3 ${ROLLOUT_ARGS[@]} ${OPTIMIZER_ARGS[@]} --advantage-estimator grpo "
+    "--kl-loss-coef 0.00 --kl-loss-type low_var_kl --kl-coef 0.00 --entropy-coef 0.00 --eps-clip 0.2 "
+    "--use-dynamic-batch-size --max-tokens-per-gpu 4096 ${EVAL_ARGS[@]} ${SGLANG_ARGS[@]} "
+    "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate\n"
+    for name, flags in {
+        "whole layers computed again": "--gradient-checkpointing --attn-implementation flash_attention_3",
+        "a reference and a memory of its own": "--gradient-checkpointing --ref-load ROOT/qwen3 --use-kl-loss "
+        '--train-env-vars \'{"PYTORCH_CUDA_ALLOC_CONF":"expandable_segments:True"}\' --use-fault-tolerance',
+        "weights in host memory": "--fsdp-cpu-offload --fsdp-cpu-backend gloo --attn-implementation sdpa",
+    }.items()
 }
 
 # Name -> (the script, the capability for which it is refused, and nothing else).

@@ -114,5 +114,6 @@ MEGATRON = """
 OLDER = """
     critic-lr critic-load critic-lr-warmup-iters sglang-router-policy megatron-to-hf-mode
     use-slime-router slime-router-middleware-paths slime-router-timeout actor-num-cpus
-    use-hf-config-for-megatron router-policy
+    use-hf-config-for-megatron router-policy gradient-checkpointing attn-implementation fsdp-cpu-offload
+    fsdp-full-params fsdp-state-dict-cpu-offload fsdp-cpu-backend qkv-format true-on-policy-mode use-lora
 """.split()  # noqa: SIM905

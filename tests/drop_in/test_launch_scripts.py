@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from launch_lines import MODELS, NOT_BUILT
-from launch_scripts import REFUSED, SCRIPTS, make_files
+from launch_scripts import FSDP_SCRIPTS, REFUSED, SCRIPTS, make_files
 from slime_flags import MEGATRON, OLDER, SLIME
 from tiny_model import make_tiny_tokenizer
 
@@ -106,6 +106,15 @@ def test_a_script_starts(root, name):
     args = parse_args(words, training_loop=loop)
     model = next(m for m in sorted(MODELS, key=len, reverse=True) if f"/{m}" in args.hf_checkpoint)
     assert args.train_backend == ("fsdp" if model in NOT_BUILT else "megatron")
+    assert errors_before_start(args, loop) == []
+
+
+@pytest.mark.parametrize("name", FSDP_SCRIPTS)
+def test_a_script_of_the_fsdp_trainer_starts(root, name):
+    loop, words = called_with(root, name, FSDP_SCRIPTS[name])
+    args = parse_args(words, training_loop=loop)
+    assert args.train_backend == "fsdp"
+    assert args.activation_checkpointing == ("full" if "--gradient-checkpointing" in words else "none")
     assert errors_before_start(args, loop) == []
 
 

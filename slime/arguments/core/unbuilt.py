@@ -5,7 +5,7 @@ from collections.abc import Sequence
 UNBUILT_FLAGS = frozenset(
     """
     load-forge-rollout-data lr-warmup-samples lr-decay-samples lr-wsd-decay-style lr-wsd-decay-iters
-    lr-wsd-decay-samples start-weight-decay end-weight-decay rampup-batch-size
+    lr-wsd-decay-samples start-weight-decay end-weight-decay rampup-batch-size true-on-policy-mode
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than many quoted lines
 )
 
@@ -21,7 +21,8 @@ IDLE_FLAGS = {
         empty-unused-memory-level use-torch-optimizer-for-cpu-offload mla-down-proj-fusion
         megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
         megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules
-        moe-use-legacy-grouped-gemm te-rng-tracker data-parallel-random-init""",
+        moe-use-legacy-grouped-gemm te-rng-tracker data-parallel-random-init
+        attn-implementation qkv-format fsdp-full-params fsdp-state-dict-cpu-offload fsdp-cpu-backend""",
     "the config of --hf-checkpoint says it": """
         spec model-name padded-vocab-size make-vocab-size-divisible-by position-embedding seq-length
         encoder-seq-length decoder-seq-length rope-type tokenizer-type tokenizer-model use-rope-scaling
@@ -63,12 +64,14 @@ IDLE_FLAGS = {
     "--wandb-team, --wandb-group and --wandb-dir say it": "wandb-entity wandb-exp-name wandb-save-dir",
     "--use-pytorch-profiler records steps": "profile",
     "code that comes with a model is not run": "trust-remote-code",
+    "--lora-rank says it": "use-lora",
 }
 # Flags that change nothing at one value, and are refused at any other.
 _NEUTRAL = {"lr-warmup-init": "0", "weight-decay-incr-style": "constant"}
 # What a flag of another release, or of Megatron's command line, is called here.
 RENAMED_FLAGS = {
     "--recompute-activations": ("--recompute-granularity", "selective"),
+    "--gradient-checkpointing": ("--activation-checkpointing", "full"),
     "--slime-router-middleware-paths": ("--router-middleware-paths",),
     "--model-parallel-size": ("--tensor-model-parallel-size",),
 }
@@ -115,7 +118,7 @@ _SYNONYMS = {
     "load": "resume-from-checkpoint",
     "custom-rm-path": "reward-funcs custom-reward-function-path",
     "use-wandb": "report-to",
-    "activation-checkpointing": "gradient-checkpointing enable-gradient-checkpointing",
+    "activation-checkpointing": "enable-gradient-checkpointing",
     "num-steps-per-rollout": "num-iterations steps-per-generation ppo-epochs",
     "sglang-mem-fraction-static": "gpu-memory-utilization vllm-gpu-memory-utilization",
     "actor-num-gpus-per-node": "n-gpus-per-node",
