@@ -14,6 +14,7 @@ from slime.engines.embedded.decode.paged import can_read_pages
 from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
 from slime.engines.embedded.images import FeatureCache, ImageRows
 from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.weights import store_by_column
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.machine import accelerator
 from slime.utils.models.fp8_config import block_size_of
@@ -68,6 +69,8 @@ class ModelRunner:
             model_path, dtype=self.dtype, attn_implementation=implementation, **how
         )
         self.model.to(self.device).eval().requires_grad_(False)
+        if self.device.type == "cpu":
+            store_by_column(self.model)
         self.config = self.model.config.get_text_config()
         _refuse_unsupported(self.model, self.config)
         self.features = FeatureCache(self.model, self.device)
