@@ -23,6 +23,7 @@ from slime.algorithms.nucleus import Nucleus
 # Elements of one block of logits: 128 Mi x 2 bytes = 256 MiB in bf16, and half as many in fp32.
 MAX_CHUNK_ELEMENTS = 1 << 26
 _FUSED_ELEMENTS = 1 << 27
+_CACHED_ELEMENTS = 1 << 18  # of a block that a CPU goes over several times
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,13 +63,21 @@ def _statistics(
     chosen: Tensor,
     entropy: Tensor | None,
 ) -> None:
-    """Plain torch version of the kernel `row_statistics`; writes over the logits."""
-    logits = logits.to(log_sums.dtype).div_(temperature)
-    log_sums.copy_(torch.logsumexp(logits, dim=-1))
-    chosen.copy_(logits.gather(1, targets[:, None]).squeeze(1) - log_sums)
-    if entropy is not None:
-        log_dist = logits.sub_(log_sums[:, None])
-        entropy.copy_(-torch.linalg.vecdot(log_dist.exp(), log_dist))
+    """Plain torch version of the kernel `row_statistics`; the logits stay as they are."""
+    for rows in _cached_rows(logits):
+        part = logits[rows].to(log_sums.dtype)
+        part = part if temperature == 1.0 else part / temperature
+        log_sums[rows] = torch.logsumexp(part, dim=-1)
+        chosen[rows] = part.gather(1, targets[rows, None]).squeeze(1) - log_sums[rows]
+        if entropy is not None:
+            log_dist = part - log_sums[rows, None]
+            entropy[rows] = -torch.linalg.vecdot(log_dist.exp(), log_dist)
+
+
+def _cached_rows(logits: Tensor) -> list[slice]:
+    """Rows that stay in a CPU's cache while several operations pass over them; elsewhere all of them."""
+    size = max(1, _CACHED_ELEMENTS // max(1, logits.shape[1])) if logits.device.type == "cpu" else len(logits)
+    return [slice(first, first + size) for first in range(0, len(logits), size)]
 
 
 def _gradient(
@@ -81,19 +90,24 @@ def _gradient(
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Plain torch version of the kernel `logit_gradient_`; the result has the logits' own dtype."""
-    log_dist = logits.to(log_sums.dtype).div_(temperature).sub_(log_sums[:, None])
-    probs = log_dist.exp()
-    # d log p(target) / d logits = onehot - p;  d H / d logits = -p (log p + H)
-    if grad_entropy is not None and entropy is not None:
-        grad = log_dist.add_(entropy[:, None]).mul_(probs).mul_(-grad_entropy[:, None])
-        grad.addcmul_(probs, grad_chosen[:, None], value=-1)
-    else:
-        grad = probs.mul_(-grad_chosen[:, None])
+    """Plain torch version of the kernel `logit_gradient_`: the logits become their gradient."""
     own = targets - first
-    inside = (own >= 0) & (own < logits.shape[1])
-    grad.scatter_add_(1, own.clamp(0, logits.shape[1] - 1)[:, None], (grad_chosen * inside)[:, None])
-    return grad.div_(temperature).to(logits.dtype)
+    inside = grad_chosen * ((own >= 0) & (own < logits.shape[1]))
+    own = own.clamp(0, logits.shape[1] - 1)
+    for rows in _cached_rows(logits):
+        log_dist = logits[rows].to(log_sums.dtype)
+        log_dist = log_dist if temperature == 1.0 else log_dist / temperature
+        log_dist = log_dist - log_sums[rows, None]
+        # d log p(target) / d logits = onehot - p;  d H / d logits = -p (log p + H)
+        if grad_entropy is not None and entropy is not None:
+            probs = log_dist.exp()
+            grad = log_dist.add_(entropy[rows, None]).mul_(probs).mul_(-grad_entropy[rows, None])
+            grad.addcmul_(probs, grad_chosen[rows, None], value=-1)
+        else:
+            grad = log_dist.exp_().mul_(-grad_chosen[rows, None])
+        grad.scatter_add_(1, own[rows, None], inside[rows, None])
+        logits[rows] = grad if temperature == 1.0 else grad.div_(temperature)
+    return logits
 
 
 @functools.cache
@@ -149,9 +163,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if nucleus is not None:
                 nucleus.rows(start, min(start + size, num_tokens)).cut_(logits, targets[rows])
             statistics = _statistics if kernels is None else kernels.row_statistics
-            block = logits.clone() if keep and kernels is None else logits
             outputs = log_sums[rows], log_probs[rows], None if entropy is None else entropy[rows]
-            statistics(block, targets[rows], temperature, *outputs)
+            statistics(logits, targets[rows], temperature, *outputs)
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.temperature, ctx.chunk_size, ctx.nucleus = temperature, chunk_size, nucleus
         ctx.softcap = softcap
@@ -226,9 +239,11 @@ def chunked_log_probs(
         # Keeps the graph connected: a rank without tokens still has to take part in the gradient reduction.
         zero = hidden.sum(-1).to(_compute_dtype(hidden.dtype)) + 0.0 * weight[0, 0]
         return zero, zero if with_entropy else None
-    size = hidden.shape[0] * weight.shape[0] * hidden.element_size()
+    size = hidden.shape[0] * weight.shape[0]
+    # On a CPU backward needs room for a block anyway: what is one block is kept from forward.
+    is_block = not hidden.is_cuda and chunk_size <= 0 and size <= MAX_CHUNK_ELEMENTS
     keep = (
-        size <= memory_gib * 2**30
+        (is_block or size * hidden.element_size() <= memory_gib * 2**30)
         and softcap is None  # its slope would have to be kept beside them
         and torch.is_grad_enabled()
         and (hidden.requires_grad or weight.requires_grad)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from slime.algorithms import logprobs
 from slime.algorithms.logprobs import calculate_log_probs_and_entropy, chunked_log_probs
 
 
@@ -43,7 +44,8 @@ def test_values_and_gradients_match_log_softmax(chunk_size, temperature, use, me
 @pytest.mark.parametrize(
     ("gib", "kept"), [(0, False), (11 * 17 * 8 / 2**30, True), (11 * 17 * 8 / 2**30 / 1.01, False)]
 )
-def test_logits_are_kept_only_where_they_fit_into_the_memory_given(gib, kept):
+def test_logits_are_kept_only_where_they_fit_into_the_memory_given(gib, kept, monkeypatch):
+    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", 16)  # else they are one block, which is kept anyway
     hidden, weight, targets = inputs()
     log_probs, _ = chunked_log_probs(hidden, weight, targets, memory_gib=gib)
     assert (log_probs.grad_fn.kept is not None) == kept
@@ -52,6 +54,21 @@ def test_logits_are_kept_only_where_they_fit_into_the_memory_given(gib, kept):
     first = hidden.grad.clone()
     log_probs.sum().backward()  # once more, after the kept ones are gone
     torch.testing.assert_close(hidden.grad, 2 * first, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_one_block_is_kept_on_a_cpu_and_its_rows_may_be_taken_one_by_one(monkeypatch):
+    monkeypatch.setattr(logprobs, "_CACHED_ELEMENTS", 1)
+    hidden, weight, targets = inputs()
+    results = []
+    for chunk_size in (-1, 4):
+        log_probs, entropy = chunked_log_probs(
+            hidden, weight, targets, temperature=0.7, chunk_size=chunk_size, with_entropy=True
+        )
+        assert (log_probs.grad_fn.kept is not None) == (chunk_size == -1)
+        gradients = torch.autograd.grad((log_probs + entropy).sum(), (hidden, weight))
+        results.append((log_probs, entropy, *gradients))
+    for kept, computed_again in zip(*results, strict=True):
+        torch.testing.assert_close(kept, computed_again, rtol=1e-12, atol=1e-12)
 
 
 def test_bf16_inputs_give_fp32_log_probs():
