@@ -8,7 +8,7 @@ meet in the prompt's keys and values. Results equal those of the whole documents
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from slime.algorithms.attention_variants import PLAIN, Variant
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import prompt_operator
 from slime.backends.attention.packed import PackedDocuments, packed_attention, varlen_for
+from slime.backends.attention.prompt_parts import LONGEST, PartBatches
 from slime.backends.base import MicroBatch
 
 # Sharing costs attention a gather of keys and, on a GPU, its fastest kernels: it must save some tokens.
@@ -40,6 +41,11 @@ class PromptTree:
     reader_ends: Tensor  # [T + 1] int32
     longest: Tensor  # [] int64, on the host: of the longest part with its prompt
     bound: int  # at least that; a power of two
+    parts: PartBatches = field(default_factory=PartBatches)
+
+    @property
+    def _is_short(self) -> bool:
+        return self.bound <= LONGEST
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
@@ -55,6 +61,9 @@ class PromptTree:
                 query, key, value, self.cu_query, self.cu_key, self.bound, self.bound, scale,
                 window=variant.window,
             )  # fmt: skip
+        if variant is PLAIN and query.device.type == "cpu" and query.dtype.itemsize >= 4 and self._is_short:
+            chosen = query.shape[-1] ** -0.5 if scale is None else scale
+            return self.parts.attend(query, key, value, self.cu_query, self.cu_key, self.keys, chosen)
         places = (self.expand, self.own)
         return packed_attention(query, key, value, self.whole, scale=scale, variant=variant, places=places)
 
