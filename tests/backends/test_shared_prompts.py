@@ -10,7 +10,7 @@ from trainer_helpers import meeting_point, trainer_args
 from slime.backends.attention.packed import packed_attention
 from slime.backends.attention.prompt_operator import collect
 from slime.backends.attention.shared_prompts import PromptShare
-from slime.backends.fsdp import create_backend
+from slime.backends.fsdp import create_backend, loading
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
@@ -144,6 +144,19 @@ def test_a_step_with_shared_prompts_equals_one_without(folders, name, size, monk
         assert shared[key] == pytest.approx(plain[key], rel=1e-5, abs=1e-6)
     for key, value in weights.items():
         torch.testing.assert_close(value, plain_weights[key], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [32, 3])
+def test_rows_of_a_tied_matrix_get_the_gradient_that_a_whole_matrix_would(folders, size, monkeypatch):
+    config = json.loads((folders / "dense" / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folders / "tied").mkdir(exist_ok=True)
+    (folders / "tied" / "config.json").write_text(json.dumps(config))
+    by_rows, weights = step_of(folders / "tied", None, micro_batch_size=size)
+    monkeypatch.setattr(loading, "add_rows_to_output_gradient", lambda lm: None)
+    whole, expected = step_of(folders / "tied", None, micro_batch_size=size)
+    assert by_rows["train/grad_norm"] == pytest.approx(whole["train/grad_norm"], rel=1e-6)
+    for key, value in weights.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
 
 
 def test_siblings_meet_in_a_micro_batch_and_ranks_get_like_shares():

@@ -172,6 +172,8 @@ class FSDPBackend(TrainerBase):
         else:
             loading.fill(model.lm, path, known)
         model.eval()
+        if alone and self.device.type == "cpu" and self.compute_dtype == torch.float32 and not self.is_scalar:
+            loading.add_rows_to_output_gradient(model.lm)
         return (
             WorkingCopy(model, self.compute_dtype) if alone and self.compute_dtype != torch.float32 else None
         )

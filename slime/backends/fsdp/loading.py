@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp import families, vision
@@ -233,3 +233,12 @@ def _sent(wanted: dict[str, Tensor], source: dict[str, Tensor]) -> Iterator[tupl
             full = full.contiguous()
             dist.broadcast(full, src=0)
         yield name, full
+
+
+def add_rows_to_output_gradient(lm: HFModel) -> None:
+    """Where one matrix embeds tokens and gives logits, the few rows of tokens are added to its gradient of
+    the logits; a gradient of the whole vocabulary, nearly all zeros, would be made and added otherwise.
+    """
+    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding) and embedding.weight is head.weight:
+        embedding.sparse = True
