@@ -124,7 +124,7 @@ RECIPES = {
         min_lr=2e-5,
         lr_warmup_iters=2,
         eval_interval=9,
-        max_tokens_per_gpu=2048,
+        max_tokens_per_gpu=4096,  # all of a step, whose prompts are then shared by one stream
         precision=("--dtype", "auto"),  # stored in bfloat16, which not every CPU has units for
         saves_model=False,
     ),

@@ -88,7 +88,7 @@ def thread_environment(num_threads: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the most that glibc takes: larger tensors come and go
-        "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(4 << 30),  # what a step of a model of this size needs, as in the next
         "MALLOC_TOP_PAD_": str(16 << 20),
         "TOKENIZERS_PARALLELISM": "false",
     }
