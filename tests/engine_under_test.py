@@ -7,10 +7,11 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
 from slime.wire.protocol import EngineInfo, GenerateRequest, Generation, SamplingParams
 
 CONTEXT = 512
+_OVER_S = 20.0  # after which an engine without requests has ended those that were sent to it
 VOCAB = 128
+T = TypeVar("T")
 
 
 def small_embedded_command(model: Path, prefix: str, **changes) -> Command:
@@ -48,7 +51,7 @@ def served_by_embedded(model: Path, log: Path, **changes) -> Iterator[tuple[Engi
     """(control of such an engine, what it says of itself, its prefix of shared memory)."""
     prefix = shm.make_prefix()
     command = small_embedded_command(model, prefix, **changes)
-    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 120.0))
+    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, PATIENCE_S))
     server.launch()
     try:
         server.wait_ready()
@@ -118,6 +121,25 @@ def start_engine(
         stop_process(process)
         life.close()
         shm.unlink_prefix(prefix)
+
+
+class Missed(Exception):
+    """What a test wanted to meet under way had ended by then: the test was held up."""
+
+
+def met(in_time: bool) -> None:
+    if not in_time:
+        raise Missed
+
+
+def until_met(attempt: Callable[[], T], before_the_next: Callable[[], None]) -> T:
+    """What the first attempt gives that is in time."""
+    for _ in range(20):
+        try:
+            return attempt()
+        except Missed:
+            before_the_next()
+    raise AssertionError("it had always ended before the test met it")
 
 
 @dataclass
@@ -207,35 +229,52 @@ class EngineUnderTest:
         finally:
             sender.close()
 
+    def meet(self, scenario: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What a scenario gives that meets requests under way."""
+        return until_met(lambda: run(scenario()), self.reset)
+
+    def reset(self) -> None:
+        """Its first weights, nothing paused, nothing cached."""
+        if self.can.memory_saver:  # others may end over memory that was never released
+            run(self.control.restore())
+        run(self.control.resume())
+        run(self.control.abort())
+        run(self.idle())
+        run(self.control.update_from_disk(str(self.model), "default"))
+        run(self.control.flush())
+
     async def running(self, *, tokens: int) -> None:
         """Wait until requests in flight have made about that many tokens since now."""
         info = await http_utils.get(f"{self.url}/server_info")
         if "num_generated_tokens" not in info:
             await self._running_by_load(tokens)
             return
-        start = info["num_generated_tokens"]
-        for _ in range(2000):
+        start, seen = info["num_generated_tokens"], time.monotonic()
+        while time.monotonic() < seen + _OVER_S:
             info = await http_utils.get(f"{self.url}/server_info")
-            if info["num_running_reqs"] and info["num_generated_tokens"] - start >= tokens:
-                return
-        raise AssertionError(f"no {tokens} tokens came")
+            if info["num_running_reqs"]:
+                seen = time.monotonic()
+                if info["num_generated_tokens"] - start >= tokens:
+                    return
+        raise Missed
 
     async def idle(self) -> None:
         """Wait until no request is left."""
-        for _ in range(1000):
-            if await self.control.load() == (0, 0):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("requests go on after they were aborted")
+        async with asyncio.timeout(PATIENCE_S):
+            while await self.control.load() != (0, 0):
+                await asyncio.sleep(0.01)
 
     async def _running_by_load(self, tokens: int) -> None:
         """For an engine without that counter: its requests hold that many tokens of cache."""
-        for _ in range(4000):
+        seen = time.monotonic()
+        while time.monotonic() < seen + _OVER_S:
             loads = (await http_utils.get(f"{self.url}/v1/loads"))["loads"]
-            if loads[0]["num_running_reqs"] and loads[0]["num_used_tokens"] >= tokens + 10:
-                return
+            if loads[0]["num_running_reqs"]:
+                seen = time.monotonic()
+                if loads[0]["num_used_tokens"] >= tokens + 10:
+                    return
             await asyncio.sleep(0.005)
-        raise AssertionError(f"no {tokens} tokens came")
+        raise Missed
 
 
 def load_model(folder: Path):

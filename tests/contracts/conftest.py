@@ -13,7 +13,6 @@ from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.engines.sglang.command import SGLangOptions, sglang_command
-from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.processes import thread_environment
 
@@ -110,10 +109,4 @@ def sglang_pair(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet, En
 def engine(served_engine) -> Iterator[EngineUnderTest]:
     """The engine with its first weights, nothing paused, nothing cached; and so it is left."""
     yield served_engine
-    if served_engine.can.memory_saver:  # others may end over memory that was never released
-        run(served_engine.control.restore())
-    run(served_engine.control.resume())
-    run(served_engine.control.abort())
-    run(served_engine.idle())
-    run(served_engine.control.update_from_disk(str(served_engine.model), "default"))
-    run(served_engine.control.flush())
+    served_engine.reset()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from engine_under_test import CONTEXT, VOCAB, largest_difference, plain_log_probs
+from engine_under_test import CONTEXT, VOCAB, largest_difference, met, plain_log_probs
 
 from slime.rollout.generation.concurrency import EngineLoad, read_loads
 from slime.utils import http_utils
@@ -279,10 +279,12 @@ def test_one_member_of_a_group_can_be_aborted(engine):
         asked = asyncio.create_task(ask_together(engine, requests))
         await engine.running(tokens=5)
         await engine.client.cancel([engine.url], [requests[0].rid])
-        return await asked
+        made, num_posts = await asked
+        met(made[0].finish == "abort")
+        return made, num_posts
 
-    (first, second, third), num_posts = run(scenario())
-    assert num_posts == 1 and first.finish == "abort" and len(first.ids) < 450
+    (first, second, third), num_posts = engine.meet(scenario)
+    assert num_posts == 1 and len(first.ids) < 450
     assert (second.finish, third.finish) == ("length", "length") and len(third.ids) == 450
 
 
@@ -302,10 +304,10 @@ def test_a_member_of_a_group_that_is_refused_is_named_and_the_others_are_answere
 
 
 def test_a_short_request_overtakes_a_long_one_in_the_same_forward_passes(engine):
-    passes = engine.counter("num_forward_passes")
+    engine.counter("num_forward_passes")
 
     async def race():
-        order = []
+        order, before = [], (await engine.control.info()).raw["num_forward_passes"]
 
         async def one(name, count):
             await engine.agenerate(PROMPT, max_new_tokens=count, ignore_eos=True)
@@ -315,10 +317,10 @@ def test_a_short_request_overtakes_a_long_one_in_the_same_forward_passes(engine)
         await engine.running(tokens=5)
         await one("short", 6)
         await long
-        return order
+        met(order == ["short", "long"])
+        return (await engine.control.info()).raw["num_forward_passes"] - before
 
-    assert run(race()) == ["short", "long"]
-    assert engine.counter("num_forward_passes") - passes <= 400 + 2
+    assert engine.meet(race) <= 400 + 2
 
 
 def test_more_requests_than_run_at_once_all_finish_right(engine, old_model):
@@ -353,9 +355,10 @@ def test_loads_count_running_and_waiting(engine):
         load = await engine.control.load()
         await engine.control.abort()
         await asyncio.gather(*tasks)
-        return load, await engine.control.load()
+        met(load == (8, 3))
+        return await engine.control.load()
 
-    assert run(look()) == ((8, 3), (0, 0))
+    assert engine.meet(look) == (0, 0)
 
 
 def test_loads_tell_of_retractions_where_adaptive_concurrency_looks_for_them(engine):
@@ -379,10 +382,12 @@ def test_an_aborted_request_answers_all_it_made_and_its_blocks_come_back(engine,
         )
         await engine.running(tokens=80)
         await engine.client.cancel([engine.url], ["victim", "unknown"])
-        return await task, await other
+        made = await asyncio.gather(task, other)
+        met(made[0].finish == "abort")
+        return made
 
-    victim, other = run(abort())
-    assert victim.finish == "abort" and 20 <= len(victim.ids) < 450
+    victim, other = engine.meet(abort)
+    assert 20 <= len(victim.ids) < 450
     assert largest_difference(victim.log_probs, plain_log_probs(old_model, PROMPT, victim.ids)) < 1e-4
     assert other.finish == "length" and len(other.ids) == 120
     assert engine.known_counter("kv_blocks_free") == free == engine.known_counter("kv_blocks_total")
@@ -396,10 +401,11 @@ def test_abort_all_ends_waiting_requests_too(engine):
         ]
         await engine.running(tokens=20)
         await engine.control.abort()
-        return await asyncio.gather(*tasks)
+        made = await asyncio.gather(*tasks)
+        met({m.finish for m in made} == {"abort"})
+        return made
 
-    made = run(abort())
-    assert {m.finish for m in made} == {"abort"} and any(m.ids for m in made)
+    assert any(m.ids for m in engine.meet(abort))
 
 
 def test_a_request_whose_connection_broke_is_sent_again_under_its_id(engine, old_model):
@@ -415,7 +421,7 @@ def test_a_request_whose_connection_broke_is_sent_again_under_its_id(engine, old
         client = EngineClient(engine.url, timeout_s=120)
         return await client.generate(engine.request(PROMPT, rid="again", max_new_tokens=40, ignore_eos=True))
 
-    made = run(scenario())
+    made = engine.meet(scenario)
     assert len(made.ids) == 40
     assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids)) < 1e-4
 
@@ -424,16 +430,14 @@ def test_a_client_that_hangs_up_frees_its_blocks(engine):
     engine.need(engine.can.dialect.frees_at_hang_up, "to notice at once that a client hung up")
 
     async def hang_up():
+        before = (await engine.control.info()).raw["num_generated_tokens"]
         task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=450, ignore_eos=True))
         await engine.running(tokens=5)
         task.cancel()
-        for _ in range(200):
-            if (await engine.control.load())[0] == 0:
-                return True
-            await asyncio.sleep(0.005)
-        return False
+        await engine.idle()
+        met((await engine.control.info()).raw["num_generated_tokens"] - before < 450)
 
-    assert run(hang_up())
+    engine.meet(hang_up)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -446,6 +450,7 @@ def test_a_paused_request_freezes_and_then_ends_as_if_nothing_had_been(engine, m
         )
         await engine.running(tokens=10)
         await engine.control.pause(mode)
+        met(await engine.control.load() != (0, 0))
         before = (await engine.control.info()).raw
         await asyncio.sleep(0.2)
         after = (await engine.control.info()).raw
@@ -453,7 +458,7 @@ def test_a_paused_request_freezes_and_then_ends_as_if_nothing_had_been(engine, m
         await engine.control.resume()
         return await task, before, after
 
-    made, before, after = run(pause())
+    made, before, after = engine.meet(pause)
     assert made.ids == whole.ids
     assert before.get("num_generated_tokens") == after.get("num_generated_tokens")
     assert made.meta["num_retractions"] == (1 if mode == "retract" else 0)
@@ -467,12 +472,13 @@ def test_pause_abort_answers_at_once_and_holds_what_comes_next(engine):
         await engine.running(tokens=5)
         await engine.control.pause("abort")
         aborted = await first
+        met(aborted.finish == "abort")
         held = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=3, ignore_eos=True))
         await asyncio.sleep(0.2)
         assert not held.done()
         await engine.control.resume()
         return aborted, await held
 
-    aborted, held = run(pause())
-    assert aborted.finish == "abort" and 0 < len(aborted.ids) < 450
+    aborted, held = engine.meet(pause)
+    assert 0 < len(aborted.ids) < 450
     assert held.finish == "length" and len(held.ids) == 3

@@ -4,7 +4,7 @@ import asyncio
 
 import aiohttp
 import pytest
-from engine_under_test import CONTEXT, VOCAB, largest_difference, plain_log_probs
+from engine_under_test import CONTEXT, VOCAB, largest_difference, met, plain_log_probs
 
 from slime.utils import http_utils
 from slime.utils.async_utils import run
@@ -37,9 +37,11 @@ def test_requests_in_flight_during_a_push_carry_version_spans(engine, old_model,
         task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=300, ignore_eos=True))
         await engine.running(tokens=10)
         await engine.push(new_model, "run:1")
-        return await task
+        made = await task
+        met(len(made.spans) > 1)
+        return made
 
-    made = run(push())
+    made = engine.meet(push)
     first, second = made.spans
     assert (first.version, first.start, second.version, second.end) == ("default", 0, "run:1", 300)
     assert first.end == second.start and 10 <= first.end < 300
@@ -63,9 +65,11 @@ def test_a_retracted_request_goes_on_wholly_with_the_new_weights(engine, old_mod
         await engine.control.flush()
         await engine.push(new_model, "run:1")
         await engine.control.resume()
-        return await task
+        made = await task
+        met(len(made.spans) > 1)
+        return made
 
-    made = run(push())
+    made = engine.meet(push)
     cut = made.spans[0].end
     assert [s.version for s in made.spans] == ["default", "run:1"]
     old, new = (plain_log_probs(model, PROMPT, made.ids) for model in (old_model, new_model))
@@ -84,9 +88,11 @@ def test_a_request_held_in_place_goes_on_from_its_cache_with_the_new_weights(eng
         await engine.control.flush()
         await engine.push(new_model, "run:1")
         await engine.control.resume()
-        return await task
+        made = await task
+        met(len(made.spans) > 1)
+        return made
 
-    made = run(push())
+    made = engine.meet(push)
     cut = made.spans[0].end
     assert [s.version for s in made.spans] == ["default", "run:1"] and made.meta["num_retractions"] == 0
     old = plain_log_probs(old_model, PROMPT, made.ids[:cut])
@@ -102,13 +108,14 @@ def test_an_aborted_request_is_sent_again_with_what_it_made_and_the_new_weights(
         await engine.running(tokens=10)
         await engine.control.pause("abort")
         first = await task
+        met(first.finish == "abort")
         await engine.push(new_model, "run:1")
         await engine.control.resume()
         left = 200 - len(first.ids)
         return first, await engine.agenerate([*PROMPT, *first.ids], max_new_tokens=left, ignore_eos=True)
 
-    first, rest = run(push())
-    assert first.finish == "abort" and len(first.ids) + len(rest.ids) == 200
+    first, rest = engine.meet(push)
+    assert len(first.ids) + len(rest.ids) == 200
     assert (first.weight_version, rest.weight_version) == ("default", "run:1")
     expected = plain_log_probs(new_model, [*PROMPT, *first.ids], rest.ids)
     assert largest_difference(rest.log_probs, expected) < 1e-4
@@ -235,7 +242,7 @@ def test_a_request_in_flight_survives_release_and_resume(engine):
         await engine.control.restore(["kv_cache"])
         return await task
 
-    assert run(release()).ids == whole.ids
+    assert engine.meet(release).ids == whole.ids
 
 
 def test_health_probes_answer_also_while_paused(engine):
@@ -256,9 +263,10 @@ def test_a_busy_engine_answers_health_probes_before_its_queue_is_empty(engine):
         unfinished = sum(not task.done() for task in tasks)
         await engine.control.abort()
         await asyncio.gather(*tasks)
-        return healthy, unfinished
+        met(unfinished == 20)
+        return healthy
 
-    assert run(probe()) == (True, 20)
+    assert engine.meet(probe)
 
 
 def test_server_info_says_what_the_engine_can_do(engine):

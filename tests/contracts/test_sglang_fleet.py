@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_under_test import EngineUnderTest, largest_difference, plain_log_probs
+from engine_under_test import EngineUnderTest, largest_difference, met, plain_log_probs, until_met
 from rollout_helpers import assert_conserved, make_args, make_source
 from stage_ranks import StageRanks
 
@@ -184,9 +184,14 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_token_is_wh
     async def finish(tasks):
         return await asyncio.gather(*tasks)
 
-    tasks = run(start())
-    weights.receive(parcel)
-    for made in run(finish(tasks)):
+    def push():
+        tasks = run(start())
+        weights.receive(parcel)
+        made = run(finish(tasks))
+        met(all(len(one.spans) > 1 for one in made))
+        return made
+
+    for made in until_met(push, lambda: [engine.reset() for engine in engines]):
         assert [span.version for span in made.spans] == ["default", "run:1"] and len(made.ids) == 400
         cut = made.spans[0].end
         old, new = (plain_log_probs(model, PROMPT, made.ids) for model in (old_model, new_model))
