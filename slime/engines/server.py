@@ -22,9 +22,8 @@ from slime.utils.machine.vital_signs import Signs, signs_of_group
 from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
-# For a port that our own dead process held, and for one whose process went with an
-# owner that is gone: it may need a while.
-_PORT_PATIENCE_S, _INHERITED_PORT_PATIENCE_S = 2.0, 30.0
+# For a port that a process held which was killed: its children, and a machine that is slow, may need a while.
+_PORT_PATIENCE_S = 30.0
 
 # For a process that was stopped before it served, and how often that is looked for.
 _STOPPED_PATIENCE_S, _LOOK_INTERVAL_S = 10.0, 1.0
@@ -120,9 +119,10 @@ class EngineServer:
             )
 
     def _reclaim_port(self) -> None:
-        patience_s = _INHERITED_PORT_PATIENCE_S if self._process is None else _PORT_PATIENCE_S
         try:
-            waits.until(lambda: http_utils.is_port_available(self.port), f"port {self.port}", patience_s)
+            waits.until(
+                lambda: http_utils.is_port_available(self.port), f"port {self.port}", _PORT_PATIENCE_S
+            )
         except waits.WaitTimeout as error:
             raise EngineStartError(
                 f"port {self.port} of {self.plan.name} was taken by another program while the engine was "

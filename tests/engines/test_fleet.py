@@ -190,7 +190,21 @@ def test_an_engine_that_never_serves_is_a_named_timeout(make):
         fleet.start()
 
 
-def test_a_port_taken_while_the_engine_was_down_is_told_and_nothing_hangs(make):
+def test_a_port_that_is_free_only_after_a_while_is_waited_for(make):
+    fleet = make()
+    [url] = fleet.start()
+    with fleet.fleet.frozen():
+        fleet.kill()
+        eventually(lambda: not fleet.servers[0].alive())
+        slow = socket.create_server(("127.0.0.1", int(url.rpartition(":")[2])))
+    time.sleep(2.5)  # a child of the engine, say, that the kernel has not ended yet
+    assert fleet.joined == [] and not fleet.fleet.failure.done()
+    slow.close()
+    eventually(lambda: fleet.joined == [url])
+
+
+def test_a_port_taken_while_the_engine_was_down_is_told_and_nothing_hangs(make, monkeypatch):
+    monkeypatch.setattr(engine_server, "_PORT_PATIENCE_S", 0.5)
     fleet = make()
     [url] = fleet.start()
     port = int(url.rpartition(":")[2])
