@@ -20,7 +20,7 @@ from slime.utils.machine import shm
 from slime.utils.machine.accelerator import device_count
 
 _LITTLE_DISK = 1 << 30
-_ROUTER_PATIENCE_S = 3.0
+_ROUTER_PATIENCE_S = 20.0
 _PROCESSES_PER_CORE, _MANY_PROCESSES = 8, 32  # beyond both, trainer ranks and engines get nowhere
 
 
