@@ -14,6 +14,7 @@ import pytest
 import torch
 from agent_world import agent_world
 from fake_engine import FakeEngine
+from patience import PATIENCE_S
 
 import slime
 from slime.agent.aiohttp_threaded import run_app_in_thread
@@ -66,7 +67,7 @@ def test_an_engine_listens_on_loopback_and_beyond_it_only_with_a_token(tmp_path)
         "0.0.0.0",
     ]
     env = {name: value for name, value in os.environ.items() if name != http_utils.TOKEN_VARIABLE}
-    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=PATIENCE_S)
     assert done.returncode != 0 and http_utils.TOKEN_VARIABLE in done.stderr
 
 

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from slime.arguments.passthrough.sglang import need_python
 
@@ -49,5 +50,7 @@ def test_kernels_match_float64_under_the_interpreter():
     root = Path(__file__).parents[2]
     env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=str(root))
     python = need_python(None, "Triton's interpreter")
-    done = subprocess.run([python, "-c", COMPARISON], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [python, "-c", COMPARISON], env=env, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from patience import PATIENCE_S
+
 # Requests that are tried again and again, because nobody listens there.
 SCRIPT = """
 import asyncio, atexit, socket, threading, time
@@ -29,5 +31,5 @@ raise SystemExit(130)
 
 
 def test_an_interrupted_process_leaves_no_word_of_open_sessions():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

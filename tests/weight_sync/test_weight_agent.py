@@ -119,7 +119,7 @@ def sender(model, tmp_path):
 def ask(url: str, **payload) -> dict:
     request = urllib.request.Request(f"{url}/pull", data=json.dumps(payload).encode(), method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         return {"status": error.code, **json.load(error)}

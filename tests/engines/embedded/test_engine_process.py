@@ -88,7 +88,7 @@ def test_an_input_is_scored_as_a_teacher_does_it_and_leaves_nothing_behind(tied_
 
 def failed_start(*flags: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "slime.engines.embedded", "--threads", "1", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_a_missing_model_folder_ends_the_process_with_the_cause(tmp_path):
