@@ -62,6 +62,7 @@ class MicroBatch:
     # [S] what the processor made of each sample's images, or None; (): no sample has images
     media: tuple[Mapping[str, Any] | None, ...] = ()
     images: PackedImages | None = None  # the same for the model of the trainer, which sets it
+    learns: bool = True  # False: its loss has a gradient of 0, and a trainer may leave the backward pass out
 
     @property
     def num_samples(self) -> int:

@@ -26,6 +26,7 @@ class Backend:
     weights_in_dtype: bool = False
     trains_transformers_model: bool = False  # its model is that of transformers, not a rewrite
     shares_prompts: bool = False  # a prompt of several samples in a micro-batch is computed once
+    skips_backward: bool = False  # of a micro-batch without a gradient
     families: tuple[str, ...] | None = None  # model types that it builds; None: whatever transformers has
     package: str | None = None  # module that has to be installed
     extra: str | None = None  # of slime, which installs it
@@ -47,6 +48,7 @@ BACKENDS: dict[str, Backend] = {
         folder_per_machine=True,
         trains_transformers_model=True,
         shares_prompts=True,
+        skips_backward=True,
     ),
     "megatron": Backend(
         "slime.backends.megatron.create_backend",

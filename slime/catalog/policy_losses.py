@@ -16,15 +16,28 @@ class PolicyLoss:
     ratio_per_sample: bool = False  # defined as a mean over samples
     # Needs the log-probs of the whole optimizer step before its first pass.
     selects_by_covariance: bool = False
+    scales_with_advantage: bool = False  # where a token has none, it has no gradient
     flags: tuple[str, ...] = ()  # that this loss reads, beyond those above
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(f"{_LOSSES}.ppo", "ratio per token, clipped", clips=True, dual_clips=True),
-    "gspo": PolicyLoss(
-        f"{_LOSSES}.gspo", "one ratio per sample, clipped", clips=True, dual_clips=True, ratio_per_sample=True
+    "ppo": PolicyLoss(
+        f"{_LOSSES}.ppo", "ratio per token, clipped", clips=True, dual_clips=True, scales_with_advantage=True
     ),
-    "cispo": PolicyLoss(f"{_LOSSES}.cispo", "clipped ratio as a weight without gradient", clips=True),
+    "gspo": PolicyLoss(
+        f"{_LOSSES}.gspo",
+        "one ratio per sample, clipped",
+        clips=True,
+        dual_clips=True,
+        ratio_per_sample=True,
+        scales_with_advantage=True,
+    ),
+    "cispo": PolicyLoss(
+        f"{_LOSSES}.cispo",
+        "clipped ratio as a weight without gradient",
+        clips=True,
+        scales_with_advantage=True,
+    ),
     "sapo": PolicyLoss(
         f"{_LOSSES}.sapo", "a soft gate in place of the clip", flags=("sapo_tau_pos", "sapo_tau_neg")
     ),

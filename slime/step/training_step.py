@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from slime.step.losses import build_loss
 from slime.step.metrics import StepReport, mean_over_steps, perf_metrics, rollout_metrics, step_metrics
 from slime.step.policy_tokens import PolicyTokens, policy_tokens
 from slime.step.profiling import ACTOR, LOG_PROBS, StepProfiler
+from slime.step.silent import set_apart
 from slime.step.watch import TokenWatch, check_on_policy, save_nonfinite
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
@@ -239,7 +241,9 @@ class TrainingStep:
             added = policy_tokens(args, backend, self.rollout_id, batch, step)
         tokens = _token_lists(batch, added)
         replay = args.use_rollout_routing_replay
-        mbs = build_micro_batches(batch, step.micro_batches, tokens, replay=replay)
+        micro_batches, learns = set_apart(args, backend.layout, batch, step.micro_batches)
+        mbs = build_micro_batches(batch, micro_batches, tokens, replay=replay)
+        mbs = [replace(mb, learns=own) for mb, own in zip(mbs, learns, strict=True)]
         denominators = Denominators(
             step.num_rollouts, step.num_tokens, step.num_samples, per=REDUCTIONS[args.loss_reduction].count
         )

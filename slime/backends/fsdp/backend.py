@@ -230,12 +230,17 @@ class FSDPBackend(TrainerBase):
             # All inputs cross before the loop: inside it the host never waits for the device.
             for mb, share in [self._send(mb, self.model, loss) for mb in mbs]:
                 copies = share.copies if isinstance(share, PromptShare) else None
-                with self.experts.listening(mb, copies):
+                # An expert whose tokens all are of such a micro-batch would have no gradient instead of 0.
+                learns = mb.learns or families.has_experts(self.model.lm.config.get_text_config())
+                with self.experts.listening(mb, copies), torch.set_grad_enabled(learns):
                     out = self._forward(
                         mb, share, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head
                     )
-                value, metrics = self.experts.add_balance(*loss.fn(out, mb), mb, denominators)
-                torch.autograd.backward(value * scale)
+                    value, metrics = self.experts.add_balance(*loss.fn(out, mb), mb, denominators)
+                if learns:
+                    torch.autograd.backward(value * scale)
+                else:
+                    reshard(self.model)
                 for name, metric in metrics.items():
                     sums[name] = sums[name] + metric if name in sums else metric
         reduced, grad_norm = self._reduce(sums, denominators)

@@ -1,0 +1,78 @@
+"""Samples that teach nothing: a group whose answers are all right, or all wrong, has advantages of 0.
+
+Its tokens count in every metric and denominator, and their gradient is exactly 0. So they go through a
+forward pass alone, in micro-batches of their own.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from slime.arguments import Flags
+from slime.backends.base import Layout
+from slime.batch.flops import sample_sizes
+from slime.batch.packing import pack_first_fit
+from slime.catalog.backends import BACKENDS
+from slime.catalog.policy_losses import POLICY_LOSSES
+from slime.utils.types import RolloutBatch
+
+# Functions of the user's, which may make a gradient of anything.
+_OWN = (
+    "custom_policy_loss_function_path",
+    "custom_tis_function_path",
+    "custom_pg_loss_reducer_function_path",
+)
+
+
+def set_apart(
+    args: Flags, layout: Layout, batch: RolloutBatch, micro_batches: list[list[int]]
+) -> tuple[list[list[int]], list[bool]]:
+    """The samples of `micro_batches` again, and of each micro-batch whether it has a gradient.
+
+    None of them gets larger than the largest was. Where no sample learns all of them do: moments of the
+    optimizer move on by a gradient of 0, and not by none.
+    """
+    everything = micro_batches, [True] * len(micro_batches)
+    if not _can_tell(args, layout):
+        return everything
+    learns = _learning(batch)
+    if not any(learns[p] for members in micro_batches for p in members):
+        return everything
+    if not args.use_dynamic_batch_size:
+        return micro_batches, [any(learns[p] for p in members) for members in micro_batches]
+    sizes = sample_sizes(batch)
+    cap = max(sum(sizes[p] for p in members) for members in micro_batches)
+    made: list[list[int]] = []
+    counts = []
+    for wanted in (True, False):
+        parts = [[p for p in members if learns[p] == wanted] for members in micro_batches]
+        joined = _join([part for part in parts if part], sizes, cap)
+        made += joined
+        counts += [wanted] * len(joined)
+    return made, counts
+
+
+def _can_tell(args: Flags, layout: Layout) -> bool:
+    """Whether the loss is a product with the advantages, and no other rank waits for a backward pass."""
+    alone = layout.dp_size == layout.cp_size == layout.tp_size == layout.pp_size == 1
+    plain = args.loss_type == "policy_loss" and not (args.entropy_coef or args.use_kl_loss or args.use_opd)
+    return (
+        alone
+        and plain
+        and BACKENDS[args.train_backend].skips_backward
+        and POLICY_LOSSES[args.policy_loss_type].scales_with_advantage
+        and not any(getattr(args, name) for name in _OWN)
+    )
+
+
+def _learning(batch: RolloutBatch) -> list[bool]:
+    """Of each sample, whether a trained token of it has an advantage."""
+    counted = torch.cat(batch["advantages"]).mul(torch.cat(batch["loss_masks"])) != 0
+    so_far = torch.cat((torch.zeros(1, dtype=torch.int64), counted.cumsum(0)))
+    ends = torch.tensor(batch["response_lengths"]).cumsum(0)
+    return torch.diff(so_far[ends], prepend=torch.zeros(1, dtype=torch.int64)).bool().tolist()
+
+
+def _join(parts: list[list[int]], sizes: Sequence[int], cap: int) -> list[list[int]]:
+    bins = pack_first_fit([sum(sizes[p] for p in part) for part in parts], cap)
+    return [[p for i in members for p in parts[i]] for members in bins]
