@@ -83,19 +83,19 @@ def _alike(sizes: list[tuple[int, int]]) -> list[list[int]]:
     """Parts by (own tokens, keys), so that little is padded and the scores of a batch stay in a cache."""
     order = sorted((part for part, size in enumerate(sizes) if size[0]), key=lambda part: sizes[part][::-1])
     found: list[list[int]] = []
+    least = most = keys = 0  # own tokens of the last batch's parts; the most keys of one
     for part in reversed(order):
         own, seen = sizes[part]
-        members = found[-1] if found else []
-        widest = [max(sizes[m][axis] for m in members) if members else 0 for axis in (0, 1)]
-        fits = all(
-            abs(wide - size) <= max(_PAD_TOKENS, wide // _PAD_SHARE)
-            for wide, size in zip(widest, (own, seen), strict=True)
-        )
-        area = max(widest[0], own) * max(widest[1], seen)
-        if members and fits and (len(members) + 1) * area <= _SCORES:
-            members.append(part)
+        low, high = min(least, own), max(most, own)
+        alike = high - low <= max(_PAD_TOKENS, high // _PAD_SHARE)
+        alike &= keys - seen <= max(_PAD_TOKENS, keys // _PAD_SHARE)
+        if found and alike and (len(found[-1]) + 1) * high * keys <= _SCORES:
+            found[-1].append(part)
+            least, most = low, high
         else:
             found.append([part])
+            least = most = own
+            keys = seen
     return found
 
 
