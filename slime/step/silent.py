@@ -36,7 +36,7 @@ def set_apart(
     if not _can_tell(args, layout):
         return everything
     learns = _learning(batch)
-    if not any(learns[p] for members in micro_batches for p in members):
+    if len({learns[p] for members in micro_batches for p in members}) < 2:
         return everything
     if not args.use_dynamic_batch_size:
         return micro_batches, [any(learns[p] for p in members) for members in micro_batches]

@@ -24,19 +24,20 @@ class TokenWatch:
         """Remember terms [R] of the micro-batch's response tokens."""
         self._records.append((mb, {name: value.detach() for name, value in terms.items()}))
 
-    def by_sample(self) -> dict[int, dict[str, Tensor]]:
-        """Position in the rank's batch -> its terms, each [R_i] on the CPU."""
+    def by_sample(self, *only: str) -> dict[int, dict[str, Tensor]]:
+        """Position in the rank's batch -> its terms (`only` those), each [R_i] on the CPU."""
         samples: dict[int, dict[str, Tensor]] = {}
         for mb, terms in self._records:
-            for name, values in terms.items():
+            for name in only or terms:
                 # zip stops at once for a micro-batch of weight zero: it has no positions.
-                for position, part in zip(mb.positions, split_by_sample(values.cpu(), mb), strict=False):
+                parts = split_by_sample(terms[name].cpu(), mb)
+                for position, part in zip(mb.positions, parts, strict=False):
                     samples.setdefault(position, {})[name] = part
         return samples
 
     def log_probs(self) -> dict[int, Tensor]:
         """Position in the rank's batch -> the trainer's log-probs [R_i] on the CPU."""
-        return {position: terms["log_probs"] for position, terms in self.by_sample().items()}
+        return {position: terms["log_probs"] for position, terms in self.by_sample("log_probs").items()}
 
 
 def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) -> None:
