@@ -33,7 +33,7 @@ from rollout_overhead import NUM_TOKENS, FakeInstantEngine, make_generation
 from slime.arguments import RunInfo, parse_args, plugin_args
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.cli.quickstart import tiny
-from slime.engines.router import Balancer
+from slime.engines.balancer import Balancer
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import stop_pool

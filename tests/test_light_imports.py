@@ -17,7 +17,7 @@ LIGHT = (
     "slime.cli.quickstart.command",
     "slime.data.dataset",
     "slime.engines.fleet",
-    "slime.engines.router",
+    "slime.engines.balancer",
     "slime.engines.server",
     "slime.observability.metrics",
     "slime.plugins",

@@ -30,13 +30,13 @@ from slime.cluster import requests
 from slime.cluster.cluster import Cluster
 from slime.cluster.serving.engine_host import HostedEngine
 from slime.cluster.serving.front import Rotations
+from slime.engines.balancer import Balancer
 from slime.engines.embedded import weights as embedded_weights
 from slime.engines.external import ExternalServer
 from slime.engines.fleet import Rotation, Server
 from slime.engines.middleware import Middleware
 from slime.engines.prefix_cache import PrefixCacheMiddleware
 from slime.engines.pulse import Patient
-from slime.engines.router import Balancer
 from slime.engines.server import EngineServer
 from slime.engines.sglang.router import SGLangRouter
 from slime.observability.logging_utils import RunArgs
@@ -168,7 +168,7 @@ def test_every_protocol_of_the_package_is_held_to():
 # ---- nobody asks for more ----------------------------------------------------------------------------------
 
 COMMON = [f for f in PACKAGE.rglob("*.py") if f.parent.name not in ("fsdp", "megatron", "verify_model")]
-FLEETS = [PACKAGE / "engines/fleet.py", PACKAGE / "engines/router.py", *(PACKAGE / "cluster").rglob("*.py")]
+FLEETS = [PACKAGE / "engines/fleet.py", PACKAGE / "engines/balancer.py", *(PACKAGE / "cluster").rglob("*.py")]
 
 
 @pytest.mark.parametrize(

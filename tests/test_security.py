@@ -21,8 +21,8 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.backends.shared.checkpoint_errors import CodeInCheckpoint, unreadable_named
 from slime.cli import weight_agent, weight_publisher
 from slime.cli.inspect import dashboard
+from slime.engines.balancer import Balancer
 from slime.engines.embedded.__main__ import parse
-from slime.engines.router import Balancer
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.files.pickled_names import foreign_name

@@ -20,8 +20,8 @@ from patience import PATIENCE_S
 from rollout_helpers import assert_conserved, make_args, make_source, write_prompts
 
 from slime.cluster.serving.engine_weights import EngineWeights
+from slime.engines.balancer import Balancer
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.engines.router import Balancer
 from slime.engines.server import EngineServer, LaunchPlan
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout

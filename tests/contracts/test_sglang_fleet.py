@@ -12,7 +12,7 @@ from engine_under_test import EngineUnderTest, largest_difference, met, plain_lo
 from rollout_helpers import assert_conserved, make_args, make_source
 from stage_ranks import StageRanks
 
-from slime.engines.router import Balancer
+from slime.engines.balancer import Balancer
 from slime.engines.server import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.rollout.sglang_rollout import generate_rollout

@@ -9,8 +9,8 @@ import pytest
 from fake_engine import FakeEngine
 
 from slime.engines import prefix_cache
+from slime.engines.balancer import Balancer
 from slime.engines.prefix_cache import Piece, PrefixCacheMiddleware, RadixTree
-from slime.engines.router import Balancer
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.top_p import to_meta

@@ -13,7 +13,7 @@ from patience import eventually
 
 from slime.arguments.passthrough.router import need_router_python, read_router_flags
 from slime.arguments.passthrough.sglang import find_python
-from slime.engines.router import SESSION_HEADER
+from slime.engines.balancer import SESSION_HEADER
 from slime.engines.server import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.utils import http_utils

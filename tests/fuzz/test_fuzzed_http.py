@@ -21,8 +21,8 @@ from page_world import make_run, serving
 from yarl import URL
 
 from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.engines.balancer import ENDPOINTS, Balancer
 from slime.engines.middleware import RouterAnswer
-from slime.engines.router import ENDPOINTS, Balancer
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.weight_sync.delta.weight_agent import publisher_app

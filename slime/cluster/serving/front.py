@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.cluster.serving.engine_plan import plan_router_process
+from slime.engines.balancer import Balancer
 from slime.engines.fleet import Rotation, Server
-from slime.engines.router import Balancer
 from slime.engines.sglang.registry import ExternalRouter
 from slime.engines.sglang.router import SGLangRouter
 from slime.engines.topology import RouterPlan

@@ -14,8 +14,8 @@ from patience import PATIENCE_S
 from yarl import URL
 
 from slime.engines import router
+from slime.engines.balancer import SESSION_HEADER, Balancer
 from slime.engines.middleware import RouterAnswer, RouterRequest
-from slime.engines.router import SESSION_HEADER, Balancer
 from slime.engines.server import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.utils import async_utils, http_utils
