@@ -11,7 +11,7 @@ from external_router import RegisteredEngine
 from fake_engine import FakeEngine
 from patience import eventually
 
-from slime.arguments.passthrough.router import need_router_python, read_router_flags
+from slime.arguments.passthrough.router_flags import need_router_python, read_router_flags
 from slime.arguments.passthrough.sglang import find_python
 from slime.engines.balancer import SESSION_HEADER
 from slime.engines.server import LaunchPlan
