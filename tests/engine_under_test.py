@@ -17,7 +17,7 @@ import pytest
 import torch
 from patience import PATIENCE_S
 
-from slime.arguments.passthrough.sglang import find_python
+from slime.arguments.passthrough.sglang_flags import find_python
 from slime.catalog.transports import TRANSPORTS
 from slime.engines.embedded.command import embedded_command
 from slime.engines.server import Command, EngineServer, LaunchPlan

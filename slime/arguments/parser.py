@@ -25,7 +25,7 @@ from slime.arguments.passthrough.megatron import (
 )
 from slime.arguments.passthrough.program import split_flags, yaml_words
 from slime.arguments.passthrough.router_flags import PREFIX as ROUTER_PREFIX
-from slime.arguments.passthrough.sglang import PREFIX, need_python, read_server_flags
+from slime.arguments.passthrough.sglang_flags import PREFIX, need_python, read_server_flags
 from slime.arguments.rules import apply_rules
 from slime.arguments.show import render_config, render_help
 from slime.catalog.backends import BACKENDS

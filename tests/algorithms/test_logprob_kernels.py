@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
-from slime.arguments.passthrough.sglang import need_python
+from slime.arguments.passthrough.sglang_flags import need_python
 
 pytestmark = pytest.mark.sglang
 

@@ -8,7 +8,7 @@ import pytest
 from argument_helpers import parse
 
 from slime.arguments.groups import engine, topology
-from slime.arguments.passthrough import sglang
+from slime.arguments.passthrough import sglang_flags
 
 TABLE = {
     "version": "9.9.9",
@@ -36,7 +36,7 @@ def python(tmp_path, monkeypatch):
         f'*--print-flags*) echo x >> {asked}; printf "SGLANG-FLAGS "; cat {table}; echo;; esac\n'
     )
     script.chmod(0o755)
-    monkeypatch.setattr(sglang, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(sglang_flags, "_cache_folder", lambda: tmp_path)
     return script
 
 
@@ -113,7 +113,7 @@ def test_an_interpreter_without_sglang_is_named():
 
 
 def test_the_script_that_asks_for_the_flags_is_where_it_is_looked_for():
-    assert sglang._LAUNCH.is_file() and (sglang._PACKAGE / "__init__.py").is_file()
+    assert sglang_flags._LAUNCH.is_file() and (sglang_flags._PACKAGE / "__init__.py").is_file()
 
 
 def test_a_router_policy_is_for_the_router_that_is_there(monkeypatch):

@@ -15,7 +15,7 @@ from patience import eventually
 from ray_nodes import SECOND_HOST, two_ray_nodes
 from tiny_model import make_tiny_model
 
-from slime.arguments.passthrough.sglang import find_python
+from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.engine_host import host_engine
 from slime.cluster.serving.served_model import make_servers
 from slime.engines.fleet import EngineFleet, WatchPolicy

@@ -8,7 +8,7 @@ import pytest
 from engine_under_test import CONTEXT, VOCAB, EngineUnderTest, load_model, start_engine
 from tiny_model import make_tiny_model
 
-from slime.arguments.passthrough.sglang import find_python
+from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.server import EngineServer, LaunchPlan

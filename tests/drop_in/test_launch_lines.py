@@ -4,7 +4,7 @@ import pytest
 from launch_lines import MODELS, NOT_BUILT, RECIPES, SERVER_FLAGS, command_line, make_world
 
 from slime.arguments import parse_args
-from slime.arguments.passthrough import sglang
+from slime.arguments.passthrough import sglang_flags
 
 pytest.importorskip("megatron")
 
@@ -18,7 +18,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def root(world, monkeypatch):
-    monkeypatch.setattr(sglang, "_cache_folder", lambda: world)
+    monkeypatch.setattr(sglang_flags, "_cache_folder", lambda: world)
     return world
 
 
@@ -138,10 +138,10 @@ def test_the_settings_of_the_mismatch_helper_reach_its_function(root, tmp_path):
 
 @pytest.mark.slow
 def test_new_names_are_those_of_the_installed_sglang():
-    python = sglang.find_python(None)
+    python = sglang_flags.find_python(None)
     if python is None:
         pytest.skip("SGLang is not installed (make sglang-env)")
-    table = sglang.server_flags(python)
+    table = sglang_flags.server_flags(python)
     for old in ("cuda-graph-max-bs", "cuda-graph-bs", "disable-piecewise-cuda-graph", "nsa-prefill-backend"):
         assert f"--{old}" in table.by_option or table.translate(f"--sglang-{old}"), old
     for name, _, _ in SERVER_FLAGS:

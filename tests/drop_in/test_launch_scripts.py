@@ -17,7 +17,7 @@ from slime.arguments import parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.arguments.core.unbuilt import PLUGIN_FLAGS, is_unbuilt, renamed, why_idle
 from slime.arguments.parser import build_parser, known_options
-from slime.arguments.passthrough import sglang
+from slime.arguments.passthrough import sglang_flags
 from slime.arguments.passthrough.megatron import is_megatron_flag
 from slime.cli import launch
 from slime.preflight.run import preflight
@@ -60,7 +60,7 @@ def make_other_family(root, model):
 
 @pytest.fixture
 def root(world, monkeypatch):
-    monkeypatch.setattr(sglang, "_cache_folder", lambda: world)
+    monkeypatch.setattr(sglang_flags, "_cache_folder", lambda: world)
     monkeypatch.syspath_prepend(str(world))
     monkeypatch.chdir(world)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

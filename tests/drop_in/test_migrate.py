@@ -74,7 +74,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     make_world(tmp_path)
-    monkeypatch.setattr("slime.arguments.passthrough.sglang._cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("slime.arguments.passthrough.sglang_flags._cache_folder", lambda: tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "model.sh").write_text(MODEL)
     return tmp_path

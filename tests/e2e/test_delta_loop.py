@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from loop_helpers import ROOT, make_world, run_train, series
 
-from slime.arguments.passthrough.sglang import find_python
+from slime.arguments.passthrough.sglang_flags import find_python
 
 pytest.importorskip("zstandard")
 pytest.importorskip("xxhash")

@@ -5,7 +5,7 @@ import torch
 from loop_helpers import make_world, run_train, series
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
-from slime.arguments.passthrough.sglang import find_python
+from slime.arguments.passthrough.sglang_flags import find_python
 from slime.rollout.dumps import load_rollout_dump
 
 pytestmark = [pytest.mark.sglang, pytest.mark.megatron]

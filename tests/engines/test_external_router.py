@@ -11,7 +11,7 @@ from patience import eventually
 
 from slime.arguments.groups.topology import plain_topology
 from slime.arguments.passthrough.router_flags import need_router_python
-from slime.arguments.passthrough.sglang import find_python
+from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.served_model import ModelService
 from slime.engines.server import LaunchPlan
 from slime.engines.sglang import registry

@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 from patience import eventually
 
 from slime.arguments.passthrough.router_flags import need_router_python, read_router_flags
-from slime.arguments.passthrough.sglang import find_python
+from slime.arguments.passthrough.sglang_flags import find_python
 from slime.engines.balancer import SESSION_HEADER
 from slime.engines.server import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command

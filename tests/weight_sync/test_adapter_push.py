@@ -15,7 +15,7 @@ from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, random_samples, trainer_args
 
 from slime.arguments import default_args
-from slime.arguments.passthrough.sglang import find_python
+from slime.arguments.passthrough.sglang_flags import find_python
 from slime.backends.fsdp import create_backend
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch

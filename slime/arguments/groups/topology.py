@@ -8,7 +8,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.files import read_yaml_mapping
 from slime.arguments.core.flag import OnlyWith, flag
 from slime.arguments.passthrough.router_flags import need_router_python, read_router_flags
-from slime.arguments.passthrough.sglang import PREFIX, find_python, need_python, server_flags
+from slime.arguments.passthrough.sglang_flags import PREFIX, find_python, need_python, server_flags
 from slime.catalog.engines import ENGINES
 
 WORKER_TYPES = ("regular", "prefill", "decode", "placeholder")

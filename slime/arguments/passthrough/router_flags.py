@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from slime.arguments.passthrough.program import ProgramFlags, read_flag_rows
-from slime.arguments.passthrough.sglang import find_python
+from slime.arguments.passthrough.sglang_flags import find_python
 
 PREFIX = "--router-"
 _ASK_TIMEOUT_S = 120.0
