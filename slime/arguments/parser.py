@@ -16,7 +16,7 @@ from slime.arguments.core.files import read_yaml_mapping
 from slime.arguments.core.flag import FlagSpec, convert
 from slime.arguments.core.unbuilt import PLUGIN_FLAGS, SYNONYMS, is_neutral, is_unbuilt, renamed, why_idle
 from slime.arguments.groups.roles import apply_critic, read_roles, without_idle
-from slime.arguments.passthrough.megatron import (
+from slime.arguments.passthrough.megatron_flags import (
     is_megatron_flag,
     megatron_fields,
     read_megatron_flags,

@@ -4,7 +4,7 @@ import pytest
 from argument_helpers import base_argv, parse
 
 from slime.arguments import parse_args
-from slime.arguments.passthrough.megatron import megatron_fields
+from slime.arguments.passthrough.megatron_flags import megatron_fields
 
 pytest.importorskip("megatron")
 
@@ -131,7 +131,7 @@ def test_a_flag_of_megatron_names_the_trainer(tmp_path):
 
 def test_flags_of_a_package_that_is_missing_say_what_to_install(monkeypatch):
     monkeypatch.setattr("slime.arguments.parser.megatron_fields", dict)
-    monkeypatch.setattr("slime.arguments.passthrough.megatron.megatron_fields", dict)
+    monkeypatch.setattr("slime.arguments.passthrough.megatron_flags.megatron_fields", dict)
     with pytest.raises(ValueError, match=r"--moe-z-loss-coeff.*pip install 'slime\[megatron\]'"):
         parse("--moe-z-loss-coeff", "0.1")
 

@@ -3,15 +3,15 @@
 import pytest
 from argument_helpers import parse
 
-from slime.arguments.passthrough import megatron
+from slime.arguments.passthrough import megatron_flags
 
 
 @pytest.fixture(autouse=True)
 def missing(monkeypatch):
-    monkeypatch.setattr(megatron.importlib.util, "find_spec", lambda name: None)
-    megatron.megatron_fields.cache_clear()
+    monkeypatch.setattr(megatron_flags.importlib.util, "find_spec", lambda name: None)
+    megatron_flags.megatron_fields.cache_clear()
     yield
-    megatron.megatron_fields.cache_clear()
+    megatron_flags.megatron_fields.cache_clear()
 
 
 def test_flags_of_its_command_line(missing):

@@ -18,7 +18,7 @@ from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.arguments.core.unbuilt import PLUGIN_FLAGS, is_unbuilt, renamed, why_idle
 from slime.arguments.parser import build_parser, known_options
 from slime.arguments.passthrough import sglang_flags
-from slime.arguments.passthrough.megatron import is_megatron_flag
+from slime.arguments.passthrough.megatron_flags import is_megatron_flag
 from slime.cli import launch
 from slime.preflight.run import preflight
 from slime.utils.models.fp8_config import quantization_config

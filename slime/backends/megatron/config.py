@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from slime.arguments import Args
-from slime.arguments.passthrough.megatron import MODEL_FACTS
+from slime.arguments.passthrough.megatron_flags import MODEL_FACTS
 from slime.backends.families import family_of, num_mtp_heads, register_configs
 from slime.backends.megatron.modules.mla import MLAConfig
 
