@@ -1,7 +1,7 @@
 """The record of a run: one SQLite file in its folder with every prompt, answer, reward and decision."""
 
 from slime.record.entries import Entry, group_entries
-from slime.record.ledger import LedgerReader
+from slime.record.ledger_rows import LedgerReader
 from slime.record.reader import Answer, Kind, Record, Select, open_record
 from slime.record.schema import RECORD_FILE, RecordError
 from slime.record.writer import RecordWriter

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.record.ledger import LedgerReader, LedgerRow
+from slime.record.ledger_rows import LedgerReader, LedgerRow
 from slime.record.reader import Record, Select
 from slime.utils.types import version_number
 

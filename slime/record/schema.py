@@ -125,7 +125,7 @@ CREATE TABLE IF NOT EXISTS ledger (
     id INTEGER PRIMARY KEY,         -- the order of events; clocks may go backwards
     time REAL NOT NULL,
     start INTEGER NOT NULL,         -- number of the run's start that wrote it
-    event TEXT NOT NULL,            -- slime.record.ledger.Event
+    event TEXT NOT NULL,            -- slime.record.ledger_rows.Event
     rollout INTEGER NOT NULL,       -- that was being made, or that the event is about
     group_index INTEGER,
     sample_index INTEGER,

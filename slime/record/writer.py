@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.record.entries import Entry, prompt_hash, prompt_text
-from slime.record.ledger import MILESTONES, Finished, Note, write_notes
+from slime.record.ledger_rows import MILESTONES, Finished, Note, write_notes
 from slime.record.numbers import pack_alone, pack_group
 from slime.record.schema import create_or_open
 from slime.utils.types import Sample

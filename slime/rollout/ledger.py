@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.record.ledger import (
+from slime.record.ledger_rows import (
     Event,
     Finished,
     FinishedEntry,

@@ -23,7 +23,7 @@ from pathlib import Path
 POINTS = {
     "generation": "slime.rollout.sglang_rollout:generate",
     "scoring": "slime.rollout.sglang_rollout:_score",
-    "ledger write": "slime.record.ledger:_write_finished",
+    "ledger write": "slime.record.ledger_rows:_write_finished",
     "rollout handed over": "slime.rollout.ledger:Ledger.made",
     "step": "slime.cluster.training.train_group:TrainGroup.train",
     "step consumed": "slime.rollout.ledger:Ledger.trained",
