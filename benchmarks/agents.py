@@ -297,7 +297,7 @@ def prefix_cache(sessions: int = 8) -> dict[str, float]:
     """Sessions of 8 turns, four at a time, against an embedded engine with a tiny model."""
     from slime.cli.quickstart import tiny
     from slime.engines.embedded.command import embedded_command
-    from slime.engines.server import EngineServer, LaunchPlan
+    from slime.engines.engine_process import EngineServer, LaunchPlan
     from slime.utils.machine import shm
     from slime.utils.machine.processes import thread_environment
     from slime.utils.processing_utils import load_tokenizer

@@ -24,7 +24,7 @@ import torch
 
 from slime.cli.quickstart import tiny
 from slime.engines.embedded.command import embedded_command
-from slime.engines.server import EngineServer, LaunchPlan
+from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine.processes import thread_environment

@@ -79,7 +79,7 @@ def engine(running: int) -> Iterator[tuple[str, Any]]:
     """The address of an embedded engine with a tiny model, and a tokenizer for it."""
     from slime.cli.quickstart import tiny
     from slime.engines.embedded.command import embedded_command
-    from slime.engines.server import EngineServer, LaunchPlan
+    from slime.engines.engine_process import EngineServer, LaunchPlan
     from slime.utils.machine import shm
     from slime.utils.machine.processes import thread_environment
     from slime.utils.processing_utils import load_tokenizer

@@ -21,7 +21,7 @@ from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.cli.quickstart import tiny
 from slime.engines.embedded.command import embedded_command
-from slime.engines.server import EngineServer, LaunchPlan
+from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.rollout.data_source import RolloutDataSource
 from slime.step.training_step import TrainingStep
 from slime.utils.http_utils import close_session

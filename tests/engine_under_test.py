@@ -20,7 +20,7 @@ from patience import PATIENCE_S
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.catalog.transports import TRANSPORTS
 from slime.engines.embedded.command import embedded_command
-from slime.engines.server import Command, EngineServer, LaunchPlan
+from slime.engines.engine_process import Command, EngineServer, LaunchPlan
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils import http_utils
 from slime.utils.async_utils import run

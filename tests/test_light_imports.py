@@ -18,7 +18,7 @@ LIGHT = (
     "slime.data.dataset",
     "slime.engines.fleet",
     "slime.engines.balancer",
-    "slime.engines.server",
+    "slime.engines.engine_process",
     "slime.observability.metrics",
     "slime.plugins",
     "slime.rollout.fully_async_rollout",

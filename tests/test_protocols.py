@@ -32,12 +32,12 @@ from slime.cluster.serving.engine_host import HostedEngine
 from slime.cluster.serving.front import Rotations
 from slime.engines.balancer import Balancer
 from slime.engines.embedded import weights as embedded_weights
+from slime.engines.engine_process import EngineServer
 from slime.engines.external import ExternalServer
 from slime.engines.fleet import Rotation, Server
 from slime.engines.middleware import Middleware
 from slime.engines.prefix_cache import PrefixCacheMiddleware
 from slime.engines.pulse import Patient
-from slime.engines.server import EngineServer
 from slime.engines.sglang.router import SGLangRouter
 from slime.observability.logging_utils import RunArgs
 from slime.observability.metrics import MetricArgs

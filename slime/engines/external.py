@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.engines.server import EngineStartError, LaunchPlan
+from slime.engines.engine_process import EngineStartError, LaunchPlan
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
 from slime.utils.models.model_config import read_config

@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from slime.engines.engine_process import LaunchPlan, MachineLost
 from slime.engines.pulse import PulseWatch
-from slime.engines.server import LaunchPlan, MachineLost
 from slime.utils import waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped

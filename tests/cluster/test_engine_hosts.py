@@ -18,8 +18,8 @@ from tiny_model import make_tiny_model
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.engine_host import host_engine
 from slime.cluster.serving.served_model import make_servers
+from slime.engines.engine_process import EngineStartError, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.engines.server import EngineStartError, LaunchPlan
 from slime.runtime.base import WorkerSpec
 from slime.runtime.local import LocalRuntime
 from slime.runtime.placement import Machine, Placement, Slot, plan_placement

@@ -10,8 +10,8 @@ from tiny_model import make_tiny_model
 
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.engine_weights import EngineWeights
+from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.engines.server import EngineServer, LaunchPlan
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils.machine import shm
 from slime.utils.machine.processes import thread_environment

@@ -21,8 +21,8 @@ from rollout_helpers import assert_conserved, make_args, make_source, write_prom
 
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.balancer import Balancer
+from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.engines.server import EngineServer, LaunchPlan
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run

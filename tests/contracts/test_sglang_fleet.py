@@ -13,7 +13,7 @@ from rollout_helpers import assert_conserved, make_args, make_source
 from stage_ranks import StageRanks
 
 from slime.engines.balancer import Balancer
-from slime.engines.server import LaunchPlan
+from slime.engines.engine_process import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run

@@ -7,7 +7,7 @@ from engine_under_test import EngineUnderTest, largest_difference, plain_log_pro
 from live_ranks import push_from_ranks
 
 from slime.arguments.passthrough.sglang_flags import find_python
-from slime.engines.server import EngineServer, LaunchPlan
+from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils.async_utils import run
 from slime.utils.machine import shm

@@ -15,8 +15,8 @@ from yarl import URL
 
 from slime.engines import router
 from slime.engines.balancer import SESSION_HEADER, Balancer
+from slime.engines.engine_process import LaunchPlan
 from slime.engines.middleware import RouterAnswer, RouterRequest
-from slime.engines.server import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.utils import async_utils, http_utils
 from slime.utils.async_utils import run

@@ -7,7 +7,7 @@ from engine_under_test import small_embedded_command
 from tiny_model import make_tiny_model
 
 from slime.engines.balancer import Balancer
-from slime.engines.server import EngineServer, LaunchPlan
+from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine import shm

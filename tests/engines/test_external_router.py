@@ -13,7 +13,7 @@ from slime.arguments.groups.topology import plain_topology
 from slime.arguments.passthrough.router_flags import need_router_python
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.served_model import ModelService
-from slime.engines.server import LaunchPlan
+from slime.engines.engine_process import LaunchPlan
 from slime.engines.sglang import registry
 from slime.engines.sglang.registry import ExternalRouter, RouterGone
 from slime.engines.sglang.router import SGLangRouter, router_command

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from patience import LONG_S, PATIENCE_S, eventually
 
-from slime.engines import server as engine_server
+from slime.engines import engine_process as engine_server
+from slime.engines.engine_process import EngineServer, EngineStartError, LaunchPlan, MachineLost
 from slime.engines.fleet import EngineFleet, EnginesKeepDying, NoEngineLeft, WatchPolicy
-from slime.engines.server import EngineServer, EngineStartError, LaunchPlan, MachineLost
 from slime.utils.waits import WaitTimeout
 
 SCRIPT = Path(__file__).parents[1] / "fake_engine_process.py"

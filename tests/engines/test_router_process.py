@@ -14,7 +14,7 @@ from patience import eventually
 from slime.arguments.passthrough.router_flags import need_router_python, read_router_flags
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.engines.balancer import SESSION_HEADER
-from slime.engines.server import LaunchPlan
+from slime.engines.engine_process import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.utils import http_utils
 from slime.utils.async_utils import run

@@ -21,8 +21,8 @@ from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.cluster.serving.engine_weights import EngineWeights
+from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.engines.server import EngineServer, LaunchPlan
 from slime.engines.sglang.command import run_command
 from slime.engines.topology import EnginePlace, EngineSite
 from slime.step.training_step import TrainingStep

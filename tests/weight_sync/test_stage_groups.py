@@ -12,8 +12,8 @@ from stage_ranks import StageRanks
 from tiny_model import make_tiny_model
 
 from slime.cluster.serving.engine_weights import EngineWeights
+from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.engines.server import EngineServer, LaunchPlan
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.processes import thread_environment

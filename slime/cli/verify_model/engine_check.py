@@ -8,7 +8,7 @@ import torch
 from slime.arguments import default_args
 from slime.catalog.engines import ENGINES, EngineKind
 from slime.cli.verify_model.reference import token_values
-from slime.engines.server import Command, EngineServer, LaunchPlan
+from slime.engines.engine_process import Command, EngineServer, LaunchPlan
 from slime.engines.topology import EnginePlace, EngineSite
 from slime.utils.async_utils import run
 from slime.utils.machine import shm

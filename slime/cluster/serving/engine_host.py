@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from slime.engines.server import EngineServer, LaunchPlan, MachineLost, Serving
+from slime.engines.engine_process import EngineServer, LaunchPlan, MachineLost, Serving
 from slime.runtime.base import Future, Handle, Runtime, WorkerDied, WorkerSpec
 from slime.utils import http_utils, waits
 from slime.utils.machine.vital_signs import Signs

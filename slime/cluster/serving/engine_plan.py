@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from slime.arguments import Args
 from slime.catalog.engines import ENGINES, EngineKind
-from slime.engines.server import Command, LaunchPlan
+from slime.engines.engine_process import Command, LaunchPlan
 from slime.engines.sglang.router import router_command
 from slime.engines.topology import EnginePlace, EngineSite, place_engines
 from slime.runtime.placement import Slot

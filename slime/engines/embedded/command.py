@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.arguments import Args
-from slime.engines.server import Command
+from slime.engines.engine_process import Command
 from slime.engines.topology import EngineSite
 
 

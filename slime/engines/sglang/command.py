@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.arguments import Args
 from slime.catalog.vision import VISION_FAMILIES
-from slime.engines.server import Command
+from slime.engines.engine_process import Command
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
 from slime.engines.topology import EngineSite
 from slime.utils.misc import is_installed

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.engines.engine_process import Command, EngineServer, LaunchPlan
 from slime.engines.pulse import PulseWatch
-from slime.engines.server import Command, EngineServer, LaunchPlan
 from slime.engines.sglang import supervisor
 from slime.engines.sglang.registry import RouterGone, WorkerRegistry
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT

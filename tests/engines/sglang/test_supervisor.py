@@ -12,7 +12,7 @@ import psutil
 import pytest
 from patience import PATIENCE_S, eventually
 
-from slime.engines.server import EngineServer, EngineStartError, LaunchPlan
+from slime.engines.engine_process import EngineServer, EngineStartError, LaunchPlan
 from slime.engines.sglang import supervisor
 from slime.engines.sglang.command import SGLangOptions, server_words
 
