@@ -49,7 +49,7 @@ IMPORTS = (
     "slime.backends.fsdp.backend",
     "slime.cluster.run",
     "slime.cluster.training.train_actor",
-    "slime.engines.embedded.server",
+    "slime.engines.embedded.http_server",
     "slime.loop_async",
 )
 # One thread of OpenBLAS and no other: a process that is forked must have no threads.

@@ -42,7 +42,7 @@ _IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3",
     "slime.backends.fsdp.backend",
     "slime.cluster.training.train_actor",
-    "slime.engines.embedded.server",
+    "slime.engines.embedded.http_server",
 )
 
 

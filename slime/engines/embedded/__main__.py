@@ -16,7 +16,7 @@ from slime.utils.machine import garbage, stacks
 from slime.utils.machine.open_files import raise_limit, tell_of_scarcity
 
 if TYPE_CHECKING:
-    from slime.engines.embedded.server import Server
+    from slime.engines.embedded.http_server import Server
 
 
 _BACKLOG = 1 << 14  # connections that wait to be taken; the system may allow fewer (net.core.somaxconn)
@@ -95,8 +95,8 @@ def _make_server(args: argparse.Namespace) -> "Server":
     # late: these import torch and transformers
     import slime
     from slime.engines.embedded.engine import Engine
+    from slime.engines.embedded.http_server import Server, make_static_info
     from slime.engines.embedded.runner import ModelRunner
-    from slime.engines.embedded.server import Server, make_static_info
     from slime.engines.embedded.text import Detokenizer
 
     runner = ModelRunner(
