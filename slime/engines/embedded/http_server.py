@@ -15,7 +15,7 @@ from aiohttp import web
 from slime.arguments.groups.trained_sampling import refusal
 from slime.catalog.engines import ENGINES
 from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
-from slime.engines.embedded.bodies import MAX_BODY_BYTES, read_json, read_manifest, read_tags
+from slime.engines.embedded.body_reading import MAX_BODY_BYTES, read_json, read_manifest, read_tags
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.engine_thread import EngineLoop
 from slime.engines.embedded.images import ImageReader
