@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from slime.algorithms.attention_variants import PLAIN, Variant, masked_attention, sees, variant_of
 from slime.engines.embedded.decode.paged import attend_to_pages
-from slime.engines.embedded.images import ImageRows
+from slime.engines.embedded.request_images import ImageRows
 
 NAME = "slime_paged"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.engines.embedded.images import BadImage, ImagePrompt, ImageReader
+from slime.engines.embedded.request_images import BadImage, ImagePrompt, ImageReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.utils import top_p

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from slime.engines.embedded.attention import BatchPlan, DecodeGroup, PagedGroup, PrefillGroup
-from slime.engines.embedded.images import ImageRows
 from slime.engines.embedded.kv_cache import BlockAllocator
+from slime.engines.embedded.request_images import ImageRows
 from slime.engines.embedded.sampler import Draws, SampleRows
 from slime.engines.embedded.sequence import Sequence
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.engines.embedded.images import ImagePrompt
+from slime.engines.embedded.request_images import ImagePrompt
 from slime.wire.protocol import SamplingParams
 
 
