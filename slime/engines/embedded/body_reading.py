@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.engines.embedded.requests import BadRequest
+from slime.engines.embedded.generate_json import BadRequest
 from slime.wire.control import TAGS
 from slime.wire.manifest import WeightManifest
 from slime.wire.protocol import shown

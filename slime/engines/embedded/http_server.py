@@ -18,8 +18,8 @@ from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.body_reading import MAX_BODY_BYTES, read_json, read_manifest, read_tags
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.engine_thread import EngineLoop
+from slime.engines.embedded.generate_json import BadRequest, Limits, RequestReader, answer_json
 from slime.engines.embedded.request_images import ImageReader
-from slime.engines.embedded.requests import BadRequest, Limits, RequestReader, answer_json
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.update_groups import GroupPlace, UpdateGroups, read_bucket
 from slime.engines.embedded.weights import (

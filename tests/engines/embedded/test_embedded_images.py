@@ -11,8 +11,8 @@ from trainer_helpers import backend_of, init_process_group, trainer_args
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.engines.embedded.engine import Engine
+from slime.engines.embedded.generate_json import BadRequest, Limits, RequestReader, answer_json
 from slime.engines.embedded.request_images import ImageReader
-from slime.engines.embedded.requests import BadRequest, Limits, RequestReader, answer_json
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weights import GroupSource

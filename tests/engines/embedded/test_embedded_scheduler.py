@@ -10,7 +10,7 @@ from tiny_model import make_tiny_model
 from slime.cli.verify_model import shrink
 from slime.engines.embedded import scheduler as scheduler_module
 from slime.engines.embedded.engine import Engine
-from slime.engines.embedded.requests import Limits, RequestReader
+from slime.engines.embedded.generate_json import Limits, RequestReader
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weights import BadWeights, DiskSource
