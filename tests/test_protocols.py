@@ -31,7 +31,7 @@ from slime.cluster.cluster import Cluster
 from slime.cluster.serving.engine_host import HostedEngine
 from slime.cluster.serving.front import Rotations
 from slime.engines.balancer import Balancer
-from slime.engines.embedded import weights as embedded_weights
+from slime.engines.embedded import weight_update as embedded_weights
 from slime.engines.engine_process import EngineServer
 from slime.engines.external import ExternalServer
 from slime.engines.fleet import Rotation, Server

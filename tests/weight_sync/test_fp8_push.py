@@ -15,7 +15,7 @@ from trainer_helpers import init_process_group, trainer_args
 from slime.backends.fsdp import create_backend
 from slime.cluster.training.rank_sender import RankSender
 from slime.engines.embedded.runner import ModelRunner
-from slime.engines.embedded.weights import DiskSource, WeightStore
+from slime.engines.embedded.weight_update import DiskSource, WeightStore
 from slime.utils.async_utils import run
 from slime.utils.models.fp8 import FP8, dequantize_blocks
 from slime.weight_sync import transport_of

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from slime.engines.embedded.weights import BadWeights, Source, refuse_non_finite, same_bytes, tensor_bytes
+from slime.engines.embedded.weight_update import (
+    BadWeights,
+    Source,
+    refuse_non_finite,
+    same_bytes,
+    tensor_bytes,
+)
 from slime.wire.manifest import byte_checksum
 from slime.wire.protocol import shown
 

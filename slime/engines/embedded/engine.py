@@ -20,7 +20,7 @@ from slime.engines.embedded.sampler import Draws, sample
 from slime.engines.embedded.scheduler import Pass, Scheduler
 from slime.engines.embedded.sequence import ABORTED, Sequence, failure
 from slime.engines.embedded.text import Detokenizer
-from slime.engines.embedded.weights import BadWeights, Source, WeightStore
+from slime.engines.embedded.weight_update import BadWeights, Source, WeightStore
 from slime.wire.control import TAGS, PauseMode
 
 logger = logging.getLogger(__name__)

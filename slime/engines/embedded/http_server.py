@@ -22,7 +22,7 @@ from slime.engines.embedded.generate_json import BadRequest, Limits, RequestRead
 from slime.engines.embedded.request_images import ImageReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.update_groups import GroupPlace, UpdateGroups, read_bucket
-from slime.engines.embedded.weights import (
+from slime.engines.embedded.weight_update import (
     BadWeights,
     DiskSource,
     GroupSource,

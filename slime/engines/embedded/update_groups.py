@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from slime.engines.embedded.generate_json import BadRequest
-from slime.engines.embedded.weights import BadWeights
+from slime.engines.embedded.weight_update import BadWeights
 from slime.utils.machine.process_groups import LOOPBACK, group_beside_the_default, stay_on_loopback
 from slime.wire.manifest import DTYPES
 from slime.wire.protocol import shown

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.engines.embedded.weights import BadWeights, DiskSource, GroupSource, WeightStore
+from slime.engines.embedded.weight_update import BadWeights, DiskSource, GroupSource, WeightStore
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from slime.engines.embedded.generate_json import BadRequest, Limits, RequestRead
 from slime.engines.embedded.request_images import ImageReader
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.text import Detokenizer
-from slime.engines.embedded.weights import GroupSource
+from slime.engines.embedded.weight_update import GroupSource
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
 from slime.utils.media.image_tokens import encoder_of

@@ -13,7 +13,7 @@ from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.generate_json import Limits, RequestReader
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.text import Detokenizer
-from slime.engines.embedded.weights import BadWeights, DiskSource
+from slime.engines.embedded.weight_update import BadWeights, DiskSource
 
 CONTEXT = 256
 

@@ -14,7 +14,7 @@ from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.sampler import _draw_in_chunks, _find
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
-from slime.engines.embedded.weights import DiskSource
+from slime.engines.embedded.weight_update import DiskSource
 from slime.wire.protocol import SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
