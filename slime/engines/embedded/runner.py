@@ -84,7 +84,7 @@ class ModelRunner:
         )
         self.max_running = max_running
         if self.paged and self.device.type == "cuda":
-            from slime.engines.embedded.decode.kernels import rms_norm  # late: needs Triton
+            from slime.engines.embedded.decode.decode_kernels import rms_norm  # late: needs Triton
 
             fuse_norms(self.model, rms_norm)
         self.num_blocks = self._derive_num_blocks(max_running, max_total_tokens)

@@ -140,7 +140,7 @@ def test_norms_that_compute_something_else_are_left_alone(folder):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_normalizes_as_plain_code_does(dtype):
-    from slime.engines.embedded.decode.kernels import rms_norm
+    from slime.engines.embedded.decode.decode_kernels import rms_norm
 
     hidden, weight = (
         torch.randn(2, 5, 96, device="cuda", dtype=dtype),

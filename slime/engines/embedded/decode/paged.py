@@ -27,7 +27,7 @@ def attend_to_pages(
     """[B, H, V]"""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.device.type == "cuda":
-        from slime.engines.embedded.decode.kernels import paged_decode  # late: needs Triton
+        from slime.engines.embedded.decode.decode_kernels import paged_decode  # late: needs Triton
 
         return paged_decode(query, keys, values, table, lengths, block_size, scale)
     return _from_copies(query, keys, values, table, lengths, block_size, scale)
