@@ -10,8 +10,8 @@ from slime.arguments.groups.topology import Topology, plain_topology, prefill_to
 from slime.arguments.groups.training import MOMENT_BYTES
 from slime.catalog.gpus import GPUS
 from slime.cli.main import RUN_STOPPED, user_errors
+from slime.engines.launch_plan import EnginePlace, Gpu, gpu_pool, place_engines, plan_router, render_plan
 from slime.engines.sglang.command import SGLangOptions, server_words
-from slime.engines.topology import EnginePlace, Gpu, gpu_pool, place_engines, plan_router, render_plan
 from slime.preflight.trainer_plan import GIB, Sizes, TrainerPlan, plan_trainer, read_model, render
 
 

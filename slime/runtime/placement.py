@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slime.arguments import Args
-from slime.engines.topology import Gpu, gpu_pool, place_engines
+from slime.engines.launch_plan import Gpu, gpu_pool, place_engines
 from slime.utils.machine.run_identity import LOOPBACK
 
 

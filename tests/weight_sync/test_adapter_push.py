@@ -23,8 +23,8 @@ from slime.batch.split import split_for_ranks
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.engines.launch_plan import EnginePlace, EngineSite
 from slime.engines.sglang.command import run_command
-from slime.engines.topology import EnginePlace, EngineSite
 from slime.step.training_step import TrainingStep
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError

@@ -9,7 +9,7 @@ from slime.arguments import default_args
 from slime.catalog.engines import ENGINES, EngineKind
 from slime.cli.verify_model.reference import token_values
 from slime.engines.engine_process import Command, EngineServer, LaunchPlan
-from slime.engines.topology import EnginePlace, EngineSite
+from slime.engines.launch_plan import EnginePlace, EngineSite
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.processes import import_environment, thread_environment

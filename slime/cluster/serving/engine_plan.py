@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from slime.arguments import Args
 from slime.catalog.engines import ENGINES, EngineKind
 from slime.engines.engine_process import Command, LaunchPlan
+from slime.engines.launch_plan import EnginePlace, EngineSite, place_engines
 from slime.engines.sglang.router import router_command
-from slime.engines.topology import EnginePlace, EngineSite, place_engines
 from slime.runtime.placement import Slot
 from slime.utils.machine.processes import import_environment, thread_environment
 from slime.utils.machine.run_identity import Run

@@ -13,7 +13,7 @@ from slime.cluster.serving.engine_plan import plan_engines
 from slime.cluster.serving.front import Front, Rotations, join_router, open_front
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, Server, WatchPolicy
-from slime.engines.topology import place_engines, plan_router
+from slime.engines.launch_plan import place_engines, plan_router
 from slime.runtime.base import Runtime, WorkerSpec
 from slime.runtime.placement import Placement, Slot
 from slime.utils.machine.run_identity import Run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime.arguments import Args
 from slime.engines.engine_process import Command
-from slime.engines.topology import EngineSite
+from slime.engines.launch_plan import EngineSite
 
 
 def run_command(args: Args, site: EngineSite) -> Command:

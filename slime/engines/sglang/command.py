@@ -11,8 +11,8 @@ from pathlib import Path
 from slime.arguments import Args
 from slime.catalog.vision import VISION_FAMILIES
 from slime.engines.engine_process import Command
+from slime.engines.launch_plan import EngineSite
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
-from slime.engines.topology import EngineSite
 from slime.utils.misc import is_installed
 from slime.utils.models.model_config import read_config
 

@@ -9,7 +9,7 @@ from argument_helpers import parse
 
 from slime.arguments.groups.topology import ServerGroup, plain_topology, prefill_topology, read_topology
 from slime.cli.plan import main as plan
-from slime.engines.topology import gpu_pool, override_words, place_engines, plan_router
+from slime.engines.launch_plan import gpu_pool, override_words, place_engines, plan_router
 from slime.runtime.placement import plan_placement
 
 FULL = """
