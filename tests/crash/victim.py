@@ -37,7 +37,7 @@ POINTS = {
 # Target -> what its command line holds, one of several; the driver is this process.
 TARGETS: dict[str, tuple[str, ...] | None] = {
     "driver": None,
-    "engine": ("slime.engines.embedded", "engines/sglang/launch.py"),
+    "engine": ("slime.engines.embedded", "engines/sglang/run_server.py"),
     "trainer": ("slime.runtime.worker",),
     "reward worker": ("rm_hub/workers/worker.py",),
     "router": ("sglang_router.launch_router", "sglang::router"),  # the name that it gives itself

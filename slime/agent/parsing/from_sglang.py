@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.catalog.tool_formats import TOOL_FORMATS
-from slime.engines.sglang.launch import declare_torchvision_operators
+from slime.engines.sglang.run_server import declare_torchvision_operators
 from slime.utils.misc import is_installed
 
 PREFIX = "sglang:"
