@@ -14,9 +14,9 @@ from slime.arguments.passthrough.router_flags import need_router_python
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.served_model import ModelService
 from slime.engines.engine_process import LaunchPlan
-from slime.engines.sglang import registry
-from slime.engines.sglang.registry import ExternalRouter, RouterGone
+from slime.engines.sglang import router_registry
 from slime.engines.sglang.router import SGLangRouter, router_command
+from slime.engines.sglang.router_registry import ExternalRouter, RouterGone
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 
@@ -32,7 +32,7 @@ def server(url, kind="regular", bootstrap_port=None):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(registry, "_LOOK_S", 0.05)
+    monkeypatch.setattr(router_registry, "_LOOK_S", 0.05)
 
 
 def test_engines_join_leave_and_return_and_one_that_forgot_them_is_told_again(quick):
@@ -97,12 +97,12 @@ def test_sglangs_own_router_takes_the_engines_and_forgets_them_at_the_end(tmp_pa
             for engine in (one, two):
                 router.enroll(server(engine.url))
             router.start()
-            assert registry.healthy_workers(router.url) == {one.url, two.url}
+            assert router_registry.healthy_workers(router.url) == {one.url, two.url}
             for _ in range(4):
                 assert run(http_utils.post(f"{router.url}/generate", PAYLOAD, max_retries=20))["output_ids"]
             assert len(one.requests) == len(two.requests) == 2
             router.stop()
-            eventually(lambda: not registry.known_workers(theirs.url))
+            eventually(lambda: not router_registry.known_workers(theirs.url))
         finally:
             theirs.stop()
 

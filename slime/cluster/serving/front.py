@@ -11,8 +11,8 @@ from slime.cluster.serving.engine_plan import plan_router_process
 from slime.engines.balancer import Balancer
 from slime.engines.fleet import Rotation, Server
 from slime.engines.launch_plan import RouterPlan
-from slime.engines.sglang.registry import ExternalRouter
 from slime.engines.sglang.router import SGLangRouter
+from slime.engines.sglang.router_registry import ExternalRouter
 from slime.utils.async_utils import run
 from slime.utils.http_utils import token_of
 from slime.utils.machine.run_identity import LOOPBACK, Run

@@ -13,7 +13,7 @@ from pathlib import Path
 from slime.engines.engine_process import Command, EngineServer, LaunchPlan
 from slime.engines.pulse import PulseWatch
 from slime.engines.sglang import supervisor
-from slime.engines.sglang.registry import RouterGone, WorkerRegistry
+from slime.engines.sglang.router_registry import RouterGone, WorkerRegistry
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
 from slime.utils import http_utils, waits
 
