@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.agent.adapters.bodies import Body
-from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired
+from slime.agent.adapters.chat_calls import Call, arguments_of, content_parts, function_tool, paired
 from slime.agent.adapters.dialect import Dialect, Reply, Stream
 from slime.agent.adapters.errors import ApiError, check_stops, count, invalid, maybe, number, want
 from slime.agent.adapters.unused import CHAT, CHAT_MESSAGE, FUNCTION, check_unused

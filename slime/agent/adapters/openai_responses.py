@@ -7,7 +7,14 @@ import time
 from typing import Any
 
 from slime.agent.adapters.bodies import Body
-from slime.agent.adapters.calls import Call, arguments_of, content_parts, function_tool, paired, text_parts
+from slime.agent.adapters.chat_calls import (
+    Call,
+    arguments_of,
+    content_parts,
+    function_tool,
+    paired,
+    text_parts,
+)
 from slime.agent.adapters.dialect import Reply, Stream
 from slime.agent.adapters.errors import ApiError, count, invalid, maybe, want
 from slime.agent.adapters.openai_chat import OpenAIDialect, sampling_of, tool_choice_of
