@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.agent.adapters.bodies import Known, read_body
-from slime.agent.adapters.errors import ApiError
+from slime.agent.adapters.client_errors import ApiError
 from slime.agent.spelling import SpelledPrompts
 from slime.utils import http_utils
 

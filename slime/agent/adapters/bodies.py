@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.agent.adapters.errors import invalid
+from slime.agent.adapters.client_errors import invalid
 from slime.agent.history import Message
 
 _LISTS = ("messages", "input")  # what OpenAI and Anthropic call the conversation

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.agent.adapters.errors import invalid, want
+from slime.agent.adapters.client_errors import invalid, want
 from slime.agent.adapters.unused import PART, check_unused
 from slime.agent.history import Message
 from slime.agent.pictures import Shown, shown

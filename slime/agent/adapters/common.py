@@ -21,8 +21,8 @@ from aiohttp import web
 
 from slime.agent.adapters.bodies import Body, Known, read_body
 from slime.agent.adapters.chat_calls import Call, folded, paired
+from slime.agent.adapters.client_errors import ApiError, api_error, invalid
 from slime.agent.adapters.dialect import Dialect, Reply, Stream
-from slime.agent.adapters.errors import ApiError, api_error, invalid
 from slime.agent.adapters.live_text import LiveText, Piece
 from slime.agent.engine_access import EnginePolicy, Made, Policy
 from slime.agent.parsing import FormatParser, parser_for

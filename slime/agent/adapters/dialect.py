@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.chat_calls import Call
-from slime.agent.adapters.errors import ApiError
+from slime.agent.adapters.client_errors import ApiError
 from slime.agent.engine_access import Made
 from slime.agent.history import Message
 from slime.agent.parsing import ParsedModelOutput

@@ -15,8 +15,8 @@ from slime.agent.adapters.chat_calls import (
     paired,
     text_parts,
 )
+from slime.agent.adapters.client_errors import ApiError, count, invalid, maybe, want
 from slime.agent.adapters.dialect import Reply, Stream
-from slime.agent.adapters.errors import ApiError, count, invalid, maybe, want
 from slime.agent.adapters.openai_chat import OpenAIDialect, sampling_of, tool_choice_of
 from slime.agent.adapters.unused import FUNCTION, RESPONSES, RESPONSES_ITEM, check_unused
 from slime.agent.engine_access import Made

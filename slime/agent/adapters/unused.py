@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.agent.adapters.errors import invalid, want
+from slime.agent.adapters.client_errors import invalid, want
 
 Shape = type | list[Any] | dict[str, Any]
 
