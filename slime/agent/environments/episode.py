@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from slime.agent.environments.calls import EnvironmentCalls
+from slime.agent.environments.guarded_calls import EnvironmentCalls
 from slime.agent.environments.protocol import (
     EnvironmentFailure,
     Item,
