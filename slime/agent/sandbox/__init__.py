@@ -10,11 +10,11 @@ from slime.agent.sandbox.base import (
     SandboxError,
     SandboxUnavailable,
 )
+from slime.agent.sandbox.box_pool import BoxPool, shared_pool
 from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.helpers import ensure_agent_user, exec_and_wait
 from slime.agent.sandbox.local import Finished, LocalSandbox
-from slime.agent.sandbox.pool import BoxPool, shared_pool
 from slime.agent.sandbox.start import open_sandbox
 
 __all__ = [

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from slime.agent.sandbox.base import Limits, Sandbox, SandboxUnavailable
-from slime.agent.sandbox.pool import shared_pool
+from slime.agent.sandbox.box_pool import shared_pool
 from slime.catalog.sandboxes import SANDBOXES
 from slime.utils.misc import is_installed, load_function
 
