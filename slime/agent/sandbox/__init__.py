@@ -15,7 +15,7 @@ from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.helpers import ensure_agent_user, exec_and_wait
 from slime.agent.sandbox.local import Finished, LocalSandbox
-from slime.agent.sandbox.start import open_sandbox
+from slime.agent.sandbox.start_box import open_sandbox
 
 __all__ = [
     "BoxPool",
