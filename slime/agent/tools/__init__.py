@@ -5,7 +5,7 @@ from slime.agent.tools.in_box import BoxTools
 from slime.agent.tools.mcp_client import McpServer
 from slime.agent.tools.registry import Tool, ToolError, ToolResult, ToolServerDied, ToolSet, tool_of
 from slime.agent.tools.search import Corpus
-from slime.agent.tools.turns import answer_with_tools
+from slime.agent.tools.tool_turns import answer_with_tools
 
 __all__ = [
     "BoxTools",
