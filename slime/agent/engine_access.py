@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
-from slime.agent.pictures import PromptImages
+from slime.agent.shown_pictures import PromptImages
 from slime.agent.spelling import SpelledPrompts
 from slime.arguments import PluginArgs
 from slime.rollout.generation.requests import wrong_images

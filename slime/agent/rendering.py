@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.agent.pictures import Placed, expanded, for_template, pictures_in
+from slime.agent.shown_pictures import Placed, expanded, for_template, pictures_in
 from slime.utils.media.pictures import NotAnImage
 
 Message = dict[str, Any]

@@ -29,8 +29,8 @@ from slime.agent.engine_access import Made, Policy, policy_of
 from slime.agent.history import THOUGHTS, History, Said
 from slime.agent.parsing import ParsedModelOutput, Parser, parser_for
 from slime.agent.parsing.output import plain_parser
-from slime.agent.pictures import Placed, PromptImages, images_of
 from slime.agent.rendering import Message, Renderer
+from slime.agent.shown_pictures import Placed, PromptImages, images_of
 from slime.agent.trajectory import TurnNode, TurnRecord, TurnTree, samples_of
 from slime.arguments import PluginArgs
 from slime.data.mix import mix64

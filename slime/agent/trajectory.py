@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.agent.pictures import Placed, add_to_sample
+from slime.agent.shown_pictures import Placed, add_to_sample
 from slime.arguments import PluginArgs
 from slime.utils.types import Sample, SampleStatus
 

@@ -11,7 +11,7 @@ from typing import Any
 from slime.agent.adapters.client_errors import invalid, want
 from slime.agent.adapters.unused import PART, check_unused
 from slime.agent.history import Message
-from slime.agent.pictures import Shown, shown
+from slime.agent.shown_pictures import Shown, shown
 from slime.utils.media.pictures import NotAnImage
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
