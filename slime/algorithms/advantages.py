@@ -32,7 +32,7 @@ class AdvantageInputs:
     gamma: float = 1.0
     lambd: float = 1.0
     values: Sequence[Tensor] | None = None  # [R_i]; None: no critic
-    # [R_i], see slime.algorithms.turns; None: each sample has one reward, that of `rewards`
+    # [R_i], see slime.algorithms.turn_credit; None: each sample has one reward, that of `rewards`
     token_rewards: Sequence[Tensor] | None = None
 
     def of_samples(self) -> TokenLists:

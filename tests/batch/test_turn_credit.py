@@ -8,7 +8,7 @@ import torch
 from rollout_helpers import make_args
 
 from slime.algorithms.advantages import AdvantageInputs, compute_advantages
-from slime.algorithms.turns import compared_returns, on_last_tokens, turn_returns, whole_turns
+from slime.algorithms.turn_credit import compared_returns, on_last_tokens, turn_returns, whole_turns
 from slime.batch.convert import samples_to_batch
 from slime.utils.types import Sample
 
