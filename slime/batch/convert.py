@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from slime.algorithms.rewards import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
+from slime.algorithms.reward_shaping import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
 from slime.algorithms.turn_credit import Turn, compared_returns, on_all_tokens, on_last_tokens, whole_turns
 from slime.arguments import Flags
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ragged_batches import close
 
 from slime.algorithms.advantages import AdvantageInputs, compute_advantages
-from slime.algorithms.rewards import combine_rewards, overlong_penalty, subtract_baselines
+from slime.algorithms.reward_shaping import combine_rewards, overlong_penalty, subtract_baselines
 from slime.catalog.estimators import ESTIMATORS
 
 

@@ -85,7 +85,7 @@ def test_the_function_of_every_row_exists(row):
 
 
 def test_rows_name_flags_losses_baselines_and_reductions_that_exist():
-    from slime.algorithms.rewards import BASELINES
+    from slime.algorithms.reward_shaping import BASELINES
 
     assert {e.baseline for e in ESTIMATORS.values()} - {None} <= set(BASELINES)
     assert {e.policy_loss for e in ESTIMATORS.values()} <= set(POLICY_LOSSES)

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from slime.algorithms.rewards import GREEDY_REWARD_KEY
+from slime.algorithms.reward_shaping import GREEDY_REWARD_KEY
 from slime.arguments import PluginArgs
 from slime.rollout.collection.tasks import all_or_none
 from slime.rollout.generation.policy_requests import not_trained

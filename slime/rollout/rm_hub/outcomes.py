@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slime.algorithms.rewards import combine_rewards
+from slime.algorithms.reward_shaping import combine_rewards
 from slime.arguments import PluginArgs
 from slime.arguments.groups.rewards import WEIGHTED_REWARD_KEY
 from slime.utils.errors import RunStopped

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.algorithms.rewards import normalize_group_rewards
+from slime.algorithms.reward_shaping import normalize_group_rewards
 
 
 def test_groups_follow_their_index_whatever_their_sizes_and_order():
