@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.arguments import default_args
-from slime.backends.attention import packed
+from slime.backends.attention import packed_documents
 from slime.batch.convert import samples_to_batch
 from slime.batch.flops import ModelShape, forward_flops
 from slime.batch.split import plan_steps, split_for_ranks
@@ -298,7 +298,7 @@ def _our_step(
                 "seconds": duration,
                 "first_step_s": first,
                 "parameters": parameter_count(config),
-                "attention": packed.chosen_name(*packed.head_shape(config)),
+                "attention": packed_documents.chosen_name(*packed_documents.head_shape(config)),
                 "micro_batch_tokens": budget,
                 "logits_memory_gib": options.logits_memory_gib,
                 "micro_batches": len(data.steps[0].micro_batches),

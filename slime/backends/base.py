@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime.algorithms.nucleus import Nucleus
 from slime.algorithms.vision.packed_images import PackedImages
-from slime.backends.attention.packed import PackedDocuments
+from slime.backends.attention.packed_documents import PackedDocuments
 from slime.utils.errors import RunStopped
 
 Metrics = dict[str, Tensor]  # scalar sums over the micro-batch, detached

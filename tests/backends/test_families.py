@@ -7,7 +7,7 @@ import torch
 from trainer_helpers import backend_of, trainer_args
 
 from slime.algorithms.attention_variants import Variant, sees
-from slime.backends.attention.packed import PackedDocuments, packed_attention
+from slime.backends.attention.packed_documents import PackedDocuments, packed_attention
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp import families, loading
 from slime.backends.shared.microbatch import build_micro_batches

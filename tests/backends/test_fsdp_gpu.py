@@ -8,8 +8,13 @@ import torch.distributed as dist
 from tiny_model import make_tiny_model
 from trainer_helpers import meeting_point, random_samples, trainer_args
 
-from slime.backends.attention import packed
-from slime.backends.attention.packed import OPERATORS, PackedDocuments, _varlen_attention, packed_attention
+from slime.backends.attention import packed_documents
+from slime.backends.attention.packed_documents import (
+    OPERATORS,
+    PackedDocuments,
+    _varlen_attention,
+    packed_attention,
+)
 from slime.backends.attention.trial import why_wrong
 from slime.backends.fsdp import create_backend
 from slime.backends.shared import placed_adam
@@ -100,8 +105,8 @@ def test_compiled_layers_train_like_plain_ones(model, checkpointing):
 
 def test_the_first_pass_may_be_one_of_recomputed_layers(model, monkeypatch):
     """How to attend is tried out within it: nothing of the trial belongs to the layer."""
-    monkeypatch.setattr(packed, "_CHOSEN", {})
-    monkeypatch.setattr(packed, "_VARLEN", [])
+    monkeypatch.setattr(packed_documents, "_CHOSEN", {})
+    monkeypatch.setattr(packed_documents, "_VARLEN", [])
     changes = dict(compile=False, activation_checkpointing="full", loss_type="sft_loss")
     args = trainer_args(model, dtype="bfloat16", micro_batch_size=4, **changes)
     backend = create_backend(args, rank=0, world_size=1, device="cuda:0")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from trainer_helpers import meeting_point, trainer_args
 
-from slime.backends.attention.packed import packed_attention
+from slime.backends.attention.packed_documents import packed_attention
 from slime.backends.attention.prompt_operator import collect
 from slime.backends.attention.shared_prompts import PromptShare
 from slime.backends.fsdp import create_backend, loading

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix
 from slime.algorithms.nucleus import Nucleus
-from slime.backends.attention import packed
-from slime.backends.attention.packed import PackedDocuments
+from slime.backends.attention import packed_documents
+from slime.backends.attention.packed_documents import PackedDocuments
 from slime.backends.base import MicroBatch
 
 
@@ -146,7 +146,7 @@ def zigzag_attention(
     else:
         key = _GatherRows.apply(key, group).index_select(0, plan.order)
         value = _GatherRows.apply(value, group).index_select(0, plan.order)
-    if (attend := packed.varlen_for(query, variant)) is not None:
+    if (attend := packed_documents.varlen_for(query, variant)) is not None:
         # Queries of a chunk are the last tokens of the prefix that they see: a causal mask is aligned there.
         key, value, bound = (
             key.index_select(0, plan.seen),

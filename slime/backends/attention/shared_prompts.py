@@ -17,7 +17,7 @@ from torch import Tensor
 from slime.algorithms.attention_variants import PLAIN, Variant
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import prompt_operator
-from slime.backends.attention.packed import PackedDocuments, packed_attention, varlen_for
+from slime.backends.attention.packed_documents import PackedDocuments, packed_attention, varlen_for
 from slime.backends.attention.prompt_parts import LONGEST, PartBatches
 from slime.backends.base import MicroBatch
 

@@ -19,7 +19,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from slime.backends.attention.packed import ATTENTION_NAME, DOCUMENTS, PackedDocuments, by_document, register
+from slime.backends.attention.packed_documents import (
+    ATTENTION_NAME,
+    DOCUMENTS,
+    PackedDocuments,
+    by_document,
+    register,
+)
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp import vision
 from slime.backends.fsdp.layers import HFModel

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from slime.backends.attention import packed
+from slime.backends.attention import packed_documents
 
 HFModel = Any  # a `PreTrainedModel` of transformers, which the type checker does not look into
 
@@ -43,7 +43,7 @@ def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, 
     if checkpointing == "none" and not compiled:
         return
     if compiled:
-        packed.prepare(*packed.head_shape(config))
+        packed_documents.prepare(*packed_documents.head_shape(config))
         _compile_for_any_length()
     functions: dict[type, Callable[..., Any]] = {}
     for layer in layers:

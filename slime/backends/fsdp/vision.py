@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime.algorithms.vision.packed_images import nothing_of, pack_images
 from slime.algorithms.vision.towers import attention_by_tower, family_of, run_text
-from slime.backends.attention.packed import register
+from slime.backends.attention.packed_documents import register
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp.layers import HFModel
 from slime.catalog.vision import VISION_FAMILIES

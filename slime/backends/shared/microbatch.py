@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.nucleus import Nucleus
-from slime.backends.attention.packed import PackedDocuments
+from slime.backends.attention.packed_documents import PackedDocuments
 from slime.backends.base import MicroBatch
 from slime.utils.types import RolloutBatch
 

@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from slime.arguments import Args
-from slime.backends.attention import packed
-from slime.backends.attention.packed import PackedDocuments, packed_attention
+from slime.backends.attention import packed_documents
+from slime.backends.attention.packed_documents import PackedDocuments, packed_attention
 from slime.backends.megatron.modules.layers import PackedCoreAttention, RMSNorm, rotate
 from slime.backends.megatron.modules.lora import ADAPTED
 from slime.backends.megatron.modules.routing import RoutedLayer
@@ -49,7 +49,7 @@ def should_compile(args: Args, config: TransformerConfig, device: torch.device) 
 def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, device: torch.device) -> int:
     """Replace the forward of every plain layer by compiled functions; returns their number."""
     if device.type == "cuda":
-        packed.prepare(config.num_attention_heads // config.num_query_groups, config.kv_channels)
+        packed_documents.prepare(config.num_attention_heads // config.num_query_groups, config.kv_channels)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     dense = torch.compile(dense_layer, dynamic=True)
     attention = torch.compile(_attend, dynamic=True)

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.backends.attention.context_parallel import zigzag_attention
-from slime.backends.attention.packed import packed_attention
+from slime.backends.attention.packed_documents import packed_attention
 from slime.backends.megatron.stream import PackedStream
 
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from slime.backends.attention.packed import varlen_for
+from slime.backends.attention.packed_documents import varlen_for
 from slime.backends.megatron.modules.layers import PackedCoreAttention, RMSNorm, rotate
 from slime.backends.megatron.stream import PackedStream
 
