@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.attention.operator import NotInstalled, packed_operator
+from slime.backends.attention.attention_operator import NotInstalled, packed_operator
 
 
 @functools.cache

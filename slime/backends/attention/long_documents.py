@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.backends.attention.operator import packed_operator
+from slime.backends.attention.attention_operator import packed_operator
 
 # Rows of a document times heads, from which on it fills the device alone.
 LONG_ROWS = 32768

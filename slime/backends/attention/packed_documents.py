@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix, variant_of
 from slime.backends.attention import flash4, long_documents
-from slime.backends.attention.operator import Operator
+from slime.backends.attention.attention_operator import Operator
 from slime.backends.attention.trial import first_right, unobserved
 
 ATTENTION_NAME = "slime_packed"

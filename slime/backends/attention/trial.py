@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from slime.backends.attention.operator import NotInstalled, Operator
+from slime.backends.attention.attention_operator import NotInstalled, Operator
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
