@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slime.backends.experts.operator import gated_experts
+from slime.backends.experts.experts_operator import gated_experts
 from slime.backends.fsdp import grouped_experts
 from slime.backends.fsdp.expert_parallel import is_experts
 
@@ -118,11 +118,11 @@ def test_kernels_agree_with_plain_torch_on_a_gpu(shape):
     tokens, experts, top_k, width, inner, nobody = shape
     half = tensors(torch.bfloat16, "cuda", tokens, experts, top_k, width, inner, nobody)
     full = [x.detach().double() if x.is_floating_point() else x for x in half]
-    from slime.backends.experts import operator
+    from slime.backends.experts import experts_operator
 
     fused = outputs(gated_experts, half)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "_steps", lambda hidden: operator._Plain)
+        patch.setattr(experts_operator, "_steps", lambda hidden: experts_operator._Plain)
         plain = outputs(gated_experts, [x.requires_grad_() if x.is_floating_point() else x for x in full])
     for ours, exact in zip(fused, plain, strict=True):
         assert torch.isfinite(ours).all()

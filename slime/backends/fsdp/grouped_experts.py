@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime.backends.experts.operator import gated_experts
+from slime.backends.experts.experts_operator import gated_experts
 from slime.backends.fsdp.expert_parallel import is_experts
 from slime.backends.fsdp.families import has_experts
 from slime.backends.fsdp.layers import HFModel

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from slime.backends.experts.operator import gated_experts
+from slime.backends.experts.experts_operator import gated_experts
 
 _VIEW = (
     "_slime_view"  # attribute of an expert's weight or gradient: the view of all experts', if there is one
