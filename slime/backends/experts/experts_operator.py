@@ -199,6 +199,6 @@ class _Fused:
 
 
 def _kernels() -> Any:
-    from slime.backends.experts import kernels  # Triton, which CPU machines need not have
+    from slime.backends.experts import experts_kernels  # Triton, which CPU machines need not have
 
-    return kernels
+    return experts_kernels
