@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 with contextlib.suppress(ImportError):  # a machine without Triton has no GPU that needs it
-    from slime.backends.fp8 import kernels
+    from slime.backends.fp8 import fp8_kernels
 
 FP8 = torch.float8_e4m3fn
 # Sides of a product are multiples of it.
@@ -54,7 +54,7 @@ def _turn(values: Tensor, shares: Tensor) -> Tensor:
     """The transpose of values * shares, which are powers of two of at most 1."""
     rows, size = values.shape[0], _aligned(values.shape[0])
     if values.is_cuda:
-        return kernels.turn(values.contiguous(), shares, size)
+        return fp8_kernels.turn(values.contiguous(), shares, size)
     return F.pad(values.float() * shares, (0, 0, 0, size - rows)).to(FP8).T.contiguous()
 
 
