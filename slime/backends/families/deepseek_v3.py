@@ -11,7 +11,7 @@ from slime.backends.families.base import (
     in_layer,
     mtp_rules,
 )
-from slime.backends.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
+from slime.backends.families.expert_rules import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
 
 MLA = (
     in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "column"),

@@ -13,7 +13,7 @@ from slime.backends.families.base import (
     mtp_rules,
     qkv,
 )
-from slime.backends.families.experts import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
+from slime.backends.families.expert_rules import CORRECTION_BIAS, ROUTED, SHARED, sigmoid_settings
 
 MTP_PREFIX = "model.layers.{beyond}"
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from slime.backends.families import qwen3
 from slime.backends.families.base import Family
-from slime.backends.families.experts import ROUTED
+from slime.backends.families.expert_rules import ROUTED
 
 
 def settings(hf: Any) -> dict[str, Any]:
