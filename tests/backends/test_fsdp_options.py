@@ -10,7 +10,7 @@ from tiny_model import make_tiny_model
 from trainer_helpers import backend_of, train, trainer_args, weights_of
 
 from slime.backends.fsdp import loading
-from slime.backends.fsdp.layers import _policy
+from slime.backends.fsdp.layer_execution import _policy
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

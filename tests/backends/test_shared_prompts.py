@@ -189,7 +189,7 @@ def test_a_shared_prompt_counts_once_where_sharing_is_asked_for():
 def test_layers_of_one_kind_are_compiled_once_for_all(folders, monkeypatch):
     from torch._dynamo.testing import CompileCounter
 
-    from slime.backends.fsdp import layers
+    from slime.backends.fsdp import layer_execution
 
     counter, compile_, after_layers = CompileCounter(), torch.compile, []
 
@@ -203,7 +203,7 @@ def test_layers_of_one_kind_are_compiled_once_for_all(folders, monkeypatch):
 
         return layer
 
-    monkeypatch.setattr(layers.torch, "compile", noting)
+    monkeypatch.setattr(layer_execution.torch, "compile", noting)
     config = json.loads((folders / "dense" / "config.json").read_text())
     config.update(num_hidden_layers=5, layer_types=["full_attention"] * 5)
     (folders / "deep").mkdir()

@@ -39,7 +39,7 @@ from slime.backends.fsdp import (
     vision,
 )
 from slime.backends.fsdp.expert_balance import ExpertWatch, balance_coefficient
-from slime.backends.fsdp.layers import decoder_layers, prepare_layers
+from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, reshard, shard
 from slime.backends.fsdp.optimizer import build_optimizer

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from slime.arguments import Args
 from slime.backends.base import Layout
 from slime.backends.fsdp import loading
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.backends.fsdp.optimizer import init_state
 from slime.backends.fsdp.scalar_model import PackedLM

@@ -11,7 +11,7 @@ from torch import Tensor
 from slime.algorithms.expert_balance import balance_losses
 from slime.arguments import Args
 from slime.backends.base import Denominators, Metrics, MicroBatch
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 
 
 class ExpertWatch:

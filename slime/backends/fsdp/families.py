@@ -28,7 +28,7 @@ from slime.backends.attention.packed_documents import (
 )
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp import vision
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 from slime.catalog.vision import why_no_images
 
 # Modules [B, T, H] -> [B, T, H] whose result for a token depends on earlier tokens and needs no mask.

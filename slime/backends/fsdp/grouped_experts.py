@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from slime.backends.experts.experts_operator import gated_experts
 from slime.backends.fsdp.expert_parallel import is_experts
 from slime.backends.fsdp.families import has_experts
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 
 # What transformers says of a family's experts: gate and up side by side, no bias, no norm behind them.
 # A release that does not say one of these knows no family where it is otherwise.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime.backends.base import Bucket
 from slime.backends.fsdp import vision
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import merged
 from slime.backends.shared import hf_folder
 from slime.utils.models.hub_names import hub_tensors, saved_tensors

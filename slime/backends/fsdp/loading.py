@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp import families, vision
 from slime.backends.fsdp.hf_export import hub_shapes
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.backends.shared.placed_adam import local
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.arguments import Args
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.model import gather_full
 from slime.backends.shared import adapters
 from slime.backends.shared.adapters import ALL_LINEAR, NAME, first_factor

@@ -21,7 +21,7 @@ from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.attention.shared_prompts import PromptShare
 from slime.backends.base import HeadFunction, MicroBatch
 from slime.backends.fsdp import families
-from slime.backends.fsdp.layers import HFModel, decoder_layers
+from slime.backends.fsdp.layer_execution import HFModel, decoder_layers
 
 
 def run_decoder(lm: HFModel, mb: MicroBatch, share: StreamShare | PromptShare | None) -> Tensor:

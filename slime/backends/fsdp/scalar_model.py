@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.base import MicroBatch
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.model import PackedCausalLM, run_decoder
 from slime.backends.shared.scalar_head import HEAD, draw_head
 from slime.backends.torch_dist.reading import TorchDistFolder

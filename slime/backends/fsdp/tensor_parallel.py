@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from slime.backends.fsdp.expert_balance import routers
 from slime.backends.fsdp.expert_parallel import is_experts, share_out
 from slime.backends.fsdp.families import has_experts
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import NAME as ADAPTER
 
 # Norms of single heads see only this rank's heads (dimension 2 of [1, T, heads, size]): gradients are summed.

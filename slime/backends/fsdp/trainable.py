@@ -3,7 +3,7 @@
 import re
 
 from slime.arguments import Args
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.vision import freeze_tower
 
 

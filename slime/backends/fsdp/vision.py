@@ -12,7 +12,7 @@ from slime.algorithms.vision.packed_images import nothing_of, pack_images
 from slime.algorithms.vision.towers import attention_by_tower, family_of, run_text
 from slime.backends.attention.packed_documents import register
 from slime.backends.base import MicroBatch
-from slime.backends.fsdp.layers import HFModel
+from slime.backends.fsdp.layer_execution import HFModel
 from slime.catalog.vision import VISION_FAMILIES
 
 __all__ = ["auto_class", "build", "family_of", "freeze_tower", "run_whole", "tower_prefixes", "with_images"]

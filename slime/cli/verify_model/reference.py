@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime.backends.fsdp.layers import decoder_layers
+from slime.backends.fsdp.layer_execution import decoder_layers
 from slime.cli.verify_model import capture
 from slime.cli.verify_model.cases import LEARNING_RATE, Activations, Outcome, documents
 from slime.utils.files.safetensors_files import all_files, read_tensors

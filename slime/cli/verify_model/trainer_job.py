@@ -18,7 +18,7 @@ import torch.distributed as dist
 from slime.arguments import Args, default_args
 from slime.backends.base import TrainBackend
 from slime.backends.fsdp import families
-from slime.backends.fsdp.layers import decoder_layers
+from slime.backends.fsdp.layer_execution import decoder_layers
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.catalog.backends import BACKENDS
 from slime.cli.verify_model import capture, reference
