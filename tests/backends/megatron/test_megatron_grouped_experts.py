@@ -12,7 +12,7 @@ pytestmark = pytest.mark.megatron
 
 def _both_ways(rank: int, world_size: int, model: str, settings: dict) -> dict:
     from slime.backends.megatron import create_backend
-    from slime.backends.megatron.modules.experts import GroupedExperts
+    from slime.backends.megatron.modules.grouped_experts import GroupedExperts
 
     results = {}
     for grouped in (False, True):
@@ -45,7 +45,7 @@ def test_grouped_experts_train_like_megatrons_own(tmp_path, kind, ranks, setting
 
 
 def test_gradients_at_like_distances_are_one_view():
-    from slime.backends.megatron.modules.experts import _one_view
+    from slime.backends.megatron.modules.grouped_experts import _one_view
 
     buffer = torch.zeros(100)
     parts = [buffer[10 * i + 3 : 10 * i + 9].view(2, 3) for i in range(4)]
@@ -59,7 +59,7 @@ def test_gradients_at_like_distances_are_one_view():
 
 
 def test_experts_of_one_buffer_are_used_in_place():
-    from slime.backends.megatron.modules.experts import _Stacked
+    from slime.backends.megatron.modules.grouped_experts import _Stacked
 
     size, count = 6, 4
     values, gradients = torch.randn(2 * size * count), torch.zeros(2 * size * count)

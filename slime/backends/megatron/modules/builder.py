@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.families import family_of
 from slime.backends.megatron.hooks import provide_model
-from slime.backends.megatron.modules.experts import GroupedExperts
+from slime.backends.megatron.modules.grouped_experts import GroupedExperts
 from slime.backends.megatron.modules.layer_specs import block_spec
 from slime.backends.megatron.modules.layers import PackedCoreAttention
 from slime.backends.megatron.modules.model import PackedGPTModel, ScalarHead

@@ -6,7 +6,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from slime.backends.megatron.modules.experts import use_grouped_experts
+from slime.backends.megatron.modules.grouped_experts import use_grouped_experts
 from slime.backends.megatron.modules.layers import NormedAdd, PackedCoreAttention, RMSNorm
 from slime.backends.megatron.modules.mla import use_packed_mla
 from slime.backends.megatron.modules.routing import use_packed_router

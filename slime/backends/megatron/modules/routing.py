@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from slime.backends.base import MicroBatch
-from slime.backends.megatron.modules.experts import look_up_experts
+from slime.backends.megatron.modules.grouped_experts import look_up_experts
 from slime.backends.megatron.stream import PackedStream, Recorded, Routes
 
 RecordedByBatch = dict[tuple[int, ...], Recorded]  # by the positions of a micro-batch's samples
