@@ -15,8 +15,8 @@ from slime.algorithms.kl import compute_approx_kl
 from slime.arguments import Flags
 from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, TrainBackend
 from slime.backends.shared.microbatch import build_micro_batches
+from slime.backends.shared.model_roles import has_advantages, needs_critic, needs_reference
 from slime.backends.shared.old_policy import OldPolicy
-from slime.backends.shared.roles import has_advantages, needs_critic, needs_reference
 from slime.batch.split import RankData, RankStep
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.step import teacher

@@ -3,7 +3,7 @@
 import pytest
 from argument_helpers import parse
 
-from slime.backends.shared.roles import critic_settings
+from slime.backends.shared.model_roles import critic_settings
 
 PPO = ("--advantage-estimator", "ppo")
 

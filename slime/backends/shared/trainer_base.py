@@ -25,7 +25,7 @@ from slime.backends.base import (
     has_update,
 )
 from slime.backends.shared.learning_rate import learning_rate, set_rate
-from slime.backends.shared.roles import (
+from slime.backends.shared.model_roles import (
     critic_settings,
     load_copies,
     load_critic,
