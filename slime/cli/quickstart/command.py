@@ -16,7 +16,6 @@ from slime.arguments import Args, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS
 from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
-from slime.cli.quickstart.data import DataFiles, write_data
 from slime.cli.quickstart.display import Phase, Screen
 from slime.cli.quickstart.folder import opened
 from slime.cli.quickstart.metrics import LOSS, REWARD
@@ -30,6 +29,7 @@ from slime.cli.quickstart.plan import (
     write_run_file,
 )
 from slime.cli.quickstart.presets import PRESETS, describe
+from slime.cli.quickstart.task_files import DataFiles, write_data
 from slime.cli.train import run_loop
 from slime.cli.train_async import run_loop as run_overlapped
 from slime.utils.machine.warm_start import warm_starts

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime.cli.quickstart.data import GREEDY, SAMPLED
+from slime.cli.quickstart.task_files import GREEDY, SAMPLED
 
 LOSS = "train/loss"
 REWARD = "rollout/raw_reward"

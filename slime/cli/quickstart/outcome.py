@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.cli.quickstart.data import GREEDY, DataFiles
 from slime.cli.quickstart.metrics import (
     ACCURACY,
     NUM_SAMPLES,
@@ -17,6 +16,7 @@ from slime.cli.quickstart.metrics import (
     values_by_step,
 )
 from slime.cli.quickstart.plan import Recipe
+from slime.cli.quickstart.task_files import GREEDY, DataFiles
 from slime.cli.quickstart.tasks import Problem
 from slime.observability.terminal.follow import MetricsReader
 from slime.record import Record, RecordError, Select, open_record

@@ -8,8 +8,8 @@ import yaml
 
 from slime.arguments import Args
 from slime.arguments.core.draft import COMMAND_LINE
-from slime.cli.quickstart.data import DataFiles
 from slime.cli.quickstart.presets import preset_flags
+from slime.cli.quickstart.task_files import DataFiles
 from slime.cli.quickstart.tasks import ADDITION, SORT_DIGITS, Task
 
 # Flags of the user that describe the machine; the warm-up gets these too, the RL run gets everything.
