@@ -10,7 +10,7 @@ from rich.console import Console
 from slime.cli.quickstart import command
 from slime.cli.quickstart.display import Screen
 from slime.cli.quickstart.folder import opened, set_aside
-from slime.cli.quickstart.plan import RECIPES
+from slime.cli.quickstart.two_runs import RECIPES
 from slime.utils.errors import FolderTaken
 
 

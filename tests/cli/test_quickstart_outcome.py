@@ -10,9 +10,9 @@ from rich.console import Console
 
 from slime.cli.quickstart.display import Phase, Screen
 from slime.cli.quickstart.outcome import draw_plot, read_outcome, summarise, write_summary
-from slime.cli.quickstart.plan import RECIPES
 from slime.cli.quickstart.task_files import write_data
 from slime.cli.quickstart.tasks import SORT_DIGITS, Problem
+from slime.cli.quickstart.two_runs import RECIPES
 from slime.record import Entry, RecordWriter
 from slime.utils.types import Sample
 

@@ -20,7 +20,9 @@ from slime.cli.quickstart.display import Phase, Screen
 from slime.cli.quickstart.folder import opened
 from slime.cli.quickstart.metrics import LOSS, REWARD
 from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
-from slime.cli.quickstart.plan import (
+from slime.cli.quickstart.presets import PRESETS, describe
+from slime.cli.quickstart.task_files import DataFiles, write_data
+from slime.cli.quickstart.two_runs import (
     RECIPES,
     Recipe,
     build_rl_argv,
@@ -28,8 +30,6 @@ from slime.cli.quickstart.plan import (
     warmed_up,
     write_run_file,
 )
-from slime.cli.quickstart.presets import PRESETS, describe
-from slime.cli.quickstart.task_files import DataFiles, write_data
 from slime.cli.train import run_loop
 from slime.cli.train_async import run_loop as run_overlapped
 from slime.utils.machine.warm_start import warm_starts

@@ -15,9 +15,9 @@ from slime.cli.quickstart.metrics import (
     WEIGHT_VERSION,
     values_by_step,
 )
-from slime.cli.quickstart.plan import Recipe
 from slime.cli.quickstart.task_files import GREEDY, DataFiles
 from slime.cli.quickstart.tasks import Problem
+from slime.cli.quickstart.two_runs import Recipe
 from slime.observability.terminal.follow import MetricsReader
 from slime.record import Record, RecordError, Select, open_record
 
