@@ -18,7 +18,7 @@ from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.display import Phase, Screen
 from slime.cli.quickstart.folder import opened
-from slime.cli.quickstart.metrics import LOSS, REWARD
+from slime.cli.quickstart.metric_names import LOSS, REWARD
 from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.quickstart.task_files import DataFiles, write_data

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from slime.cli.quickstart.metrics import ACCURACY
+from slime.cli.quickstart.metric_names import ACCURACY
 from slime.cli.quickstart.outcome import Outcome
 from slime.cli.quickstart.tasks import Task
 from slime.observability import phases

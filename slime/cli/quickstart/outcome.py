@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.cli.quickstart.metrics import (
+from slime.cli.quickstart.metric_names import (
     ACCURACY,
     NUM_SAMPLES,
     REWARD,
