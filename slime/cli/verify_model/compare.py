@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime.cli.verify_model import capture
+from slime.cli.verify_model import layer_capture
 from slime.cli.verify_model.cases import LEARNING_RATE, Outcome
 
 COLUMNS = ("log-probs", "entropy", "loss", "grad norm", "gradients", "SGD step", "round trip")
@@ -77,10 +77,10 @@ def first_activation(reference: Outcome, found: Outcome, tolerance: float) -> st
     """The first layer whose output differs, and the first part inside it that does."""
     layers = sorted({layer for _, layer, _ in reference.activations})
     for layer in layers:
-        if not _differs(reference, found, layer, capture.OUTPUT, tolerance):
+        if not _differs(reference, found, layer, layer_capture.OUTPUT, tolerance):
             continue
-        differing = (p for p in capture.PARTS if _differs(reference, found, layer, p, tolerance))
-        part = next(differing, capture.OUTPUT)
+        differing = (p for p in layer_capture.PARTS if _differs(reference, found, layer, p, tolerance))
+        part = next(differing, layer_capture.OUTPUT)
         weights = [n for n in reference.before if f"layers.{layer}.{part}." in n]
         beside = f" (weights {', '.join(weights[:6])})" if weights else ""
         return f"layer {layer}, {part}{beside}"

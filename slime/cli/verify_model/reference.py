@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.fsdp.layer_execution import decoder_layers
-from slime.cli.verify_model import capture
+from slime.cli.verify_model import layer_capture
 from slime.cli.verify_model.cases import LEARNING_RATE, Activations, Outcome, documents
 from slime.utils.files.safetensors_files import all_files, read_tensors
 
@@ -67,7 +67,10 @@ class _captured:
     def __enter__(self) -> None:
         self._handles = []
         for number, layer in enumerate(decoder_layers(self._lm)):
-            modules = {capture.OUTPUT: layer, **{part: getattr(layer, part, None) for part in capture.PARTS}}
+            modules = {
+                layer_capture.OUTPUT: layer,
+                **{part: getattr(layer, part, None) for part in layer_capture.PARTS},
+            }
             for part, module in modules.items():
                 if module is not None:
                     self._handles.append(module.register_forward_hook(self._keep(number, part)))

@@ -21,7 +21,7 @@ from slime.backends.fsdp import families
 from slime.backends.fsdp.layer_execution import decoder_layers
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.catalog.backends import BACKENDS
-from slime.cli.verify_model import capture, reference
+from slime.cli.verify_model import layer_capture, reference
 from slime.cli.verify_model.cases import (
     DENOMINATORS,
     LEARNING_RATE,
@@ -142,9 +142,9 @@ def compute(rank: int, job: Job) -> Outcome | None:
         if chosen
     ]
     layers, share = _layers_of(backend, args)
-    with capture.recording(layers, mbs, ids, share) as pieces:
+    with layer_capture.recording(layers, mbs, ids, share) as pieces:
         lists = backend.log_probs(mbs, entropy=True)
-    activations = capture.assemble(pieces)
+    activations = layer_capture.assemble(pieces)
     log_probs, entropy = (_by_document(values, ids) for values in (lists.log_probs, lists.entropy))
     before = _exported(backend)
     stats = backend.train_step(mbs, linear_loss(), DENOMINATORS)
@@ -155,17 +155,17 @@ def compute(rank: int, job: Job) -> Outcome | None:
     return Outcome(log_probs, entropy, loss, stats.grad_norm, before, after, activations or {})
 
 
-def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], capture.Share]:
+def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], layer_capture.Share]:
     """This rank's decoder layers by number, and which tokens of a micro-batch it computes in them."""
     if BACKENDS[args.train_backend].trains_transformers_model:
         lm = backend.model.lm
         return list(enumerate(decoder_layers(lm))), (
-            capture.whole_stream if families.runs_packed(lm) else capture.padded_batch
+            layer_capture.whole_stream if families.runs_packed(lm) else layer_capture.padded_batch
         )
     chunks = [chunk.module for chunk in backend.model]
     layers = [(layer.layer_number - 1, layer) for chunk in chunks for layer in chunk.decoder.layers]
     split = (backend.layout.tp_rank, backend.layout.tp_size) if args.sequence_parallel else (0, 1)
-    return layers, capture.megatron_share(*split)
+    return layers, layer_capture.megatron_share(*split)
 
 
 def _by_document(values: list[torch.Tensor], ids: list[int]) -> list[torch.Tensor]:
