@@ -77,14 +77,14 @@ def verify(
 ) -> int:
     """Print the table line by line and return the exit code. `before_build`: see `trainer_job.Job`."""
     # torch and transformers take seconds to load, which a wrong flag should not cost.
-    from slime.cli.verify_model import images, reference, shrink, trainer_job
+    from slime.cli.verify_model import image_models, reference, shrink, trainer_job
     from slime.cli.verify_model.cases import documents
     from slime.cli.verify_model.layouts import choose_targets
     from slime.cli.verify_model.table import Table
 
     reference.be_quiet()
     full = shrink.read_config(options.hf_checkpoint)
-    if images.has_images(full):
+    if image_models.has_images(full):
         return _verify_images(options, full, folder)
     config = shrink.shrink(full, layers=options.layers, full_width=options.full_width)
     megatron = importlib.util.find_spec("megatron") is not None
@@ -120,14 +120,14 @@ def verify(
 
 
 def _verify_images(options: argparse.Namespace, config: Any, folder: Path) -> int:
-    from slime.cli.verify_model import images
+    from slime.cli.verify_model import image_models
 
     if options.engine or options.layouts:
         raise ValueError(
             f"--engine and --layouts: a {config.model_type} is verified with images on the FSDP trainer "
             "alone; leave them out."
         )
-    return FAILED if images.verify(options, config, folder) else 0
+    return FAILED if image_models.verify(options, config, folder) else 0
 
 
 def _only_megatron(options: argparse.Namespace, targets: list[Any], kind: str) -> list[Any]:
