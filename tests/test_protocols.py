@@ -26,7 +26,7 @@ from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
 from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
-from slime.cluster import requests
+from slime.cluster import run_requests
 from slime.cluster.cluster import Cluster
 from slime.cluster.serving.engine_host import HostedEngine
 from slime.cluster.serving.front import Rotations
@@ -101,7 +101,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Parser: [PlainParser, FormatParser],
     Policy: [EnginePolicy],
     Environment: [ReasoningGym, TextArena, TextGymnasium],
-    requests.Cluster: [Cluster],
+    run_requests.Cluster: [Cluster],
     EngineCosts: [EngineCost],
     TrainerCosts: [TrainerCost],
     Lengths: [LengthModel],

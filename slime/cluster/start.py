@@ -26,7 +26,6 @@ from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
 from slime.cluster.hang_watch import HangWatch
-from slime.cluster.requests import Requests
 from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.faults import headline
@@ -38,6 +37,7 @@ from slime.cluster.restart.redo import Redo, SafeState
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run import close_run, note_restart, open_run
+from slime.cluster.run_requests import Requests
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.served_model import trains_on_every_gpu
 from slime.cluster.timeline import Timeline

@@ -21,13 +21,13 @@ from slime.cluster.checkpoints.run_ledger import open_ledger
 from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.cluster import Cluster
 from slime.cluster.recording import Recording
-from slime.cluster.requests import Requests
 from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.recovery import Recovery
 from slime.cluster.restart.redo import Redo, SafeState
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
+from slime.cluster.run_requests import Requests
 from slime.cluster.start import Beginning, begin_at
 from slime.cluster.timeline import Timeline
 from slime.cluster.weight_push import WeightPush
