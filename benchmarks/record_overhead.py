@@ -32,8 +32,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from slime.cli.main import main as slime_command
+from slime.cluster.driver_spans import Timeline
 from slime.cluster.recording import Recording
-from slime.cluster.timeline import Timeline
 from slime.observability.advisories import Advisor, Facts
 from slime.observability.tracking import Tracker, read_metrics
 from slime.record import RECORD_FILE, RecordWriter, group_entries

@@ -14,6 +14,7 @@ from slime.arguments import Args
 from slime.cluster.canary.canary import Canary
 from slime.cluster.checkpoints.run_ledger import was_evaluated
 from slime.cluster.checkpoints.saving import Saver
+from slime.cluster.driver_spans import Timeline
 from slime.cluster.residency import GENERATE, TRAIN, Residency
 from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.peer_copies import PeerCopies
@@ -22,7 +23,6 @@ from slime.cluster.restart.redo import Deed, Redo, SafeState
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_requests import Requests
-from slime.cluster.timeline import Timeline
 from slime.cluster.training.release import OF_THE_FIRST_START, TrainerRelease
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import TrainGroup

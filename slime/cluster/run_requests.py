@@ -10,12 +10,12 @@ from typing import Protocol
 from slime.arguments import Args
 from slime.catalog.actions import ACTIONS
 from slime.cluster.checkpoints.saving import Saver
+from slime.cluster.driver_spans import Timeline
 from slime.cluster.recording import Recording
 from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.recovery import Recovery
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
-from slime.cluster.timeline import Timeline
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import TrainGroup
 from slime.record.actions import ASKED, DONE, REFUSED, ActionRow

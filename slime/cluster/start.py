@@ -25,6 +25,7 @@ from slime.cluster.checkpoints.save_folder import naming_full_disks, open_save_f
 from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
+from slime.cluster.driver_spans import Timeline
 from slime.cluster.hang_watch import HangWatch
 from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.batches import Batches
@@ -40,7 +41,6 @@ from slime.cluster.run_folder import close_run, note_restart, open_run
 from slime.cluster.run_requests import Requests
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.served_model import trains_on_every_gpu
-from slime.cluster.timeline import Timeline
 from slime.cluster.training.release import TrainerRelease
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import RankProcesses, Ranks, TrainGroup

@@ -20,6 +20,7 @@ from slime.cluster.checkpoints.checkpoint import resolve_load
 from slime.cluster.checkpoints.run_ledger import open_ledger
 from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.cluster import Cluster
+from slime.cluster.driver_spans import Timeline
 from slime.cluster.recording import Recording
 from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.batches import Batches
@@ -29,7 +30,6 @@ from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_requests import Requests
 from slime.cluster.start import Beginning, begin_at
-from slime.cluster.timeline import Timeline
 from slime.cluster.weight_push import WeightPush
 from slime.record import RECORD_FILE
 from slime.record.audit import Audit, audit
