@@ -32,9 +32,9 @@ from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.faults import headline
 from slime.cluster.restart.peer_copies import PeerCopies
 from slime.cluster.restart.places import find_places
-from slime.cluster.restart.reading import readable
 from slime.cluster.restart.recovery import Recovery, Restart
 from slime.cluster.restart.redo import Redo, SafeState
+from slime.cluster.restart.start_check import readable
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_folder import close_run, note_restart, open_run
