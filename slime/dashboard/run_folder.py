@@ -14,7 +14,7 @@ from typing import Any
 from slime.catalog.metrics import find_metric, is_eval_score
 from slime.dashboard.curves import Curves
 from slime.dashboard.logs import LogTrouble
-from slime.dashboard.samples import Positions
+from slime.dashboard.sample_pages import Positions
 from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import read_actions
 from slime.record.schema import open_for_reading

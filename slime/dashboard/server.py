@@ -13,7 +13,7 @@ from aiohttp import web
 
 from slime import __version__
 from slime.catalog.actions import ACTIONS
-from slime.dashboard import logs, samples, timeline
+from slime.dashboard import logs, sample_pages, timeline
 from slime.dashboard.access import Access
 from slime.dashboard.live import Watch
 from slime.dashboard.run_folder import RUNNING, RunFolder, action_as_dict, explain
@@ -145,39 +145,39 @@ def _curves(page: Page, run: RunFolder, request: web.Request) -> Any:
 
 def _samples(page: Page, run: RunFolder, request: web.Request) -> Any:
     query = request.query
-    wanted = samples.Wanted.of(query)
+    wanted = sample_pages.Wanted.of(query)
     limit, after = int(query.get("limit", 100)), query.get("after", "")
     with run.record() as connection:
         if wanted.contains is not None and wanted.step is None and wanted.order in ("made", "newest"):
-            return samples.search(connection, wanted, limit, int(after) if after else None)
+            return sample_pages.search(connection, wanted, limit, int(after) if after else None)
         offset = max(0, int(query.get("offset", 0)))
         positions = run.positions
-        return samples.page(connection, wanted, positions, offset=offset, limit=limit, after=after)
+        return sample_pages.page(connection, wanted, positions, offset=offset, limit=limit, after=after)
 
 
 def _sample(page: Page, run: RunFolder, request: web.Request) -> Any:
     with run.record() as connection:
-        return samples.one(connection, int(request.match_info["row"]))
+        return sample_pages.one(connection, int(request.match_info["row"]))
 
 
 def _steps(page: Page, run: RunFolder, request: web.Request) -> Any:
     with run.record() as connection:
-        return samples.steps_of(connection, request.query.get("kind", "train"))
+        return sample_pages.steps_of(connection, request.query.get("kind", "train"))
 
 
 def _history(page: Page, run: RunFolder, request: web.Request) -> Any:
     with run.record() as connection:
-        return samples.history(connection, int(request.match_info["hash"]))
+        return sample_pages.history(connection, int(request.match_info["hash"]))
 
 
 def _prompts(page: Page, run: RunFolder, request: web.Request) -> Any:
     with run.record() as connection:
-        return samples.repeated_prompts(connection, request.query.get("kind", "train"))
+        return sample_pages.repeated_prompts(connection, request.query.get("kind", "train"))
 
 
 def _outcomes(page: Page, run: RunFolder, request: web.Request) -> Any:
     with run.record() as connection:
-        return samples.outcomes(connection)
+        return sample_pages.outcomes(connection)
 
 
 def _timeline(page: Page, run: RunFolder, request: web.Request) -> Any:

@@ -8,7 +8,7 @@ import re
 import sqlite3
 from typing import Any
 
-from slime.dashboard.samples import has_table
+from slime.dashboard.sample_pages import has_table
 
 _MAX_SPANS = 6000
 _COLUMNS = "rollout_id, lane, name, start, end, about"

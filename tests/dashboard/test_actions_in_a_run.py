@@ -6,7 +6,7 @@ import pytest
 from loop_helpers import make_world, metrics, series, start_train, wait_for
 from patience import eventually
 
-from slime.dashboard import samples
+from slime.dashboard import sample_pages
 from slime.dashboard.run_folder import open_runs
 from slime.record import Select, open_record
 from slime.record.actions import ask
@@ -88,7 +88,7 @@ def _check_what_is_recorded(folder):
     with open_record(folder) as record:
         [answer] = record.answers(Select(limit=1))
     with run.record() as connection:
-        found = samples.one(connection, answer.row)
+        found = sample_pages.one(connection, answer.row)
     text = "".join(found["texts"][token] for token in found["tokens"])
     assert text == found["response"]
 
