@@ -36,7 +36,7 @@ DATASET_FORMATS: dict[str, DatasetFormat] = {
         "slime.data.parquet.read_parquet", "a table, read with pyarrow", "pyarrow", "data"
     ),
     HUB: DatasetFormat(
-        "slime.data.hub.read_hub",
+        "slime.data.hub_datasets.read_hub",
         "a data set of the Hugging Face hub or of a folder: hf:openai/gsm8k#main:train",
         "datasets",
         "hf",
