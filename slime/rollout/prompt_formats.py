@@ -9,7 +9,7 @@ from slime.arguments.groups.eval_config import EvalDatasetConfig
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.environments import SOURCE
 from slime.data.dataset import check_prompt_file
-from slime.data.prompts import PromptFormat
+from slime.data.prompt_rows import PromptFormat
 from slime.data.row_checks import PromptUse
 from slime.utils.column_rewards import ColumnsAsked, columns_asked, takes_columns
 from slime.utils.misc import load_function

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 from argument_helpers import declared
 
-from slime.data.prompts import PromptFormat, row_to_sample
+from slime.data.prompt_rows import PromptFormat, row_to_sample
 from slime.plugins import PLUGIN_POINTS, check_plugin
 from slime.rollout.rm_hub import score_samples
 from slime.rollout.rm_hub.hub import waits_for_group

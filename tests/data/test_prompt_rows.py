@@ -3,7 +3,7 @@
 import pytest
 from tiny_model import make_tiny_tokenizer
 
-from slime.data.prompts import PromptFormat, fill_media, row_to_sample
+from slime.data.prompt_rows import PromptFormat, fill_media, row_to_sample
 
 
 def test_label_metadata_and_tools_are_read_also_from_json_text():
