@@ -13,7 +13,7 @@ from typing import Any, Self
 from slime.data.media import bare_messages
 from slime.data.mix import mix64
 from slime.data.prompt_rows import PromptFormat, check_row, row_to_sample
-from slime.data.reader import read_file, read_rows
+from slime.data.prompt_sources import read_file, read_rows
 from slime.utils.media.image_tokens import encoder_of
 from slime.utils.types import Sample
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.catalog.datasets import HUB, hub_parts
-from slime.data.reader import Place, PlacedRows
+from slime.data.prompt_sources import Place, PlacedRows
 
 
 def read_hub(source: str) -> PlacedRows:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from slime.data.copies import local_path
-from slime.data.reader import Place, PlacedRows, Row
+from slime.data.prompt_sources import Place, PlacedRows, Row
 from slime.data.strict_json import parse_json
 
 _MAX_LINE_CHARACTERS = 2**28

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.data.reader import Place, Row
+from slime.data.prompt_sources import Place, Row
 from slime.utils.media.pictures import NotAnImage, open_picture
 from slime.utils.types import MultimodalTypes
 

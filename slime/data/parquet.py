@@ -3,7 +3,7 @@
 from typing import Any
 
 from slime.data.copies import local_path
-from slime.data.reader import Place, PlacedRows, Row
+from slime.data.prompt_sources import Place, PlacedRows, Row
 
 
 def read_parquet(source: str) -> PlacedRows:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.data.media import bare_messages, fill_media, read_pictures
-from slime.data.reader import Row
+from slime.data.prompt_sources import Row
 from slime.data.row_checks import PromptUse, check_label, check_messages, check_prompt
 from slime.data.strict_json import parse_json
 from slime.utils.chat_roles import find_dropped_message

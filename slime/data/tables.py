@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from slime.data.copies import local_path
 from slime.data.jsonl import check_encoding, read_jsonl
-from slime.data.reader import Place, PlacedRows
+from slime.data.prompt_sources import Place, PlacedRows
 from slime.data.strict_json import parse_json
 
 _MAX_FIELD = 2**28

@@ -12,7 +12,7 @@ from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.catalog.engines import ENGINES
 from slime.data.dataset import check_prompt_file, prompt_lengths
 from slime.data.prompt_rows import PromptFormat, row_to_sample
-from slime.data.reader import read_rows
+from slime.data.prompt_sources import read_rows
 from slime.data.row_checks import PromptUse
 from slime.preflight.report import Finding, error_of
 from slime.rollout.prompt_formats import EARLY_ROWS, prompt_files, training_format

@@ -10,7 +10,7 @@ from slime.catalog.datasets import hub_parts, why_unreadable
 from slime.data.copies import forget_copies
 from slime.data.dataset import Dataset, check_prompt_file
 from slime.data.prompt_rows import PromptFormat, row_to_sample
-from slime.data.reader import read_rows
+from slime.data.prompt_sources import read_rows
 
 ROWS = [{"question": f"What is {i}+1?", "answer": f"so it is #### {i + 1}"} for i in range(4)]
 GSM = PromptFormat(prompt_template="Q: {question}\nA:", label_key="answer", label_pattern="#### (.+)")

@@ -16,7 +16,7 @@ from page_world import make_run
 from safetensors.torch import save_file
 
 from slime.arguments.core.files import read_yaml_mapping
-from slime.data.reader import read_file
+from slime.data.prompt_sources import read_file
 from slime.observability.tracking import read_metrics
 from slime.record import LedgerReader, Record, Select, plain_bytes
 from slime.record.audit import audit

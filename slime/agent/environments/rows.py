@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, OWN, Choice, read_source
 from slime.data.mix import mix64
-from slime.data.reader import Place, PlacedRows
+from slime.data.prompt_sources import Place, PlacedRows
 from slime.utils.misc import is_installed
 
 ENV_KEY, SEED_KEY, HELD_OUT_KEY = "env", "env_seed", "env_held_out"  # in Sample.metadata

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from slime.data.reader import parse_slice, read_file
+from slime.data.prompt_sources import parse_slice, read_file
 
 
 def write_rows(path, count=10):
