@@ -29,9 +29,9 @@ class DatasetFormat:
 
 DATASET_FORMATS: dict[str, DatasetFormat] = {
     ".jsonl": DatasetFormat("slime.data.jsonl.read_jsonl", "one JSON object per line"),
-    ".json": DatasetFormat("slime.data.tables.read_json", "a list of objects, or one object per line"),
-    ".csv": DatasetFormat("slime.data.tables.read_csv", "a table with the names of its columns on top"),
-    ".tsv": DatasetFormat("slime.data.tables.read_csv", "the same, with tabs"),
+    ".json": DatasetFormat("slime.data.text_tables.read_json", "a list of objects, or one object per line"),
+    ".csv": DatasetFormat("slime.data.text_tables.read_csv", "a table with the names of its columns on top"),
+    ".tsv": DatasetFormat("slime.data.text_tables.read_csv", "the same, with tabs"),
     ".parquet": DatasetFormat(
         "slime.data.parquet.read_parquet", "a table, read with pyarrow", "pyarrow", "data"
     ),
