@@ -19,7 +19,7 @@ LIGHT = (
     "slime.engines.fleet",
     "slime.engines.balancer",
     "slime.engines.engine_process",
-    "slime.observability.metrics",
+    "slime.observability.rollout_metrics",
     "slime.plugins",
     "slime.rollout.fully_async_rollout",
     "slime.rollout.rm_hub.hub",

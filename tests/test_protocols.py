@@ -40,7 +40,7 @@ from slime.engines.prefix_cache import PrefixCacheMiddleware
 from slime.engines.pulse import Patient
 from slime.engines.sglang.router import SGLangRouter
 from slime.observability.logging_utils import RunArgs
-from slime.observability.metrics import MetricArgs
+from slime.observability.rollout_metrics import MetricArgs
 from slime.observability.trackers.base import Service
 from slime.rollout.generation.policy_requests import PolicyRequests
 from slime.rollout.journal import CountingJournal, Journal

@@ -34,7 +34,7 @@ from slime.agent.shown_pictures import Placed, PromptImages, images_of
 from slime.agent.trajectory import TurnNode, TurnRecord, TurnTree, samples_of
 from slime.arguments import PluginArgs
 from slime.data.mix import mix64
-from slime.observability.metrics import AGENT_KEY
+from slime.observability.rollout_metrics import AGENT_KEY
 from slime.rollout.generation.turnstile import RolloutEnded, turnstile_for_session
 from slime.rollout.groups import without_response
 from slime.utils.errors import EpisodeEnded

@@ -17,7 +17,7 @@ from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.observability import phases
 from slime.observability.logging_utils import configure_logger
-from slime.observability.metrics import eval_metrics, rollout_metrics
+from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.record import RECORD_FILE, LedgerReader
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn

@@ -15,7 +15,7 @@ from slime.arguments import Flags
 from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.groups.off_policy import CORRECTIONS
 from slime.backends.base import TrainBackend
-from slime.observability.metrics import LAGS, lag_name
+from slime.observability.rollout_metrics import LAGS, lag_name
 from slime.step.difference_trend import DifferenceTrend
 from slime.step.hints import Hints
 from slime.utils.errors import RunStopped

@@ -6,7 +6,7 @@ from fake_engine import FakeEngine
 from patience import eventually
 from rollout_helpers import assert_conserved, make_args, make_source
 
-from slime.observability.metrics import agent_metrics
+from slime.observability.rollout_metrics import agent_metrics
 from slime.rollout.generation import turnstile
 from slime.rollout.groups import copy_sample
 from slime.rollout.sglang_rollout import generate_rollout

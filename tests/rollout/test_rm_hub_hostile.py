@@ -13,7 +13,7 @@ import pytest
 from argument_helpers import declared
 from hostile_answers import EXPRESSIONS, TEXTS, answers_for
 
-from slime.observability.metrics import NOT_COMPARED_KEY, sample_metrics
+from slime.observability.rollout_metrics import NOT_COMPARED_KEY, sample_metrics
 from slime.rollout.rm_hub import score_samples
 from slime.rollout.rm_hub.instructions import CHECKS
 from slime.rollout.rm_hub.workers import limits

@@ -5,7 +5,7 @@ import rollout_plugins
 from fake_engine import FakeEngine
 from rollout_helpers import make_args, make_source
 
-from slime.observability.metrics import version_metrics
+from slime.observability.rollout_metrics import version_metrics
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.collection.waste import CAUSES, UNITS
 from slime.rollout.rm_hub.scoring import reset_breaker

@@ -32,7 +32,7 @@ from slime.arguments import PluginArgs
 from slime.batch.convert import ROLE_KEY
 from slime.catalog.environments import ENVIRONMENTS, Choice, read_choices
 from slime.data.mix import mix64
-from slime.observability.metrics import AGENT_KEY
+from slime.observability.rollout_metrics import AGENT_KEY
 from slime.rollout.generation.images import pictures_of
 from slime.rollout.generation.requests import token_budget
 from slime.rollout.groups import copy_sample, describe, without_response

@@ -11,7 +11,7 @@ from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.agent.environments import episode
 from slime.batch.convert import samples_to_batch
-from slime.observability.metrics import eval_metrics
+from slime.observability.rollout_metrics import eval_metrics
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.groups import copy_sample
 from slime.rollout.rm_hub.outcomes import RewardFailuresExceeded

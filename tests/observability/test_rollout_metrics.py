@@ -6,7 +6,7 @@ import pytest
 from argument_helpers import declared
 
 from slime.catalog.metrics import is_eval_score
-from slime.observability.metrics import (
+from slime.observability.rollout_metrics import (
     eval_metrics,
     has_repetition,
     pass_at_k,
