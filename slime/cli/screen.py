@@ -27,7 +27,7 @@ from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows
 from slime.observability import phases
 from slime.observability.logging_utils import FORMAT
 from slime.observability.terminal.capture import Capture, Lines
-from slime.observability.terminal.follow import MetricsReader, Repeated
+from slime.observability.terminal.metrics_tail import MetricsReader, Repeated
 from slime.observability.terminal.progress import LOSS, REWARD, Progress, live_lines, plain_line
 from slime.observability.terminal.terminal import Terminal
 from slime.record import Answer, RecordError, Select, open_record

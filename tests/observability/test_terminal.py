@@ -11,7 +11,7 @@ from rich.text import Text
 from terminal import Window
 
 from slime.observability.terminal.capture import Capture, Lines, log_to
-from slime.observability.terminal.follow import MetricsReader
+from slime.observability.terminal.metrics_tail import MetricsReader
 from slime.observability.terminal.progress import Progress, live_lines, plain_line, sparkline
 from slime.observability.terminal.terminal import Terminal
 

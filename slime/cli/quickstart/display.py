@@ -18,7 +18,7 @@ from slime.cli.quickstart.tasks import Task
 from slime.observability import phases
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import Capture, Lines
-from slime.observability.terminal.follow import MetricsReader, Repeated, Row
+from slime.observability.terminal.metrics_tail import MetricsReader, Repeated, Row
 from slime.observability.terminal.progress import Progress, live_lines
 from slime.observability.terminal.terminal import Terminal
 from slime.utils.printable import printable

@@ -18,7 +18,7 @@ from slime.cli.quickstart.metric_names import (
 from slime.cli.quickstart.task_files import GREEDY, DataFiles
 from slime.cli.quickstart.tasks import Problem
 from slime.cli.quickstart.two_runs import Recipe
-from slime.observability.terminal.follow import MetricsReader
+from slime.observability.terminal.metrics_tail import MetricsReader
 from slime.record import Record, RecordError, Select, open_record
 
 NUM_EXAMPLES = 6
