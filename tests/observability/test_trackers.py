@@ -13,7 +13,7 @@ from slime.catalog.trackers import TRACKERS, chosen_trackers
 from slime.cli.inspect import track
 from slime.observability.trackers import services
 from slime.observability.trackers.base import COLUMNS, TrackedRun
-from slime.observability.trackers.follow import Follower, follow, read_progress, tracked_run
+from slime.observability.trackers.follower import Follower, follow, read_progress, tracked_run
 from slime.record import RECORD_FILE, Entry, RecordWriter
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.run_file import METRICS_FILE, RunRecord, Start, write_run

@@ -16,7 +16,7 @@ from patience import eventually
 from slime.catalog.trackers import TRACKERS
 from slime.observability import logging_utils
 from slime.observability.trackers import feed
-from slime.observability.trackers.follow import read_progress
+from slime.observability.trackers.follower import read_progress
 from slime.observability.tracking import METRICS_FILE, Tracker, read_metrics
 
 

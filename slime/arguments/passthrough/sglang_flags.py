@@ -18,7 +18,7 @@ from slime.arguments.passthrough.program import ProgramFlags, read_flag_rows
 
 PREFIX = "--sglang-"
 _PACKAGE = Path(__file__).parents[2]
-_LAUNCH = _PACKAGE / "engines" / "sglang" / "launch.py"
+_LAUNCH = _PACKAGE / "engines" / "sglang" / "run_server.py"
 _TABLE_MARK = "SGLANG-FLAGS "
 _ASK_TIMEOUT_S = 300.0
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.catalog.trackers import TRACKERS, missing_package
-from slime.observability.trackers.follow import Follower, follow, only_one, progress_file, tracked_run
+from slime.observability.trackers.follower import Follower, follow, only_one, progress_file, tracked_run
 from slime.utils.files.folder_lock import is_locked
 from slime.utils.files.run_file import no_run, read_run
 from slime.utils.misc import is_installed, load_function

@@ -134,6 +134,6 @@ def sglang_command(options: SGLangOptions) -> Command:
         # -P: the folder of these scripts must not be on the path, where its files could hide other modules.
         words = [sys.executable, "-P", str(_HERE / "supervisor.py"), "--host", options.host]
         words += ["--port", str(port), "--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
-        return [*words, options.python, "-P", str(_HERE / "launch.py"), *server_words(options)]
+        return [*words, options.python, "-P", str(_HERE / "run_server.py"), *server_words(options)]
 
     return command

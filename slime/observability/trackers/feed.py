@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.catalog.trackers import TRACKERS
-from slime.observability.trackers.follow import Progress, read_progress
+from slime.observability.trackers.follower import Progress, read_progress
 from slime.utils.files.run_file import METRICS_FILE
 from slime.utils.machine.processes import import_environment, open_log
 
@@ -31,7 +31,7 @@ class Feed:
     def __init__(self, name: str, folder: Path, options: Mapping[str, Any]):
         self.name, self._folder = name, folder
         self.log_path = folder / "logs" / f"tracker-{name}.log"
-        command = [sys.executable, "-P", "-m", "slime.observability.trackers.follow", name, str(folder)]
+        command = [sys.executable, "-P", "-m", "slime.observability.trackers.follower", name, str(folder)]
         with open_log(self.log_path, f"tracker {name}") as log:
             self._process = subprocess.Popen(
                 command,

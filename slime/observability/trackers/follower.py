@@ -177,7 +177,7 @@ def tracked_run(folder: Path, options: Mapping[str, Any] | None = None) -> Track
 
 
 def main(argv: list[str]) -> int:
-    """`python -m slime.observability.trackers.follow NAME RUN`; the first line of its input has the rest."""
+    """`python -m slime.observability.trackers.follower NAME RUN`; the rest is the first line of its input."""
     name, folder = argv[0], Path(argv[1])
     # A signal to a whole job is for the run, which ends first.
     for number in (signal.SIGINT, signal.SIGTERM):
