@@ -13,8 +13,8 @@ from pathlib import Path
 from slime.arguments import Args
 from slime.arguments.groups.cluster import num_cores
 from slime.engines.external import read_address
+from slime.preflight.findings import COST, Finding
 from slime.preflight.prompts import usual_length
-from slime.preflight.report import COST, Finding
 from slime.preflight.run_plan import Device, RunPlan, plan_run
 from slime.utils.machine import shm
 from slime.utils.machine.accelerator import device_count

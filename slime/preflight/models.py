@@ -8,7 +8,7 @@ from typing import Any
 from slime.agent.rendering import Renderer
 from slime.arguments import Args
 from slime.backends.families import COMPUTED_AS
-from slime.preflight.report import Finding, error_of
+from slime.preflight.findings import Finding, error_of
 from slime.rollout.prompt_formats import is_conversation
 from slime.utils.models.model_config import read_config, vocabulary_of
 from slime.utils.models.model_files import check_model

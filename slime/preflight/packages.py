@@ -10,7 +10,7 @@ from slime.catalog.datasets import format_of
 from slime.catalog.rewards import find_reward
 from slime.catalog.sandboxes import SANDBOXES
 from slime.catalog.trackers import TRACKERS, chosen_trackers
-from slime.preflight.report import Finding
+from slime.preflight.findings import Finding
 from slime.utils.misc import is_installed
 
 

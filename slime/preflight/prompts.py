@@ -14,7 +14,7 @@ from slime.data.dataset import check_prompt_file, prompt_lengths
 from slime.data.prompt_rows import PromptFormat, row_to_sample
 from slime.data.prompt_sources import read_rows
 from slime.data.row_checks import PromptUse
-from slime.preflight.report import Finding, error_of
+from slime.preflight.findings import Finding, error_of
 from slime.rollout.prompt_formats import EARLY_ROWS, prompt_files, training_format
 from slime.utils.models.model_config import context_of
 from slime.utils.processing_utils import load_tokenizer

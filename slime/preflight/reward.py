@@ -17,9 +17,9 @@ from typing import Any
 from slime.arguments import Args, PluginArgs, RunInfo, plugin_args
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.rewards import find_reward
+from slime.preflight.findings import Finding
 from slime.preflight.packages import is_installed
 from slime.preflight.prompts import first_samples, reads_prompts
-from slime.preflight.report import Finding
 from slime.rollout.prompt_formats import calls_engine_itself
 from slime.rollout.rm_hub import score_samples
 from slime.rollout.rm_hub.hub import waits_for_group

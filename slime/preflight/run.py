@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from slime.arguments import Args
+from slime.preflight.findings import Finding, Report, error_of
 from slime.preflight.machine import check_machine, check_memory, plan_of
 from slime.preflight.models import check_model_files, check_tokenizer
 from slime.preflight.packages import check_packages
 from slime.preflight.prompts import check_lengths, check_rows
-from slime.preflight.report import Finding, Report, error_of
 from slime.preflight.reward import check_reward
 from slime.preflight.settings import check_loop, check_plugin_functions
 from slime.preflight.stored import check_hub_login, check_megatron_folders, check_served

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from slime.arguments import Args
 from slime.plugins import check_plugin, configured_plugins
-from slime.preflight.report import Finding, error_of
+from slime.preflight.findings import Finding, error_of
 
 
 def check_loop(args: Args, *, overlapped: bool) -> Iterator[Finding]:

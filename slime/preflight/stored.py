@@ -11,7 +11,7 @@ from slime.backends.families import COMPUTED_AS, register_configs
 from slime.backends.torch_dist.pieces import UnknownLayout, stored_tensors, why_incomplete
 from slime.backends.torch_dist.reading import TorchDistFolder
 from slime.catalog.engines import ENGINES
-from slime.preflight.report import Finding, error_of
+from slime.preflight.findings import Finding, error_of
 from slime.utils.files.torch_dist_folder import is_release, is_torch_dist
 from slime.utils.misc import load_function
 from slime.utils.models.model_config import read_config
