@@ -42,7 +42,7 @@ def main(
 def dry_run(args: Args, *, overlapped: bool = False) -> int:
     """Print what a look before the start finds. 0: the run can start; 2: it cannot."""
     # Here, because it loads torch, which a misspelt flag does not need.
-    from slime.preflight.run import preflight
+    from slime.preflight.all_checks import preflight
 
     print(explain_batch(args))
     report = preflight(args, overlapped=overlapped)

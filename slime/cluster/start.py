@@ -50,8 +50,8 @@ from slime.observability.advisories import Advisor, Advisory, Facts
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import log_to
 from slime.observability.tracking import Tracker
+from slime.preflight.all_checks import preflight
 from slime.preflight.findings import COST, Report
-from slime.preflight.run import preflight
 from slime.runtime import create_runtime
 from slime.runtime.base import Future, Handle, Runtime, WorkerDied, WorkerSpec, gather, in_background
 from slime.runtime.janitor import Janitor

@@ -20,7 +20,7 @@ from slime.arguments.parser import build_parser, known_options
 from slime.arguments.passthrough import sglang_flags
 from slime.arguments.passthrough.megatron_flags import is_megatron_flag
 from slime.cli import launch
-from slime.preflight.run import preflight
+from slime.preflight.all_checks import preflight
 from slime.utils.models.fp8_config import quantization_config
 
 pytest.importorskip("megatron.core", reason="flags of Megatron's are known where it is: make install")

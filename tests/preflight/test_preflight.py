@@ -11,8 +11,8 @@ from external_router import OtherRouter
 from patience import PATIENCE_S
 from tiny_model import make_tiny_model, make_tiny_tokenizer
 
+from slime.preflight.all_checks import LOOKS, preflight
 from slime.preflight.findings import Finding, Report
-from slime.preflight.run import LOOKS, preflight
 
 ROWS = [{"input": f"{n}+{n}=", "label": str(2 * n), "metadata": {}} for n in range(20)]
 

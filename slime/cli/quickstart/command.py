@@ -134,7 +134,9 @@ def rehearse(options: Options, screen: Screen) -> None:
             with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
                 files = write_files(recipe, scratch)
                 parse_args(rl_argv(recipe, scratch, files, stand_in(scratch)))
-            from slime.preflight.run import preflight  # here: it loads torch, which no help need wait for
+            from slime.preflight.all_checks import (
+                preflight,  # here: it loads torch, which no help need wait for
+            )
 
             checkpoint = make_model(scratch)
             args = parse_args(rl_argv(recipe, scratch, files, checkpoint))
