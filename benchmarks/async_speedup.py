@@ -42,7 +42,7 @@ import yaml
 
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.cli.quickstart.rewards import exact_match
-from slime.rollout.groups import attempt_of
+from slime.rollout.prompt_groups import attempt_of
 
 GOAL = 2.0
 SAME_ACCURACY = 0.02  # of the means over seeds

@@ -36,7 +36,7 @@ from slime.arguments import PluginArgs
 from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
 from slime.rollout.generation.turnstile import RolloutEnded, turnstile_for_session
-from slime.rollout.groups import without_response
+from slime.rollout.prompt_groups import without_response
 from slime.utils.errors import EpisodeEnded
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.reward_failure import infra_error

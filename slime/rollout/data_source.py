@@ -13,9 +13,9 @@ from typing import Any
 from slime.arguments import PluginArgs, with_defaults
 from slime.catalog.datasets import ENDINGS
 from slime.data.dataset import Dataset
-from slime.rollout.groups import Group, copy_sample, describe, group_from_plain, group_to_plain
 from slime.rollout.journal import CountingJournal, Journal, Outcome
 from slime.rollout.prompt_formats import training_format
+from slime.rollout.prompt_groups import Group, copy_sample, describe, group_from_plain, group_to_plain
 from slime.utils.files.plain_files import load_plain
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return

@@ -28,7 +28,7 @@ from slime.rollout.collection.collector import Collector, Ticket
 from slime.rollout.collection.versions import newest_version, newest_version_held, oldest_version, push_plan
 from slime.rollout.data_source import take_groups
 from slime.rollout.generation.scope import RequestScope
-from slime.rollout.groups import (
+from slime.rollout.prompt_groups import (
     Group,
     attempt_of,
     begin_again,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from slime.rollout.groups import Group
+from slime.rollout.prompt_groups import Group
 
 Outcome = Literal["trained", "filtered", "failed"]
 _MAX_DROPPED = 10_000  # groups that wait to be taken

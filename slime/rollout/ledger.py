@@ -31,8 +31,8 @@ from slime.record.ledger_rows import (
 )
 from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
-from slime.rollout.groups import FINISHED, Entry, Group, attempt_of, is_finished
 from slime.rollout.journal import CountingJournal, Outcome
+from slime.rollout.prompt_groups import FINISHED, Entry, Group, attempt_of, is_finished
 from slime.utils.types import Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.collection.conversations import Messages, fill_batch, write_tokens
-from slime.rollout.groups import Group, copy_sample, describe, first_sample
+from slime.rollout.prompt_groups import Group, copy_sample, describe, first_sample
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample

@@ -5,7 +5,7 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.collection.conversations import fill_batch, write_tokens
-from slime.rollout.groups import Group, first_sample
+from slime.rollout.prompt_groups import Group, first_sample
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_tokenizer
 

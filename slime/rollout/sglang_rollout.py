@@ -42,7 +42,7 @@ from slime.rollout.generation.returned import CUSTOM_GENERATE, check_returned, w
 from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.generation.siblings import Ways, generate_siblings, go_together
 from slime.rollout.generation.turnstile import call_or_wait, can_be_kept
-from slime.rollout.groups import (
+from slime.rollout.prompt_groups import (
     Entry,
     Group,
     copy_group,

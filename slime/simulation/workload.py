@@ -14,7 +14,7 @@ from slime.arguments import PluginArgs
 from slime.data.mix import mix64
 from slime.record import RECORD_FILE, Record, Select
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.groups import Group
+from slime.rollout.prompt_groups import Group
 from slime.utils.reward_failure import RewardFailure, infra_error
 from slime.utils.types import Sample
 

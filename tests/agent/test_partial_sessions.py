@@ -8,7 +8,7 @@ from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.observability.rollout_metrics import agent_metrics
 from slime.rollout.generation import turnstile
-from slime.rollout.groups import copy_sample
+from slime.rollout.prompt_groups import copy_sample
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample, flatten_samples
 

@@ -13,8 +13,8 @@ from slime.cli.inspect import replay
 from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, open_record
 from slime.record.audit import audit
 from slime.rollout.dumps import load_rollout_dump
-from slime.rollout.groups import begin_again, copy_group
 from slime.rollout.ledger import Ledger, follow
+from slime.rollout.prompt_groups import begin_again, copy_group
 from slime.utils.types import RewardFailure, Sample
 
 MIB = 1 << 20

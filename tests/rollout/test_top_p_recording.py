@@ -12,7 +12,7 @@ from rollout_helpers import make_args, make_source
 
 from slime.batch.convert import samples_to_batch
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
-from slime.rollout.groups import copy_sample, without_response
+from slime.rollout.prompt_groups import copy_sample, without_response
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.top_p import to_meta
 from slime.utils.types import flatten_samples

@@ -35,7 +35,7 @@ from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
 from slime.rollout.generation.images import pictures_of
 from slime.rollout.generation.requests import token_budget
-from slime.rollout.groups import copy_sample, describe, without_response
+from slime.rollout.prompt_groups import copy_sample, describe, without_response
 from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.sglang_rollout import generate as ask_engine
 from slime.utils.reward_failure import infra_error

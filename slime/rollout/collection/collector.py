@@ -24,7 +24,8 @@ from slime.rollout.filter_hub.base_types import (
 )
 from slime.rollout.generation.requests import PromptError
 from slime.rollout.generation.scope import RequestScope
-from slime.rollout.groups import (
+from slime.rollout.journal import CountingJournal, Outcome
+from slime.rollout.prompt_groups import (
     Group,
     attempt_of,
     begin_again,
@@ -34,7 +35,6 @@ from slime.rollout.groups import (
     index_of,
     is_finished,
 )
-from slime.rollout.journal import CountingJournal, Outcome
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
 from slime.utils.machine.loop_watch import loop_watch

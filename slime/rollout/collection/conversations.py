@@ -10,8 +10,8 @@ from slime.data.media import bare_messages
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import DataSource
 from slime.rollout.generation.images import encode_prompt_with_images, pictures_of
-from slime.rollout.groups import Group, describe
 from slime.rollout.journal import Outcome
+from slime.rollout.prompt_groups import Group, describe
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_processor
 from slime.utils.types import Sample

@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from slime.rollout.collection.collector import GroupFailed, is_permanent
-from slime.rollout.groups import Entry, Group, copy_sample, describe, first_sample, index_of
+from slime.rollout.prompt_groups import Entry, Group, copy_sample, describe, first_sample, index_of
 from slime.utils.types import Sample, flatten_samples
 
 logger = logging.getLogger(__name__)

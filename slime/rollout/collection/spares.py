@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from slime.rollout.generation.scope import RequestScope, current_scope
-from slime.rollout.groups import Entry, Group, copy_group, first_sample, index_of, is_finished
+from slime.rollout.prompt_groups import Entry, Group, copy_group, first_sample, index_of, is_finished
 from slime.utils.types import Sample, flatten_samples
 
 # A spare draws with seeds of its own, which come from the index of a sample.

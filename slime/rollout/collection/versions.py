@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slime.arguments import PluginArgs
-from slime.rollout.groups import Group
+from slime.rollout.prompt_groups import Group
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample, flatten_samples, version_number
 from slime.wire.control import EngineControl

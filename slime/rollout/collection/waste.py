@@ -11,7 +11,7 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.catalog.estimators import ESTIMATORS
 from slime.rollout.generation.scope import RequestScope
-from slime.rollout.groups import Group
+from slime.rollout.prompt_groups import Group
 from slime.utils.types import Sample, flatten_samples
 
 # Ended before they were done; older than the bound; dropped by a filter; of equal rewards, dropped or not;

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from slime.arguments import PluginArgs
 from slime.arguments.groups.trained_sampling import engines_tell_nucleus, refusal
 from slime.rollout.generation.scope import current_scope
-from slime.rollout.groups import describe
+from slime.rollout.prompt_groups import describe
 from slime.utils import http_utils, top_p
 from slime.utils.errors import RunStopped
 from slime.utils.types import Sample

@@ -11,7 +11,7 @@ from slime.arguments.groups.trained_sampling import engines_tell_nucleus, is_cut
 from slime.data.mix import mix64
 from slime.rollout.generation.images import encode_prompt_with_images, pictures_of, wire_form
 from slime.rollout.generation.policy_requests import check_sampling, is_trained
-from slime.rollout.groups import attempt_of, describe
+from slime.rollout.prompt_groups import attempt_of, describe
 from slime.utils import top_p
 from slime.utils.errors import EngineAnswerError
 from slime.utils.types import Sample

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime.rollout.groups import Entry, describe_fully, without_response
+from slime.rollout.prompt_groups import Entry, describe_fully, without_response
 from slime.utils.errors import EpisodeEnded
 from slime.utils.plugin_errors import wrong_return
 from slime.utils.reward_failure import infra_error

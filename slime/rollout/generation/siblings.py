@@ -27,7 +27,7 @@ from slime.rollout.generation.requests import (
     token_budget,
 )
 from slime.rollout.generation.scope import RequestScope
-from slime.rollout.groups import Entry, Group, describe
+from slime.rollout.prompt_groups import Entry, Group, describe
 from slime.utils import http_utils
 from slime.utils.async_utils import side_by_side
 from slime.utils.errors import EngineAnswerError

@@ -18,7 +18,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.rollout.generation.scope import RequestScope, current_scope
-from slime.rollout.groups import Entry, copy_sample
+from slime.rollout.prompt_groups import Entry, copy_sample
 from slime.utils.types import Sample, flatten_samples
 
 logger = logging.getLogger(__name__)

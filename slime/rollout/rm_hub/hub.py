@@ -15,7 +15,7 @@ from typing import Any
 from slime.arguments import PluginArgs, with_defaults
 from slime.catalog.rewards import BOXED, REWARDS, Reward
 from slime.observability.rollout_metrics import NOT_COMPARED_KEY
-from slime.rollout.groups import describe_fully
+from slime.rollout.prompt_groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.checks import box_of, check

@@ -13,7 +13,7 @@ from slime.agent.environments import episode
 from slime.batch.convert import samples_to_batch
 from slime.observability.rollout_metrics import eval_metrics
 from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.groups import copy_sample
+from slime.rollout.prompt_groups import copy_sample
 from slime.rollout.rm_hub.outcomes import RewardFailuresExceeded
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample, flatten_samples
