@@ -25,7 +25,7 @@ from slime.rollout.collection.collector import GroupFailed, is_permanent
 from slime.rollout.collection.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.collection.greedy_baseline import with_greedy_baseline
 from slime.rollout.collection.spares import first_to_end, is_fresh
-from slime.rollout.collection.tasks import all_or_none
+from slime.rollout.collection.together import all_or_none
 from slime.rollout.collection.versions import name_versions
 from slime.rollout.generation.concurrency import Limit, TokenLimit, make_limit, tokens_of
 from slime.rollout.generation.per_args import OnePerArgs
