@@ -9,7 +9,7 @@ from slime.arguments import PluginArgs
 from slime.data.media import bare_messages
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import DataSource
-from slime.rollout.generation.images import encode_prompt_with_images, pictures_of
+from slime.rollout.generation.sample_images import encode_prompt_with_images, pictures_of
 from slime.rollout.journal import Outcome
 from slime.rollout.prompt_groups import Group, describe
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator

@@ -9,8 +9,8 @@ from uuid import uuid4
 from slime.arguments import PluginArgs
 from slime.arguments.groups.trained_sampling import engines_tell_nucleus, is_cut, replays_nucleus
 from slime.data.mix import mix64
-from slime.rollout.generation.images import encode_prompt_with_images, pictures_of, wire_form
 from slime.rollout.generation.policy_requests import check_sampling, is_trained
+from slime.rollout.generation.sample_images import encode_prompt_with_images, pictures_of, wire_form
 from slime.rollout.prompt_groups import attempt_of, describe
 from slime.utils import top_p
 from slime.utils.errors import EngineAnswerError

@@ -18,7 +18,6 @@ from typing import Any, TypeGuard
 from slime.arguments import PluginArgs
 from slime.observability.trace_utils import trace_stretch
 from slime.rollout.generation.concurrency import Limit
-from slime.rollout.generation.images import pictures_of
 from slime.rollout.generation.policy_requests import is_trained
 from slime.rollout.generation.requests import (
     check_answer,
@@ -26,6 +25,7 @@ from slime.rollout.generation.requests import (
     sibling_requests,
     token_budget,
 )
+from slime.rollout.generation.sample_images import pictures_of
 from slime.rollout.generation.scope import RequestScope
 from slime.rollout.prompt_groups import Entry, Group, describe
 from slime.utils import http_utils
