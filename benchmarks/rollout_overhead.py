@@ -27,8 +27,8 @@ import aiohttp
 from slime.arguments import RunInfo, parse_args, plugin_args
 from slime.cli.quickstart import tiny
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.generation import requests
-from slime.rollout.generation.requests import build_request, prepare_prompt
+from slime.rollout.generation import generate_request
+from slime.rollout.generation.generate_request import build_request, prepare_prompt
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 
@@ -154,7 +154,7 @@ def make_args(folder: Path, port: int, num_samples: int, concurrency: int) -> An
 def measure_rollout(args: Any) -> float:
     """CPU seconds of one rollout."""
     source = RolloutDataSourceWithBuffer(args)
-    requests._encode.cache_clear()  # earlier rounds had the same prompts, a run has new ones
+    generate_request._encode.cache_clear()  # earlier rounds had the same prompts, a run has new ones
     gc.collect()
     started = time.process_time()
     output = generate_rollout(args, 0, source)

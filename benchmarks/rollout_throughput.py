@@ -32,7 +32,7 @@ from slime.cli.quickstart.tiny import CHARACTERS
 from slime.cluster.run_folder import open_run
 from slime.cluster.serving.served_model import ModelService, make_servers
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.generation.requests import build_request, prepare_prompt
+from slime.rollout.generation.generate_request import build_request, prepare_prompt
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.runtime import create_runtime
 from slime.runtime.placement import plan_placement

@@ -16,7 +16,7 @@ from uuid import uuid4
 from slime.agent.shown_pictures import PromptImages
 from slime.agent.spelling import SpelledPrompts
 from slime.arguments import PluginArgs
-from slime.rollout.generation.requests import wrong_images
+from slime.rollout.generation.generate_request import wrong_images
 from slime.rollout.generation.turnstile import current_turnstile
 from slime.utils import http_utils, top_p
 from slime.utils.errors import EngineAnswerError

@@ -28,9 +28,7 @@ from slime.rollout.collection.spares import first_to_end, is_fresh
 from slime.rollout.collection.together import all_or_none
 from slime.rollout.collection.versions import name_versions
 from slime.rollout.generation.concurrency import Limit, TokenLimit, make_limit, tokens_of
-from slime.rollout.generation.per_args import OnePerArgs
-from slime.rollout.generation.policy_requests import PolicyRequests, is_trained, not_trained
-from slime.rollout.generation.requests import (
+from slime.rollout.generation.generate_request import (
     PromptError,
     build_request,
     check_answer,
@@ -38,6 +36,8 @@ from slime.rollout.generation.requests import (
     sampling_params_of,
     token_budget,
 )
+from slime.rollout.generation.per_args import OnePerArgs
+from slime.rollout.generation.policy_requests import PolicyRequests, is_trained, not_trained
 from slime.rollout.generation.returned import CUSTOM_GENERATE, check_returned, without_a_score
 from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.generation.siblings import Ways, generate_siblings, go_together

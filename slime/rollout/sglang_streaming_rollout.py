@@ -14,8 +14,13 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.rollout.collection.collector import GroupFailed
+from slime.rollout.generation.generate_request import (
+    build_request,
+    check_answer,
+    prepare_prompt,
+    token_budget,
+)
 from slime.rollout.generation.policy_requests import is_trained
-from slime.rollout.generation.requests import build_request, check_answer, prepare_prompt, token_budget
 from slime.rollout.prompt_groups import describe
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.errors import EngineAnswerError

@@ -10,7 +10,7 @@ from slime.arguments.all_flags import all_specs
 from slime.arguments.core.draft import Draft
 from slime.arguments.groups.cluster import derive_offload, derive_sizes
 from slime.arguments.groups.trained_sampling import replays_nucleus
-from slime.rollout.generation.requests import sampling_params_of
+from slime.rollout.generation.generate_request import sampling_params_of
 
 SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
 

@@ -10,7 +10,7 @@ from tiny_vision import FAMILIES, make_picture, make_vision_folder
 
 from slime.data.dataset import Dataset, prompt_lengths
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
-from slime.rollout.generation.requests import PromptError, build_request, check_answer, prepare_prompt
+from slime.rollout.generation.generate_request import PromptError, build_request, check_answer, prepare_prompt
 from slime.rollout.generation.sample_images import append_messages, append_with_images
 from slime.rollout.prompt_groups import copy_sample, group_from_plain, group_to_plain, without_response
 from slime.utils.errors import EngineAnswerError

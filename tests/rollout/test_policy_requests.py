@@ -15,8 +15,8 @@ from slime.arguments.groups.trained_sampling import refusal
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.collection.versions import name_versions
 from slime.rollout.generation import policy_requests
+from slime.rollout.generation.generate_request import build_request
 from slime.rollout.generation.policy_requests import PolicyRequests, SamplingRefused, not_trained
-from slime.rollout.generation.requests import build_request
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import http_utils
@@ -234,7 +234,7 @@ def test_a_reward_may_ask_the_policy_greedily(tmp_path):
         + "\nasync def judge(args, sample, **kwargs):\n"
         + "    request = build_request(args, sample, {'temperature': 0.0}, 4)\n"
         + "    await post(url_of(args), request.to_json())\n    return 1.0\n"
-        + "from slime.rollout.generation.requests import build_request\n"
+        + "from slime.rollout.generation.generate_request import build_request\n"
     )
     with FakeEngine() as engine:
         args = make_args(tmp_path, engine, "--custom-rm-path", f"{file}:judge")

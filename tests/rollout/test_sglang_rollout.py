@@ -10,7 +10,7 @@ from rollout_helpers import assert_conserved, counts, make_args, make_source
 
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.collection.collector import GroupFailed
-from slime.rollout.generation.requests import PromptError
+from slime.rollout.generation.generate_request import PromptError
 from slime.rollout.rm_hub import RewardFailuresExceeded
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout

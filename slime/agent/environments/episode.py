@@ -33,7 +33,7 @@ from slime.batch.convert import ROLE_KEY
 from slime.catalog.environments import ENVIRONMENTS, Choice, read_choices
 from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
-from slime.rollout.generation.requests import token_budget
+from slime.rollout.generation.generate_request import token_budget
 from slime.rollout.generation.sample_images import pictures_of
 from slime.rollout.prompt_groups import copy_sample, describe, without_response
 from slime.rollout.sglang_rollout import GenerateState

@@ -14,7 +14,7 @@ from slime.agent.environments.protocol import EnvironmentFailure, Observation
 from slime.agent.rendering import Renderer
 from slime.arguments import PluginArgs
 from slime.catalog.vision import why_no_images
-from slime.rollout.generation.requests import PromptError, token_budget
+from slime.rollout.generation.generate_request import PromptError, token_budget
 from slime.rollout.generation.sample_images import append_with_images, encode_prompt_with_images
 from slime.utils.errors import RunStopped
 from slime.utils.media.image_tokens import encoder_of

@@ -22,7 +22,7 @@ from slime.rollout.filter_hub.base_types import (
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
-from slime.rollout.generation.requests import PromptError
+from slime.rollout.generation.generate_request import PromptError
 from slime.rollout.generation.scope import RequestScope
 from slime.rollout.journal import CountingJournal, Outcome
 from slime.rollout.prompt_groups import (

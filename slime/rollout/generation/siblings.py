@@ -18,13 +18,13 @@ from typing import Any, TypeGuard
 from slime.arguments import PluginArgs
 from slime.observability.trace_utils import trace_stretch
 from slime.rollout.generation.concurrency import Limit
-from slime.rollout.generation.policy_requests import is_trained
-from slime.rollout.generation.requests import (
+from slime.rollout.generation.generate_request import (
     check_answer,
     prepare_prompt,
     sibling_requests,
     token_budget,
 )
+from slime.rollout.generation.policy_requests import is_trained
 from slime.rollout.generation.sample_images import pictures_of
 from slime.rollout.generation.scope import RequestScope
 from slime.rollout.prompt_groups import Entry, Group, describe
