@@ -124,7 +124,7 @@ PICKLES = {
     "cluster/restart/batches.py",  # in the memory of the process
     "api.py",  # a notebook's own functions, in its own folder
     "backends/torch_dist/pieces.py",  # stand-ins for every class
-    "rollout/rm_hub/workers/pool.py",
+    "rollout/rm_hub/workers/check_pool.py",
     "runtime/local.py",
     "runtime/worker.py",
     "utils/files/pickled_names.py",  # stand-ins for every class

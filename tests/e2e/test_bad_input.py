@@ -15,7 +15,7 @@ from tiny_model import make_tiny_model
 
 from slime.cli import train as cli_train
 from slime.rollout.rm_hub.scoring import reset_breaker
-from slime.rollout.rm_hub.workers.pool import close_pools
+from slime.rollout.rm_hub.workers.check_pool import close_pools
 from slime.utils.machine import shm
 
 PLUGINS = '''

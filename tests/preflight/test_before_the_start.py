@@ -10,7 +10,7 @@ from loop_helpers import flags, make_world
 from patience import PATIENCE_S
 
 from slime.cli import doctor, train, train_async
-from slime.rollout.rm_hub.workers.pool import close_pools
+from slime.rollout.rm_hub.workers.check_pool import close_pools
 
 REWARDS = """
 def none(args, sample):

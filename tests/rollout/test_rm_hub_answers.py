@@ -15,7 +15,7 @@ from slime.rollout.rm_hub.answers import (
     without_special_tokens,
 )
 from slime.rollout.rm_hub.scoring import reset_breaker
-from slime.rollout.rm_hub.workers.pool import close_pools
+from slime.rollout.rm_hub.workers.check_pool import close_pools
 from slime.utils.types import Sample
 
 ENDS = [

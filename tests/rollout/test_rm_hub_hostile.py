@@ -17,7 +17,7 @@ from slime.observability.rollout_metrics import NOT_COMPARED_KEY, sample_metrics
 from slime.rollout.rm_hub import score_samples
 from slime.rollout.rm_hub.instructions import CHECKS
 from slime.rollout.rm_hub.workers import limits
-from slime.rollout.rm_hub.workers.pool import close_pools, get_pool
+from slime.rollout.rm_hub.workers.check_pool import close_pools, get_pool
 from slime.utils.types import Sample
 
 CPU_BUDGET_S = 0.3  # after which a check is broken off here; a run grants more (tests of the pool)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from patience import LONG_S, PATIENCE_S, eventually, longer_each_time
 
-from slime.rollout.rm_hub.workers.pool import CheckPool
+from slime.rollout.rm_hub.workers.check_pool import CheckPool
 from slime.utils.reward_failure import AnswerTooLarge, RewardFailure
 
 ROOT = Path(__file__).parents[2]
@@ -207,7 +207,7 @@ def test_close_ends_workers_busy_or_idle():
 def test_workers_die_with_a_killed_parent_even_inside_a_c_call():
     script = """
 import asyncio
-from slime.rollout.rm_hub.workers.pool import CheckPool
+from slime.rollout.rm_hub.workers.check_pool import CheckPool
 pool = CheckPool(1, 60.0)
 async def main():
     print(await pool.check("os:getpid"), flush=True)

@@ -27,7 +27,7 @@ from slime.rollout.rm_hub.math_utils import (
     mathd_normalize_answer,
     remove_boxed,
 )
-from slime.rollout.rm_hub.workers.pool import close_pools
+from slime.rollout.rm_hub.workers.check_pool import close_pools
 from slime.utils.types import RewardFailure, Sample
 
 

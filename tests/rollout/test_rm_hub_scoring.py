@@ -17,7 +17,7 @@ from slime.rollout.rm_hub import (
     score_samples,
 )
 from slime.rollout.rm_hub.scoring import reset_breaker
-from slime.rollout.rm_hub.workers.pool import close_pools, get_pool
+from slime.rollout.rm_hub.workers.check_pool import close_pools, get_pool
 from slime.utils.plugin_errors import PluginError
 from slime.utils.types import Sample, invalid
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.observability.rollout_metrics import NOT_COMPARED_KEY
+from slime.rollout.rm_hub.workers.check_pool import get_pool
 from slime.rollout.rm_hub.workers.limits import MAX_RESPONSE_CHARS
-from slime.rollout.rm_hub.workers.pool import get_pool
 from slime.utils.reward_failure import AnswerTooLarge, RewardFailure, too_large
 from slime.utils.types import Sample
 
