@@ -24,7 +24,7 @@ LIGHT = (
     "slime.rollout.fully_async_rollout",
     "slime.rollout.rm_hub.hub",
     "slime.rollout.sglang_rollout",
-    "slime.runtime.worker",
+    "slime.runtime.worker_main",
     "slime.utils.types",
     "slime.wire.client",
     "slime.wire.control",

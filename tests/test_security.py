@@ -126,7 +126,7 @@ PICKLES = {
     "backends/torch_dist/pieces.py",  # stand-ins for every class
     "rollout/rm_hub/workers/check_pool.py",
     "runtime/local.py",
-    "runtime/worker.py",
+    "runtime/worker_main.py",
     "utils/files/pickled_names.py",  # stand-ins for every class
     "utils/files/tensor_pickle.py",  # writes
     "weight_sync/sglang_format.py",  # writes

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from slime.runtime.notes import Notes
 from slime.runtime.placement import Placement, Slot
-from slime.runtime.worker import CONTROL, WORK
+from slime.runtime.worker_main import CONTROL, WORK
 from slime.utils import waits
 from slime.utils.errors import RunStopped
 
@@ -94,7 +94,7 @@ class Handle(ABC, Generic[T]):
 
     @abstractmethod
     def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        """Begins a call in the form that travels; see `slime.runtime.worker.invoke`."""
+        """Begins a call in the form that travels; see `slime.runtime.worker_main.invoke`."""
 
     @abstractmethod
     def kill(self) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from slime.observability.wait_table import SIGN_OF_LIFE
 from slime.runtime.base import WorkerDied
-from slime.runtime.worker import BEAT_S
+from slime.runtime.worker_main import BEAT_S
 from slime.utils import waits
 from slime.utils.machine.vital_signs import Signs, SilenceClock
 

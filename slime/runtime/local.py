@@ -21,7 +21,7 @@ from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.runtime.notes import Notes
 from slime.runtime.placement import Placement, Slot
-from slime.runtime.worker import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
+from slime.runtime.worker_main import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
 from slime.utils import waits
 from slime.utils.files import tensor_pickle
 from slime.utils.machine import shm, stacks, warm_start
@@ -213,7 +213,7 @@ def _start_worker(spec: WorkerSpec, log_path: Path, shm_prefix: str) -> tuple[Ch
     devices = spec.slot.env if spec.slot is not None else {}
     env = {**os.environ, **spec.env, **devices, **import_environment()}
     # Not `-m`: the package imports that module, too, and there would be two of it.
-    command = [sys.executable, "-P", "-c", "from slime.runtime.worker import main; main()"]
+    command = [sys.executable, "-P", "-c", "from slime.runtime.worker_main import main; main()"]
     command += ["--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix, "--name", spec.name]
     with open_log(log_path, spec.name) as log:
         process = warm_start.start(command, env=env, log=log, pass_fds=[theirs.fileno()])

@@ -22,7 +22,7 @@ from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.runtime.notes import Notebook, Notes, working
 from slime.runtime.placement import Machine, Placement, Slot
-from slime.runtime.worker import BEAT_S, CONTROL, WORK, invoke
+from slime.runtime.worker_main import BEAT_S, CONTROL, WORK, invoke
 from slime.utils import waits
 from slime.utils.errors import RunStopped
 from slime.utils.machine import stacks

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Generic
 
 from slime.runtime.base import Future, Handle, Ready, T
-from slime.runtime.worker import CONTROL
+from slime.runtime.worker_main import CONTROL
 from slime.utils import async_utils, waits
 from slime.utils.errors import RunStopped
 

@@ -38,7 +38,7 @@ POINTS = {
 TARGETS: dict[str, tuple[str, ...] | None] = {
     "driver": None,
     "engine": ("slime.engines.embedded", "engines/sglang/run_server.py"),
-    "trainer": ("slime.runtime.worker",),
+    "trainer": ("slime.runtime.worker_main",),
     "reward worker": ("rm_hub/workers/worker.py",),
     "router": ("sglang_router.launch_router", "sglang::router"),  # the name that it gives itself
 }

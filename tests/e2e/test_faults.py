@@ -114,7 +114,7 @@ def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_double
 
 
 def trainer_of(driver: psutil.Process) -> psutil.Process | None:
-    return next((p for p in children(driver) if "slime.runtime.worker" in " ".join(cmdline(p))), None)
+    return next((p for p in children(driver) if "slime.runtime.worker_main" in " ".join(cmdline(p))), None)
 
 
 def test_a_stopped_engine_is_replaced_and_the_run_goes_on(world):
