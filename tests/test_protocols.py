@@ -48,7 +48,7 @@ from slime.runtime.base import Future, Guarded, Ready, Ref, Runtime
 from slime.runtime.heartbeat import Beating
 from slime.runtime.local import LocalFuture, LocalRuntime, ProcessHandle, SegmentRef
 from slime.simulation.costs import EngineCost, TrainerCost
-from slime.simulation.engines import EngineCosts, Lengths
+from slime.simulation.modelled_engines import EngineCosts, Lengths
 from slime.simulation.trainer import TrainerCosts
 from slime.simulation.workload import LengthModel
 from slime.utils.http_utils import Observer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from slime.simulation.engines import EngineCosts
+from slime.simulation.modelled_engines import EngineCosts
 
 
 @dataclass(frozen=True, slots=True)

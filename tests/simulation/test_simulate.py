@@ -13,8 +13,8 @@ from slime.rollout.collection.collector import Collector
 from slime.rollout.ledger import Ledger
 from slime.simulation.clock import Clock, Stalled
 from slime.simulation.costs import Costs, EngineCost, TrainerCost, measured_costs
-from slime.simulation.engines import ModelledEngine
 from slime.simulation.fuzz import fuzz, make_case, run_case
+from slime.simulation.modelled_engines import ModelledEngine
 from slime.simulation.run import Measured, Simulation
 from slime.simulation.settings import simulated_args
 from slime.simulation.workload import Fault, FaultPlan, LengthModel, RewardModel, Workload
