@@ -49,7 +49,7 @@ from slime.runtime.heartbeat import Beating
 from slime.runtime.local import LocalFuture, LocalRuntime, ProcessHandle, SegmentRef
 from slime.simulation.costs import EngineCost, TrainerCost
 from slime.simulation.modelled_engines import EngineCosts, Lengths
-from slime.simulation.trainer import TrainerCosts
+from slime.simulation.modelled_trainer import TrainerCosts
 from slime.simulation.workload import LengthModel
 from slime.utils.http_utils import Observer
 from slime.utils.machine.processes import Child

@@ -40,7 +40,7 @@ from slime.simulation import workload as work
 from slime.simulation.clock import Clock, ModelledHandle
 from slime.simulation.costs import Costs
 from slime.simulation.modelled_engines import ROUTER, ModelledEngine, ModelledFleet
-from slime.simulation.trainer import ModelledProcesses, ModelledTrainGroup
+from slime.simulation.modelled_trainer import ModelledProcesses, ModelledTrainGroup
 from slime.utils import http_utils
 from slime.utils.machine.run_identity import Run
 
