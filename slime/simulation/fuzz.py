@@ -16,8 +16,8 @@ from typing import Any
 from slime.arguments import Args
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.simulation.costs import Costs, EngineCost, TrainerCost
-from slime.simulation.settings import simulated_args
 from slime.simulation.simulated_run import Measured, Simulation
+from slime.simulation.simulated_settings import simulated_args
 from slime.simulation.workload import Fault, FaultPlan, LengthModel, RewardModel, Workload
 from slime.utils.errors import RunStopped
 

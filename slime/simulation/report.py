@@ -24,8 +24,8 @@ from slime.preflight.step_costs import (
     push_seconds,
 )
 from slime.simulation.costs import Costs, TrainerCost, measured_costs
-from slime.simulation.settings import simulated_args, unit_for
 from slime.simulation.simulated_run import Measured, Simulation
+from slime.simulation.simulated_settings import simulated_args, unit_for
 from slime.simulation.workload import FaultPlan, LengthModel, RewardModel, Workload
 
 _SWAP_S, _PAUSE_S = 2.0, 0.13

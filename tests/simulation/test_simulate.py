@@ -15,8 +15,8 @@ from slime.simulation.clock import Clock, Stalled
 from slime.simulation.costs import Costs, EngineCost, TrainerCost, measured_costs
 from slime.simulation.fuzz import fuzz, make_case, run_case
 from slime.simulation.modelled_engines import ModelledEngine
-from slime.simulation.settings import simulated_args
 from slime.simulation.simulated_run import Measured, Simulation
+from slime.simulation.simulated_settings import simulated_args
 from slime.simulation.workload import Fault, FaultPlan, LengthModel, RewardModel, Workload
 
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
