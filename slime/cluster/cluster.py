@@ -32,7 +32,7 @@ from slime.observability.advisories import Advisor
 from slime.observability.tracking import Tracker
 from slime.preflight.run_plan import RunPlan
 from slime.runtime.base import Future, Handle, Ready
-from slime.step.metrics import StepReport
+from slime.step.step_report import StepReport
 from slime.utils.errors import RunStopped
 from slime.utils.files.step_folders import TRAINER, Manifest, step_path
 from slime.utils.machine.run_identity import Run

@@ -21,7 +21,7 @@ from slime.cluster.training.train_group import Presence, Ranks, TrainGroup
 from slime.runtime.base import Future, WorkerDied
 from slime.simulation.clock import Clock, ModelledHandle
 from slime.step.agreement import Agreement
-from slime.step.metrics import StepReport
+from slime.step.step_report import StepReport
 from slime.utils.files.checksums import FileRecord, record_files
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import Parcel

@@ -7,7 +7,7 @@ from slime.algorithms.value_loss import compute_value_loss
 from slime.backends.base import Denominators, Loss, Metrics, MicroBatch, TokenOutputs, TrainBackend
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.split import RankStep
-from slime.step.metrics import optimizer_metrics
+from slime.step.step_report import optimizer_metrics
 from slime.step.watch import TokenWatch
 from slime.utils.types import RolloutBatch
 

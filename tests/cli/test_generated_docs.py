@@ -11,7 +11,7 @@ from slime.arguments.core.flag import convert
 from slime.catalog.metrics import METRICS, find_metric
 from slime.cli import docs
 from slime.plugins import PLUGIN_POINTS
-from slime.step.metrics import PER_SAMPLE_METRICS, PER_TOKEN_METRICS
+from slime.step.step_report import PER_SAMPLE_METRICS, PER_TOKEN_METRICS
 
 ROOT = Path(__file__).parents[2]
 

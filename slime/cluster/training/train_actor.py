@@ -27,8 +27,8 @@ from slime.cluster.training.warm_up import warm_up
 from slime.observability.logging_utils import configure_logger
 from slime.runtime.base import Ref, in_background
 from slime.step.agreement import Agreement, threshold_of
-from slime.step.metrics import StepReport
 from slime.step.profiling import StepProfiler
+from slime.step.step_report import StepReport
 from slime.step.training_step import TrainingStep
 from slime.utils import waits
 from slime.utils.files.checksums import FileRecord, find_damage, record_files

@@ -29,7 +29,7 @@ from slime.runtime.base import (
     gather,
 )
 from slime.runtime.placement import Slot
-from slime.step.metrics import StepReport
+from slime.step.step_report import StepReport
 from slime.utils.files.checksums import FileRecord, find_damage
 from slime.utils.files.machine_copies import CopyPlace
 from slime.utils.machine.process_groups import network_environment
