@@ -19,7 +19,7 @@ from slime.backends.shared.model_roles import has_advantages, needs_critic, need
 from slime.backends.shared.old_policy import OldPolicy
 from slime.batch.split import RankData, RankStep
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
-from slime.step import teacher
+from slime.step import teacher_kl
 from slime.step.agreement import Agreement, LogProbs
 from slime.step.assertions import check_step
 from slime.step.critic import train_critic
@@ -126,9 +126,9 @@ class TrainingStep:
                 batch["values"] = backend.values(mbs)
         if args.use_opd and args.opd_type == "trainer":
             with self._timed("teacher_log_probs"):
-                teacher.add_teacher(backend, mbs, batch, full_kl=teacher.wants_full_kl(args))
+                teacher_kl.add_teacher(backend, mbs, batch, full_kl=teacher_kl.wants_full_kl(args))
         elif args.use_opd:
-            teacher.require_teacher_log_probs(batch)
+            teacher_kl.require_teacher_log_probs(batch)
         if needs_reference(args):
             with self._timed("ref_log_probs"):
                 batch["ref_log_probs"] = backend.log_probs(mbs, weights="ref").log_probs
@@ -178,7 +178,7 @@ class TrainingStep:
             )
             batch["advantages"], batch["returns"] = compute_advantages(args.advantage_estimator, inputs)
         if args.use_opd:
-            teacher.add_reverse_kl(args, batch, old)
+            teacher_kl.add_reverse_kl(args, batch, old)
         if args.normalize_advantages:
             moments = self.backend.sum_over_ranks(masked_moments(batch["advantages"], batch["loss_masks"]))
             batch["advantages"] = whiten(batch["advantages"], moments)
@@ -249,7 +249,7 @@ class TrainingStep:
         )
         loss = build_loss(args, batch, watch)
         if args.use_opd:
-            loss = teacher.with_distillation(loss, backend, args)
+            loss = teacher_kl.with_distillation(loss, backend, args)
         try:
             stats = backend.train_step(mbs, loss, denominators, place=StepPlace(self.rollout_id, index))
         except NonFiniteStepError as error:
