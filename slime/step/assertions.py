@@ -11,7 +11,7 @@ import torch
 
 from slime.arguments import Flags
 from slime.backends.base import TrainBackend
-from slime.step.watch import ON_POLICY_LIMITS
+from slime.step.token_terms import ON_POLICY_LIMITS
 from slime.utils.errors import RunStopped
 
 GRAD_NORM_TOLERANCE = 0.01  # relative and absolute

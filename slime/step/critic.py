@@ -8,7 +8,7 @@ from slime.backends.base import Denominators, Loss, Metrics, MicroBatch, TokenOu
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.split import RankStep
 from slime.step.step_report import optimizer_metrics
-from slime.step.watch import TokenWatch
+from slime.step.token_terms import TokenWatch
 from slime.utils.types import RolloutBatch
 
 

@@ -15,7 +15,7 @@ from slime.arguments import Flags
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
 from slime.step.policy import LossFunction, loss_reducer, policy_loss
 from slime.step.preference_loss import build_dpo_loss, build_reward_model_loss
-from slime.step.watch import TokenWatch
+from slime.step.token_terms import TokenWatch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import RolloutBatch

@@ -21,7 +21,7 @@ from slime.algorithms.reduce import Reducer, reduction_weights, weighted_sum
 from slime.arguments import Flags
 from slime.backends.base import TOKENS_LEFT, Metrics, MicroBatch, TokenOutputs
 from slime.backends.shared.microbatch import split_by_sample
-from slime.step.watch import TokenWatch
+from slime.step.token_terms import TokenWatch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 

@@ -13,7 +13,7 @@ from slime.algorithms.preference import compute_bradley_terry_loss, compute_dpo_
 from slime.algorithms.reduce import segment_sum
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
 from slime.step.policy import LossFunction
-from slime.step.watch import TokenWatch
+from slime.step.token_terms import TokenWatch
 from slime.utils.types import RolloutBatch
 
 PairFunction = Callable[[TokenOutputs, MicroBatch, Tensor, Tensor], tuple[Tensor, Metrics]]

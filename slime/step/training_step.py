@@ -28,7 +28,7 @@ from slime.step.policy_tokens import PolicyTokens, policy_tokens
 from slime.step.profiling import ACTOR, LOG_PROBS, StepProfiler
 from slime.step.silent import set_apart
 from slime.step.step_report import StepReport, mean_over_steps, perf_metrics, rollout_metrics, step_metrics
-from slime.step.watch import TokenWatch, check_on_policy, save_nonfinite
+from slime.step.token_terms import TokenWatch, check_on_policy, save_nonfinite
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import RolloutBatch, TokenKey
