@@ -9,7 +9,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.backends import BACKENDS
-from slime.utils.machine.precision import bfloat16_units
+from slime.utils.machine.cpu_precision import bfloat16_units
 from slime.utils.models.fp8_config import block_size_of
 
 SIXTEEN_BITS = ("bfloat16", "float16")
