@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from slime.utils.files.safetensors_files import files_by_tensor
-from slime.utils.models.fp8 import SCALE_SUFFIX, quantize_blocks, uniform_noise
+from slime.utils.models.fp8_blocks import SCALE_SUFFIX, quantize_blocks, uniform_noise
 from slime.utils.models.fp8_config import quantization_config
 
 _WEIGHT = ".weight"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.cli.main import main
-from slime.utils.models.fp8 import dequantize_blocks
+from slime.utils.models.fp8_blocks import dequantize_blocks
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from slime.utils.models.fp8 import (
+from slime.utils.models.fp8_blocks import (
     FP8,
     LARGEST,
     dequantize_blocks,

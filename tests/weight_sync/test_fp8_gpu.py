@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime.utils.models.fp8 import dequantize_blocks, quantize_blocks, uniform_noise
+from slime.utils.models.fp8_blocks import dequantize_blocks, quantize_blocks, uniform_noise
 
 pytestmark = [
     pytest.mark.gpu,

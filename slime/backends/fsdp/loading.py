@@ -26,7 +26,7 @@ from slime.backends.shared.placed_adam import local
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
 from slime.utils.files.safetensors_files import files_by_tensor, model_files
 from slime.utils.files.torch_dist_folder import is_torch_dist
-from slime.utils.models.fp8 import SCALE_SUFFIX, dequantize_part
+from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_part
 from slime.utils.models.fp8_config import block_size_of
 from slime.utils.models.hub_names import folder_of, is_converted, saved_tensors
 

@@ -20,7 +20,7 @@ from torch import nn
 from slime.utils.files.safetensors_files import INDEX, model_files
 from slime.utils.machine import shm
 from slime.utils.models.finite import is_finite
-from slime.utils.models.fp8 import SCALE_SUFFIX, dequantize_blocks
+from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_blocks
 from slime.utils.models.hub_names import Part, parts_of, saved_tensors
 from slime.wire.manifest import BucketManifest, WeightManifest, byte_checksum
 
