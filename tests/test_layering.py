@@ -54,7 +54,7 @@ NEVER = {
         "rollout.filter_hub",
         "rollout.sglang_rollout",
     ),
-    "runtime.worker": ("runtime.local", "runtime.on_ray"),
+    "runtime.worker_main": ("runtime.local", "runtime.on_ray"),
 }
 
 
