@@ -13,7 +13,7 @@ from fake_engine import FakeEngine
 from patience import PATIENCE_S
 from yarl import URL
 
-from slime.engines import router
+from slime.engines import balancer as balancer_module
 from slime.engines.balancer import SESSION_HEADER, Balancer
 from slime.engines.engine_process import LaunchPlan
 from slime.engines.middleware import RouterAnswer, RouterRequest
@@ -242,7 +242,7 @@ def watch(balancer, monkeypatch):
 
     async def try_once(url, errand):
         answer = await attempt(url, errand)
-        if isinstance(answer, router._Broke):
+        if isinstance(answer, balancer_module._Broke):
             balancer._running.pop(url, None)
         return answer
 
@@ -275,7 +275,7 @@ def test_requests_in_company_go_to_one_other_engine_when_theirs_stays_away_and_n
     def dies_with_company(payload, number):
         return {"break_when": 2}
 
-    monkeypatch.setattr(router, "_RETURN_PATIENCE_S", 0.0)
+    monkeypatch.setattr(balancer_module, "_RETURN_PATIENCE_S", 0.0)
     engines = [FakeEngine(dies_with_company) for _ in range(3)]
     with (
         engines[0] as one,
