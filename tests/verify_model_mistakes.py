@@ -5,7 +5,7 @@ import dataclasses
 
 def swap_gate_and_up() -> None:
     """The map of Qwen3 pairs Megatron's gate with the hub's up projection, both ways."""
-    from slime.backends.megatron import families
+    from slime.backends import families
 
     family = families.FAMILIES["qwen3"]
     rules = [

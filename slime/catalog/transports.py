@@ -84,7 +84,7 @@ TRANSPORTS: dict[str, TransportRow] = {
         mode="delta",
     ),
     "adapter_shared_memory": TransportRow(
-        f"{_HOME}.lora.ADAPTER_SHARED_MEMORY",
+        f"{_HOME}.lora_push.ADAPTER_SHARED_MEMORY",
         "low-rank adapters alone, in shared memory",
         "tensor",
         "adapter_shared_memory",
@@ -93,7 +93,7 @@ TRANSPORTS: dict[str, TransportRow] = {
         content="adapter",
     ),
     "adapter_tensors": TransportRow(
-        f"{_HOME}.lora.ADAPTER_TENSORS",
+        f"{_HOME}.lora_push.ADAPTER_TENSORS",
         "low-rank adapters alone, in bodies of requests",
         "tensor",
         "adapter_tensors",
