@@ -11,7 +11,7 @@ from unittest import mock
 from aiohttp import web
 from patience import PATIENCE_S
 
-from slime.dashboard import samples
+from slime.dashboard import sample_pages
 from slime.dashboard.access import Access
 from slime.dashboard.run_folder import open_runs
 from slime.dashboard.server import Page
@@ -139,7 +139,9 @@ def serving(*folders: Path, host="127.0.0.1", may_act=True):
     thread.start()
     assert started.wait(60)
     try:
-        with mock.patch.object(samples, "_DEADLINE_S", PATIENCE_S):  # a busy machine finds all there is, too
+        with mock.patch.object(
+            sample_pages, "_DEADLINE_S", PATIENCE_S
+        ):  # a busy machine finds all there is, too
             yield f"http://127.0.0.1:{found['port']}", access.token
     finally:
         ended.set()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slime.backends.attention.packed import attend_with_mask
+from slime.backends.attention.packed_documents import attend_with_mask
 
 # Keys of a part, up to which scores of a whole batch are kept; and of how many scores a batch is at most.
 LONGEST = 512

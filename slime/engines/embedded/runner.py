@@ -14,7 +14,7 @@ from slime.engines.embedded.decode.paged import can_read_pages
 from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
 from slime.engines.embedded.request_images import FeatureCache, ImageRows
 from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.weights import store_by_column
+from slime.engines.embedded.weight_update import store_by_column
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.machine import accelerator
 from slime.utils.models.fp8_config import block_size_of

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from slime.engines.embedded import weights
-from slime.engines.embedded.weights import GroupSource, WeightStore, store_by_column
+from slime.engines.embedded import weight_update
+from slime.engines.embedded.weight_update import GroupSource, WeightStore, store_by_column
 
 
 class Tied(nn.Module):
@@ -20,7 +20,7 @@ class Tied(nn.Module):
 
 
 def test_updates_reach_matrices_that_are_stored_by_column(monkeypatch):
-    monkeypatch.setattr(weights, "_BLOCK_ROWS", 3)
+    monkeypatch.setattr(weight_update, "_BLOCK_ROWS", 3)
     torch.manual_seed(0)
     plain, ours, ids = Tied(), Tied(), torch.tensor([3, 1, 4])
     store_by_column(ours)
