@@ -114,10 +114,11 @@ async def in_thread(start: Callable[[Callable[[], None]], object], call: Callabl
     def work() -> None:
         try:
             method, value = future.set_result, call()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception, and someone waits
             method, value = future.set_exception, error
-            if isinstance(error, StopIteration):  # no future takes one
-                value = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
+            if isinstance(error, (StopIteration, KeyboardInterrupt, GeneratorExit)):  # no loop bears them
+                kind = type(error).__name__
+                value = RuntimeError(f"{kind}: {error}").with_traceback(error.__traceback__)
         if not loop.is_closed():
             loop.call_soon_threadsafe(deliver, method, value)
 

@@ -7,6 +7,7 @@ outside (a judge that is down, a time-out, a full disk) is left to whoever calle
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -90,8 +91,10 @@ def plugin_call(
     """
     try:
         yield
-    except (Exception, SystemExit) as error:
-        if isinstance(error, (RunStopped, *keep)) or may_pass(error):
+    except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) and (isinstance(error, (RunStopped, *keep)) or may_pass(error)):
             raise
         raise PluginError(mistake(option, path, error, subject())) from error
 

@@ -397,8 +397,11 @@ def version_number(version: str | int | None) -> int | None:
 
 
 def is_score(value: Any) -> bool:
-    """Only a finite number is a score; booleans count as 0 and 1."""
-    return isinstance(value, (bool, int, float, np.number)) and math.isfinite(value)
+    """Only a finite number is a score; booleans count as 0 and 1. An integer may be beyond any float."""
+    try:
+        return isinstance(value, (bool, int, float, np.number)) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 @dataclass(frozen=True)

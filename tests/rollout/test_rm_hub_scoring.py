@@ -4,6 +4,8 @@ import asyncio
 import sys
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 from argument_helpers import declared
@@ -98,6 +100,22 @@ def exiting_plain_reward(args, sample):
 
 def stop_iteration_plain_reward(args, sample):
     return next(iter([]))
+
+
+class Panic(BaseException):
+    """What a library written in Rust raises."""
+
+
+def panicking_plain_reward(args, sample):
+    raise Panic("index out of bounds")
+
+
+async def panicking_reward(args, sample):
+    raise Panic("index out of bounds")
+
+
+def interrupted_plain_reward(args, sample):
+    raise KeyboardInterrupt
 
 
 async def flaky_reward(args, sample):
@@ -240,7 +258,18 @@ def test_a_mistake_in_a_reward_stops_the_run_at_the_first_with_file_line_and_sam
 
 @pytest.mark.parametrize(
     "value",
-    [None, "1.0", float("nan"), float("inf"), [1.0], {"acc": 1.0}, {"score": None}, {"score": "1"}, object()],
+    [
+        None,
+        "1.0",
+        float("nan"),
+        float("inf"),
+        [1.0],
+        {"acc": 1.0},
+        {"score": None},
+        {"score": "1"},
+        object(),
+        pytest.param(10**5000, id="an integer beyond any float"),
+    ],
 )
 def test_a_reward_that_is_no_score_stops_the_run_at_the_first(value):
     calls = calls_of(here("given_reward"))
@@ -255,6 +284,13 @@ def test_a_reward_that_is_no_score_stops_the_run_at_the_first(value):
         "'how many?'",
     ):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [Decimal("0.5"), Fraction(1, 2)])
+def test_decimals_and_fractions_are_scores(value):
+    sample = Sample(index=5)
+    score(make_args(custom_rm_path=here("given_reward"), given=value), sample)
+    assert sample.reward == 0.5 and type(sample.reward) is float
 
 
 @pytest.mark.parametrize("kind", [ConnectionError, TimeoutError, OSError, HttpProblem])
@@ -281,7 +317,17 @@ def test_a_task_of_the_function_s_own_that_was_cancelled_is_a_failure_not_the_en
     assert sample.reward_failure.kind == "infra_error" and "cancelled" in sample.reward_failure.reason
 
 
-@pytest.mark.parametrize("name", ["exiting_reward", "exiting_plain_reward", "stop_iteration_plain_reward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "exiting_reward",
+        "exiting_plain_reward",
+        "stop_iteration_plain_reward",
+        "panicking_reward",
+        "panicking_plain_reward",
+        "interrupted_plain_reward",
+    ],
+)
 def test_exits_and_stop_iteration_are_mistakes_too(name):
     with pytest.raises(PluginError, match=f"in {name}"):
         score(make_args(custom_rm_path=here(name), generate_timeout_s=60.0), Sample(index=5))

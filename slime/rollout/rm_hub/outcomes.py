@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from slime.algorithms.reward_shaping import combine_rewards
@@ -77,8 +79,8 @@ def _with_weighted_sum(value: dict[str, Any], weights: dict[str, float]) -> dict
 
 
 def _plain_number(value: Any) -> Any:
-    """Python numbers out of 0-d arrays and tensors; booleans become 0.0 and 1.0."""
-    if isinstance(value, bool):
+    """Python numbers out of 0-d arrays, tensors, decimals and fractions; booleans become 0.0 and 1.0."""
+    if isinstance(value, (bool, Decimal, Fraction)):
         return float(value)
     if hasattr(value, "item") and getattr(value, "size", None) is not None:
         try:
@@ -91,4 +93,6 @@ def _plain_number(value: Any) -> Any:
 def _describe(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, int):
+        return f"an integer of {value.bit_length()} bits"  # Python writes out no longer ones
     return "None" if value is None else f"{type(value).__name__} {str(value)[:80]!r}"
