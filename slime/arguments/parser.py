@@ -226,6 +226,9 @@ def _parse_command_line(
     parser: argparse.ArgumentParser, argv: list[str], refusals: Refusals
 ) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args(argv)
+    settings = next((word for word in unknown if re.search(r"(?i)^[^-].*\.(ya?ml|json)$", word)), None)
+    if settings is not None and "config" not in namespace:
+        raise ValueError(f"unexpected {settings!r}: a file of settings is given by --config {settings}")
     if unknown:
         for reason in _explain_unknown(unknown, argv, [*known_options(parser), *megatron_fields()]):
             meant = re.search(r"(?:did you mean|it is called) (--[\w-]+)", reason)

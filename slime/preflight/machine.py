@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import socket
 import urllib.request
@@ -153,6 +154,11 @@ def _check_room(args: Args) -> Iterator[Finding]:
         there = next(
             path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists()
         )
+        if not there.is_dir():
+            yield Finding("error", flag, f"{there} is a file; give a folder.")
+            continue
+        if not os.access(there, os.W_OK):
+            yield Finding("warning", flag, f"{there} cannot be written by this user.")
         free = shutil.disk_usage(there).free
         if free < _LITTLE_DISK:
             yield Finding("warning", flag, f"the disk of {there} has {free / 2**20:.0f} MiB left.")

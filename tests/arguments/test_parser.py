@@ -45,6 +45,14 @@ def test_word_without_a_flag_is_refused():
         parse("--seed", "3", "stray")
 
 
+def test_a_settings_file_without_its_flag_is_told_alone():
+    with pytest.raises(ValueError) as error:
+        parse_args(["mytask/run.yaml"])
+    assert str(error.value) == (
+        "unexpected 'mytask/run.yaml': a file of settings is given by --config mytask/run.yaml"
+    )
+
+
 def test_value_after_a_switch_is_refused():
     with pytest.raises(ValueError, match="unexpected 'true' after --colocate, which takes no value"):
         parse("--colocate", "true")

@@ -40,7 +40,16 @@ def test_other_flags_are_kept_for_the_rl_run():
     assert parsed.extra == ("--rollout-engine", "sglang")
 
 
-@pytest.mark.parametrize("argv", [("--model", "huge"), ("--hf-checkpoint", "x"), ("--num-rollout", "1")])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--model", "huge"),
+        ("--hf-checkpoint", "x"),
+        ("--num-rollout", "1"),
+        ("--require-accuracy", "90"),
+        ("--require-accuracy", "nan"),
+    ],
+)
 def test_impossible_flags_end_with_exit_code_2(argv):
     with pytest.raises(SystemExit) as stopped:
         options(*argv)

@@ -1,6 +1,7 @@
 """Each mistake that can be known before the start is found there, with everything else that is wrong."""
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -275,6 +276,19 @@ def test_a_taken_port(look):
         taken.listen()
         [error] = errors(look(sglang_router_port=taken.getsockname()[1]))
     assert "--sglang-router-port" in error
+
+
+def test_a_folder_to_write_to_that_is_a_file(look, tmp_path):
+    (tmp_path / "taken").write_text("")
+    [of_the_run, of_checkpoints] = errors(look(run_dir=str(tmp_path / "taken"), save=f"{tmp_path}/taken/ck"))
+    assert "--run-dir" in of_the_run and f"{tmp_path}/taken is a file; give a folder." in of_the_run
+    assert "--save" in of_checkpoints and f"{tmp_path}/taken is a file; give a folder." in of_checkpoints
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(look, tmp_path, monkeypatch):
+    monkeypatch.setattr("slime.preflight.machine.os.access", lambda path, mode: mode != os.W_OK)
+    [warning] = look().of("warning")
+    assert f"--run-dir: {tmp_path} cannot be written by this user" in str(warning)
 
 
 def test_more_gpus_than_there_are(look, monkeypatch):

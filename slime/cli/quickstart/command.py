@@ -104,12 +104,16 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         "--hf-checkpoint", help="with --model smollm2: a local folder or hub name to use instead"
     )
     parser.add_argument(
-        "--require-accuracy", type=float, metavar="X", help="fail unless held-out accuracy reaches X"
+        "--require-accuracy", type=float, metavar="X", help="fail unless held-out accuracy reaches X of 1"
     )
     known, extra = parser.parse_known_args(argv)
     if known.num_rollout is not None and known.num_rollout < 2:
         parser.error(
             f"--num-rollout is {known.num_rollout}: at least two steps are needed to tell before from after."
+        )
+    if known.require_accuracy is not None and not 0 <= known.require_accuracy <= 1:
+        parser.error(
+            f"--require-accuracy is {known.require_accuracy:g}, which no run reaches; write 0.9 for 90%."
         )
     if known.hf_checkpoint and known.model == "tiny":
         parser.error("--hf-checkpoint goes with --model smollm2; the tiny model is always made here.")
