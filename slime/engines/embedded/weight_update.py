@@ -26,6 +26,7 @@ from slime.wire.manifest import BucketManifest, WeightManifest, byte_checksum
 
 _MAX_INDEX_BYTES = 256 << 20
 _BLOCK_ROWS = 1024
+_LARGE_MATRIX = 1 << 16
 
 
 class BadWeights(ValueError):
@@ -294,11 +295,12 @@ class WeightStore:
 
 def store_by_column(model: nn.Module) -> None:
     """Lay out matrices as a CPU's library multiplies few rows with them, in half to three quarters of the
-    time. Shapes stay; 16-bit matrices are left alone, which it packs for itself.
+    time. Shapes stay; small matrices gain nothing, and those of 16 bits it packs for itself.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
-            module.weight.data = module.weight.data.T.contiguous().T
+        weight = module.weight if isinstance(module, nn.Linear) else None
+        if weight is not None and weight.dtype == torch.float32 and weight.numel() >= _LARGE_MATRIX:
+            weight.data = weight.data.T.contiguous().T
 
 
 def copy_into(own: torch.Tensor, new: torch.Tensor) -> None:

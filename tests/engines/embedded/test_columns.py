@@ -21,6 +21,7 @@ class Tied(nn.Module):
 
 def test_updates_reach_matrices_that_are_stored_by_column(monkeypatch):
     monkeypatch.setattr(weight_update, "_BLOCK_ROWS", 3)
+    monkeypatch.setattr(weight_update, "_LARGE_MATRIX", 1)
     torch.manual_seed(0)
     plain, ours, ids = Tied(), Tied(), torch.tensor([3, 1, 4])
     store_by_column(ours)
@@ -36,7 +37,10 @@ def test_updates_reach_matrices_that_are_stored_by_column(monkeypatch):
     assert store.checksums() == WeightStore(plain).checksums()
 
 
-def test_matrices_of_16_bits_stay_as_they_are():
+def test_small_matrices_and_those_of_16_bits_stay_as_they_are(monkeypatch):
+    small = Tied()
+    store_by_column(small)
+    monkeypatch.setattr(weight_update, "_LARGE_MATRIX", 1)
     model = Tied().to(torch.bfloat16)
     store_by_column(model)
-    assert model.inner.weight.is_contiguous()
+    assert small.inner.weight.is_contiguous() and model.inner.weight.is_contiguous()
