@@ -59,9 +59,14 @@ def test_the_stream_holds_each_prompt_once_and_predicts_the_same_tokens():
     assert torch.equal(share.input_ids[0][share.rows], mb.input_ids[0][mb.logit_positions])
 
 
+LONG_PROMPTS = [(70, [3, 5, 1, 4]), (64, [2, 30]), (9, [6]), (80, [1, 1, 8])]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_attention_and_its_gradients_equal_those_of_whole_documents(dtype):
-    mb = micro_batch(GROUPS)
+@pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS])
+def test_attention_and_its_gradients_equal_those_of_whole_documents(dtype, groups):
+    mb = micro_batch(groups)
+    assert PromptShare.of(mb).documents._saves_queries == (groups is LONG_PROMPTS)
     tree = PromptShare.of(mb).documents
     torch.manual_seed(0)
     heads = [torch.randn(len(tree.own), n, 8, dtype=dtype, requires_grad=True) for n in (4, 2, 2)]
@@ -125,20 +130,21 @@ def folders(tmp_path_factory):
     return root
 
 
-def step_of(folder, share, **changes):
+def step_of(folder, share, groups=GROUPS, **changes):
     args = trainer_args(folder, share_prefix=share, kl_loss_coef=0.0, **changes)
     backend = create_backend(args, rank=0, world_size=1, device=torch.device("cpu"), random_weights=True)
-    data = split_for_ranks(args, samples_to_batch(args, families_of_samples(GROUPS)), 1)[0]
+    data = split_for_ranks(args, samples_to_batch(args, families_of_samples(groups)), 1)[0]
     report = TrainingStep(backend, args, 0, data).run()
     return report.summary, {name: p.detach().clone() for name, p in backend.model.lm.named_parameters()}
 
 
 @pytest.mark.parametrize(("name", "size"), [("dense", 32), ("dense", 3), ("mixture", 32), ("window", 32)])
-def test_a_step_with_shared_prompts_equals_one_without(folders, name, size, monkeypatch):
-    plain, plain_weights = step_of(folders / name, False, micro_batch_size=size)
+@pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS])
+def test_a_step_with_shared_prompts_equals_one_without(folders, name, size, groups, monkeypatch):
+    plain, plain_weights = step_of(folders / name, False, groups, micro_batch_size=size)
     made, build = [], PromptShare.of
     monkeypatch.setattr(PromptShare, "of", lambda mb: made.append(build(mb)) or made[-1])
-    shared, weights = step_of(folders / name, None, micro_batch_size=size)
+    shared, weights = step_of(folders / name, None, groups, micro_batch_size=size)
     assert any(share is not None for share in made)
     for key in ("train/loss", "train/grad_norm", "train/entropy_loss"):
         assert shared[key] == pytest.approx(plain[key], rel=1e-5, abs=1e-6)
@@ -151,6 +157,7 @@ def test_rows_of_a_tied_matrix_get_the_gradient_that_a_whole_matrix_would(folder
     config = json.loads((folders / "dense" / "config.json").read_text()) | {"tie_word_embeddings": True}
     (folders / "tied").mkdir(exist_ok=True)
     (folders / "tied" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(loading, "_LARGE_VOCABULARY", 1)
     by_rows, weights = step_of(folders / "tied", None, micro_batch_size=size)
     monkeypatch.setattr(loading, "add_rows_to_output_gradient", lambda lm: None)
     whole, expected = step_of(folders / "tied", None, micro_batch_size=size)

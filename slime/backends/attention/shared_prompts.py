@@ -23,6 +23,7 @@ from slime.backends.base import MicroBatch
 
 # Sharing costs attention a gather of keys and, on a GPU, its fastest kernels: it must save some tokens.
 _PAYS_FROM = 1 / 8
+_SAVED_OF_PART = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,10 @@ class PromptTree:
     parts: PartBatches = field(default_factory=PartBatches)
 
     @property
-    def _is_short(self) -> bool:
-        return self.bound <= LONGEST
+    def _saves_queries(self) -> bool:
+        """Whether attending by part saves so many tokens of each that laying parts out pays."""
+        saved = len(self.expand) - len(self.own)
+        return self.bound <= LONGEST and saved >= _SAVED_OF_PART * (len(self.cu_query) - 1)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
@@ -61,7 +64,12 @@ class PromptTree:
                 query, key, value, self.cu_query, self.cu_key, self.bound, self.bound, scale,
                 window=variant.window,
             )  # fmt: skip
-        if variant is PLAIN and query.device.type == "cpu" and query.dtype.itemsize >= 4 and self._is_short:
+        if (
+            variant is PLAIN
+            and query.device.type == "cpu"
+            and query.dtype.itemsize >= 4
+            and self._saves_queries
+        ):
             chosen = query.shape[-1] ** -0.5 if scale is None else scale
             return self.parts.attend(query, key, value, self.cu_query, self.cu_key, self.keys, chosen)
         places = (self.expand, self.own)

@@ -30,6 +30,7 @@ from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_part
 from slime.utils.models.fp8_config import block_size_of
 from slime.utils.models.hub_names import folder_of, is_converted, saved_tensors
 
+_LARGE_VOCABULARY = 8192  # larger than most micro-batches on a CPU
 Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
 
 
@@ -240,5 +241,6 @@ def add_rows_to_output_gradient(lm: HFModel) -> None:
     the logits; a gradient of the whole vocabulary, nearly all zeros, would be made and added otherwise.
     """
     embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    if isinstance(embedding, nn.Embedding) and embedding.weight is head.weight:
+    tied = isinstance(embedding, nn.Embedding) and embedding.weight is head.weight
+    if tied and len(head.weight) >= _LARGE_VOCABULARY:
         embedding.sparse = True
