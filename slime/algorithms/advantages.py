@@ -51,7 +51,11 @@ class AdvantageInputs:
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: Sequence[Tensor]) -> TokenLists:
     """The sample's reward on each of its tokens; `kl` only gives the shapes."""
-    return [torch.full_like(k, float(reward)) for reward, k in zip(rewards, kl, strict=True)]
+    if not kl:
+        return []
+    lengths = [len(k) for k in kl]
+    values = torch.as_tensor(rewards, dtype=kl[0].dtype, device=kl[0].device)
+    return list(torch.repeat_interleave(values, torch.tensor(lengths, device=values.device)).split(lengths))
 
 
 def get_reinforce_plus_plus_returns(

@@ -81,14 +81,11 @@ def rollout_metrics(
 
     `of_correct`: also the entropy over tokens of answers with reward 1, where it was recorded.
     """
-    ones = [torch.ones(len(mask)) for mask in batch["loss_masks"]]
-    sums = {
-        "samples": float(len(batch["tokens"])),
-        "trained": _sum_of_rollout_means(ones, batch["loss_masks"], batch["rollout_mask_sums"]),
-    }
+    weights = _weights_in_rollouts(batch["loss_masks"], batch["rollout_mask_sums"])
+    sums = {"samples": float(len(batch["tokens"])), "trained": float(weights.sum())}
     for key in PER_TOKEN_METRICS:
         if key in batch:
-            sums[key] = _sum_of_rollout_means(batch[key], batch["loss_masks"], batch["rollout_mask_sums"])
+            sums[key] = float((torch.cat([*batch[key], weights.new_zeros(0)]) * weights).sum())
     for name in PER_SAMPLE_METRICS:
         if name in batch:
             sums[name] = float(sum(value for value in batch[name] if is_score(value)))
@@ -118,16 +115,12 @@ def _correct_entropy(backend: TrainBackend, batch: RolloutBatch) -> dict[str, fl
     return {"rollout/correct_entropy": total / count} if count else {}
 
 
-def _sum_of_rollout_means(
-    values: Sequence[Tensor], masks: Sequence[Tensor], mask_sums: Sequence[float]
-) -> float:
-    if not values:
-        return 0.0
-    lengths = torch.tensor([len(mask) for mask in masks])
-    weights = torch.cat(list(masks)).double() / torch.repeat_interleave(
-        torch.tensor(mask_sums, dtype=torch.float64).clamp(min=1.0), lengths
-    )
-    return float((torch.cat(list(values)).double() * weights).sum())
+def _weights_in_rollouts(masks: Sequence[Tensor], mask_sums: Sequence[float]) -> Tensor:
+    """[R] of all tokens, fp64: the sum of values times these is that of their means over each rollout."""
+    lengths = torch.tensor([len(mask) for mask in masks], dtype=torch.int64)
+    shares = torch.tensor(mask_sums, dtype=torch.float64).clamp(min=1.0)
+    flat = torch.cat([*masks, lengths.new_zeros(0)])
+    return flat.double() / torch.repeat_interleave(shares, lengths)
 
 
 def explained_variance(backend: TrainBackend, batch: RolloutBatch) -> float:

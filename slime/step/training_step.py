@@ -162,7 +162,8 @@ class TrainingStep:
             pairs = zip(old, batch["ref_log_probs"], strict=True)
             batch["kl"] = [compute_approx_kl(lp, ref, args.kl_loss_type) for lp, ref in pairs]
         else:
-            batch["kl"] = [torch.zeros(length) for length in batch["response_lengths"]]
+            lengths = batch["response_lengths"]
+            batch["kl"] = list(torch.zeros(sum(lengths)).split(list(lengths)))
         if args.custom_advantage_function_path:
             _call_custom_advantages(args, batch, args.custom_advantage_function_path)
         else:
