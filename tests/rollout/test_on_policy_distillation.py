@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from patience import PATIENCE_S
 
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func, zero_reward
 from slime.utils import async_utils
@@ -31,7 +32,7 @@ async def ask(answer, sample):
     await site.start()
     port = site._server.sockets[0].getsockname()[1]
     args = SimpleNamespace(
-        rm_url=f"http://127.0.0.1:{port}/generate", rollout_temperature=1.0, generate_timeout_s=10.0
+        rm_url=f"http://127.0.0.1:{port}/generate", rollout_temperature=1.0, generate_timeout_s=PATIENCE_S
     )
     try:
         return await reward_func(args, sample), seen
