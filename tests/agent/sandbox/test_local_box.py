@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from patience import LONG_S, longer_each_time
+from patience import LONG_S, eventually, longer_each_time
 
 from slime.agent.sandbox import (
     BoxPool,
@@ -233,7 +233,7 @@ def test_what_is_left_of_a_box_without_walls_ends_with_it():
             await box.exec("kill -9 $PPID; sleep 1000")
 
     in_box(work, isolation=PLAIN)
-    assert alive_with(mark) == []
+    eventually(lambda: not alive_with(mark))  # it is killed; a busy machine ends it a moment later
 
 
 def test_wrong_settings_are_named():
