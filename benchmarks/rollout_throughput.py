@@ -29,7 +29,7 @@ from shapes import SHAPES, write_model
 
 from slime.arguments import Args, RunInfo, parse_args, plugin_args
 from slime.cli.quickstart.tiny import CHARACTERS
-from slime.cluster.run_folder import open_run
+from slime.cluster.run_opening import open_run
 from slime.cluster.serving.served_model import ModelService, make_servers
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.generation.generate_request import build_request, prepare_prompt

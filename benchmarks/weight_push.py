@@ -34,7 +34,7 @@ from slime.arguments import Args, parse_args
 from slime.cluster.checkpoints.run_ledger import find_resume
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import RolloutProcess
-from slime.cluster.run_folder import open_run
+from slime.cluster.run_opening import open_run
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import RankProcesses, Ranks
 from slime.cluster.weight_push import WeightPush

@@ -183,7 +183,7 @@ def test_the_layers_name_only_what_exists():
 
 def paths_named_in(page: str) -> list[str]:
     """Words in backquotes that name a file or folder of
-    ours: `slime/cluster/run_folder.py`, `collect.py`, `rm_hub/`.
+    ours: `slime.cluster.run_opening.py`, `collect.py`, `rm_hub/`.
     """
     words = re.findall(r"`([\w./{}-]+)`", page)
     return [word for word in words if re.search(r"\.(py|md)$|^[\w./-]+/$", word)]

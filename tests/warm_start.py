@@ -47,7 +47,7 @@ IMPORTS = (
     "transformers.models.qwen3.modeling_qwen3",
     "slime.api",
     "slime.backends.fsdp.backend",
-    "slime.cluster.run_folder",
+    "slime.cluster.run_opening",
     "slime.cluster.training.train_actor",
     "slime.engines.embedded.http_server",
     "slime.loop_async",

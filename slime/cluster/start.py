@@ -37,7 +37,7 @@ from slime.cluster.restart.redo import Redo, SafeState
 from slime.cluster.restart.start_check import readable
 from slime.cluster.rollout_manager import Generated, RolloutFacts, RolloutManager, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
-from slime.cluster.run_folder import close_run, note_restart, open_run
+from slime.cluster.run_opening import close_run, note_restart, open_run
 from slime.cluster.run_requests import Requests
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.served_model import trains_on_every_gpu

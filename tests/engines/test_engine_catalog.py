@@ -12,7 +12,7 @@ from slime.arguments.groups.topology import plain_topology
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES, Dialect, EngineKind
 from slime.catalog.transports import TRANSPORT_CHOICES, TRANSPORTS, TransportRow
-from slime.cluster.run_folder import Run
+from slime.cluster.run_opening import Run
 from slime.cluster.serving.engine_plan import plan_engines
 from slime.runtime.placement import Slot
 from slime.utils.misc import load_function

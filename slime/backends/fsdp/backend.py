@@ -38,7 +38,7 @@ from slime.backends.fsdp import (
     tensor_parallel,
     vision,
 )
-from slime.backends.fsdp.expert_balance import ExpertWatch, balance_coefficient
+from slime.backends.fsdp.expert_watch import ExpertWatch, balance_coefficient
 from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, reshard, shard

@@ -38,6 +38,7 @@ from slime.backends.megatron.config import (
     same_architecture,
     transformer_config,
 )
+from slime.backends.megatron.megatron_groups import current_layout, from_last_stage, init_groups
 from slime.backends.megatron.modules import lora
 from slime.backends.megatron.modules.builder import build_chunks, wrap_for_training
 from slime.backends.megatron.modules.compiled import compile_layers, should_compile
@@ -53,7 +54,6 @@ from slime.backends.megatron.modules.routing import (
 from slime.backends.megatron.modules.te_attention import choose_attention
 from slime.backends.megatron.modules.vocab_parallel import VocabSlice
 from slime.backends.megatron.passes import Passes
-from slime.backends.megatron.process_groups import current_layout, from_last_stage, init_groups
 from slime.backends.megatron.teacher import TeacherModel, output_matrix_of
 from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.weights import HubWeights, SharedOut

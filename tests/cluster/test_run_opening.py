@@ -11,7 +11,7 @@ from argument_helpers import parse
 from small_disk import mounted
 
 from slime.cluster.checkpoints.checkpoint import write_checkpoint
-from slime.cluster.run_folder import close_run, open_run
+from slime.cluster.run_opening import close_run, open_run
 from slime.observability.tracking import Tracker, read_metrics
 from slime.utils.errors import FolderTaken, RunStopped
 from slime.utils.files.folder_lock import FolderLock
