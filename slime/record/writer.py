@@ -1,10 +1,11 @@
 """The one writer of a run's record: a thread writes what is handed over, in that order.
 
 What waits together is one transaction: transactions cost more than most of what is in them. The first of it
-waits 50 ms for the others; longer where writing takes long, up to half a second. The run waits for the disk
-only when several rollouts are waiting already. A write that fails (a full disk) is tried once more by its
-parts; a part that fails is told once and the run goes on; how many could not be written is noted in the file
-once it can be again.
+waits 50 ms for the others, or up to a second where writing takes long; a batch that is complete is written at
+once, and the finished samples it is made of, if they were still waiting, not at all. The run waits for the
+disk only when several rollouts are waiting already. A write that fails (a full disk) is tried once more by
+its parts; a part that fails is told once and the run goes on; how many could not be written is noted in the
+file once it can be again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.record.entries import Entry, prompt_hash, prompt_text
-from slime.record.ledger_rows import MILESTONES, Finished, Note, write_notes
+from slime.record.ledger_rows import MILESTONES, Finished, ForgetEntries, Note, write_notes
 from slime.record.numbers import pack_alone, pack_group
 from slime.record.schema import create_or_open
 from slime.utils.types import Sample
@@ -59,7 +60,7 @@ _Part = _Rollout | _Work | list[Note | Finished]  # what is written, or fails, a
 
 # How long the first of several waits for the others; a killed process loses as much. Where a transaction
 # takes long, as with hundreds of samples a second, more are gathered: writing is a small part of the time.
-MIN_GATHER_S, MAX_GATHER_S = 0.05, 0.5
+MIN_GATHER_S, MAX_GATHER_S = 0.05, 1.0
 _GATHERED_PER_WRITING = 20.0
 
 
@@ -92,7 +93,7 @@ class RecordWriter:
         self._is_idle = False  # the thread waits for something to do
         self._gather_s = MIN_GATHER_S
         self._missed = self._missed_events = 0
-        self._closed = self._in_a_hurry = False  # the latter: somebody waits for what is waiting
+        self._closed = self._in_a_hurry = False  # the latter: what waits is written now
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
@@ -127,7 +128,9 @@ class RecordWriter:
         """Hand over events of the ledger. Never waits: the event loop calls it."""
         with self._news:
             self._waiting.extend(notes)
-            if self._is_idle:  # while it gathers, to wake it for each would cost more than to write it
+            if any(isinstance(note, Note) and isinstance(note.also, ForgetEntries) for note in notes):
+                self._in_a_hurry = True
+            if self._is_idle or self._in_a_hurry:  # to wake it for each would cost more than to write it
                 self._news.notify_all()
 
     def flush(self) -> None:

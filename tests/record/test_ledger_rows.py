@@ -7,10 +7,11 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE_S, eventually
 
 from slime.cli.inspect import ledger as command
 from slime.cli.inspect import replay
-from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, open_record
+from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, ledger_rows, open_record
 from slime.record.audit import audit
 from slime.rollout.dumps import load_rollout_dump
 from slime.rollout.ledger import Ledger, follow
@@ -407,3 +408,19 @@ def test_a_flush_returns_when_every_event_until_then_can_be_read(world):
             assert [row.rollout for row in reader.events() if row.event == "consumed"][-1] == rollout_id
     world.stop()
     world.writer.flush()  # of a writer that is closed: nothing is waited for
+
+
+def test_a_complete_batch_is_written_at_once_and_its_samples_are_not_packed(world, monkeypatch):
+    packed = []
+    monkeypatch.setattr(ledger_rows, "_kept_rows", lambda notes: packed.append(notes) or [])
+    world.start()
+    world.writer.flush()
+    world.writer._gather_s = 10 * PATIENCE_S
+    world.make(0, [group_of(0)])
+
+    def is_made():
+        with LedgerReader(world.path) as reader:
+            return any(row.event == "made" for row in reader.events())
+
+    eventually(is_made)
+    assert packed == []
