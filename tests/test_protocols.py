@@ -101,7 +101,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Parser: [PlainParser, FormatParser],
     Policy: [EnginePolicy],
     Environment: [ReasoningGym, TextArena, TextGymnasium],
-    run_requests.Cluster: [Cluster],
+    run_requests.SteeredRun: [Cluster],
     EngineCosts: [EngineCost],
     TrainerCosts: [TrainerCost],
     Lengths: [LengthModel],

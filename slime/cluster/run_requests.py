@@ -29,7 +29,7 @@ _POLL_S = 0.5
 _MIN_LR_STYLES = ("linear", "cosine")
 
 
-class Cluster(Protocol):
+class SteeredRun(Protocol):
     """What of a run is used here; `slime.cluster.cluster.Cluster` is it."""
 
     args: Args
@@ -64,7 +64,7 @@ class Requests:
         self._for_trainer: list[tuple[int, str, float]] = []  # from which rollout on
 
     def take(
-        self, cluster: Cluster, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None
+        self, cluster: SteeredRun, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None
     ) -> str | None:
         """Does all that was asked for since the last step. A str: the run is to end, and why."""
         paused, stop = False, None
@@ -91,19 +91,19 @@ class Requests:
             with cluster.timeline.doing("paused", rollout_id):
                 time.sleep(_POLL_S)
 
-    def before_training(self, cluster: Cluster, rollout_id: int) -> None:
+    def before_training(self, cluster: SteeredRun, rollout_id: int) -> None:
         """What this batch was sampled with is known to the trainer."""
         due = [entry for entry in self._for_trainer if entry[0] <= rollout_id]
         self._for_trainer = [entry for entry in self._for_trainer if entry[0] > rollout_id]
         for _, name, value in due:
             cluster.change_trainer(name, value, rollout_id)
 
-    def tell_again(self, cluster: Cluster) -> None:
+    def tell_again(self, cluster: SteeredRun) -> None:
         """New processes of the trainer began with the flags: they learn what was changed since."""
         for name, value in self._current.items():
             cluster.trainer.ranks.call(TrainActor.change_setting, name, value)
 
-    def take_up(self, cluster: Cluster) -> None:
+    def take_up(self, cluster: SteeredRun) -> None:
         """A run that goes on has the settings that were changed before, unless its flags are other now."""
         record = read_run(cluster.run.run_dir)
         if self._recording is None or record is None or not record.earlier:
@@ -130,7 +130,7 @@ class Requests:
 
     def _do(
         self,
-        cluster: Cluster,
+        cluster: SteeredRun,
         row: ActionRow,
         rollout_id: int,
         rollout: Generated,
@@ -162,7 +162,7 @@ class Requests:
         words = {"pause": "paused", "resume": "goes on", "stop": "ends here; without --save nothing is kept"}
         return words[row.name]
 
-    def _set(self, cluster: Cluster, setting: str, value: float, rollout_id: int, in_flight: bool) -> str:
+    def _set(self, cluster: SteeredRun, setting: str, value: float, rollout_id: int, in_flight: bool) -> str:
         args = cluster.args
         if not cluster.trainer.ranks.handles:
             raise Refused("nothing is trained in this run")
@@ -179,7 +179,9 @@ class Requests:
         old = f"{before:g}" if isinstance(before, (int, float)) else "as --eps-clip"
         return f"--{setting.replace('_', '-')} was {old} and is {value:g} from step {rollout_id + 2} on"
 
-    def _change(self, cluster: Cluster, setting: str, value: float, rollout_id: int, in_flight: bool) -> None:
+    def _change(
+        self, cluster: SteeredRun, setting: str, value: float, rollout_id: int, in_flight: bool
+    ) -> None:
         self._current[setting] = value
         if setting == "rollout_temperature":
             # On the work lane: behind a rollout in flight, which was begun with the old one.
