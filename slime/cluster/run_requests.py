@@ -51,7 +51,7 @@ class SteeredRun(Protocol):
     ) -> None: ...
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """An action that this run cannot do, and why."""
 
 
@@ -74,7 +74,7 @@ class Requests:
                 try:
                     answer = self._do(cluster, row, rollout_id, rollout, in_flight, done)
                     state = DONE
-                except Refused as refusal:
+                except RequestRefused as refusal:
                     answer, state = str(refusal), REFUSED
                 logger.info("asked by %s after rollout %d: %s: %s", row.who, rollout_id, row.name, answer)
                 self._answer(row, state, rollout_id, answer)
@@ -140,19 +140,19 @@ class Requests:
         """What was done, in a sentence; Refused: why not."""
         action = ACTIONS.get(row.name)
         if action is None or action.wrong_value(row.value):
-            raise Refused("this version of slime does not know it, or not with this value")
+            raise RequestRefused("this version of slime does not know it, or not with this value")
         if action.setting is not None:
             assert row.value is not None, "a setting has a value"
             return self._set(cluster, action.setting, row.value, rollout_id, in_flight is not None)
         if row.name == "evaluate":
             if not cluster.args.eval_datasets:
-                raise Refused("the run has nothing to evaluate on: give --eval-prompt-data")
+                raise RequestRefused("the run has nothing to evaluate on: give --eval-prompt-data")
             if not cluster.schedule.eval_after(rollout_id) and "evaluate" not in done:
                 cluster.evaluate(rollout_id)
             done.add("evaluate")
             return f"evaluated after step {rollout_id + 1}"
         if row.name == "checkpoint" and cluster.saver is None:
-            raise Refused("the run keeps no checkpoints: start it with --save")
+            raise RequestRefused("the run keeps no checkpoints: start it with --save")
         if row.name in ("checkpoint", "stop") and cluster.saver is not None:
             if not cluster.schedule.save_after(rollout_id) and "checkpoint" not in done:
                 with cluster.residency.phase(TRAIN):
@@ -165,15 +165,15 @@ class Requests:
     def _set(self, cluster: SteeredRun, setting: str, value: float, rollout_id: int, in_flight: bool) -> str:
         args = cluster.args
         if not cluster.trainer.ranks.handles:
-            raise Refused("nothing is trained in this run")
+            raise RequestRefused("nothing is trained in this run")
         if setting == "lr" and args.lr_decay_style in _MIN_LR_STYLES and value < args.min_lr:
-            raise Refused(f"it is below --min-lr {args.min_lr:g}, to which the rate decays")
+            raise RequestRefused(f"it is below --min-lr {args.min_lr:g}, to which the rate decays")
         if setting == "rollout_temperature" and args.partial_rollout:
-            raise Refused(
+            raise RequestRefused(
                 "answers that are continued have tokens of the old one, which the trainer must know"
             )
         if setting == "rollout_temperature" and args.release_train:
-            raise Refused("with --release-train it is part of what a run begins with")
+            raise RequestRefused("with --release-train it is part of what a run begins with")
         before = self._current.get(setting, getattr(args, setting))
         self._change(cluster, setting, value, rollout_id, in_flight)
         old = f"{before:g}" if isinstance(before, (int, float)) else "as --eps-clip"
