@@ -107,7 +107,7 @@ def verify(
     expected = reference.compute(folder / "model", folder / "after", config.vocab_size)
     table = Table()
     for target in targets:
-        job = trainer_job.Job(
+        job = trainer_job.TrainerJob(
             str(trained), target, str(folder / target.name.replace(" ", "-")), config.vocab_size, before_build
         )
         _check_target(options, job, expected, table)

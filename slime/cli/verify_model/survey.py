@@ -95,7 +95,9 @@ def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> Row:
         return Row(kind, REFUSED, how, note=_told(error))
     except Exception as error:  # families of other purposes fail in many ways
         return Row(kind, NO_REFERENCE, note=f"no small text model of its default config ({_told(error)})")
-    job = trainer_job.Job(str(folder / "model"), Target("fsdp", "single", 1), str(folder), config.vocab_size)
+    job = trainer_job.TrainerJob(
+        str(folder / "model"), Target("fsdp", "single", 1), str(folder), config.vocab_size
+    )
     try:
         found = trainer_job.compute(0, job)
     except Exception as error:

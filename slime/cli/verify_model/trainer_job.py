@@ -35,7 +35,7 @@ from slime.utils.machine.process_groups import stay_on_loopback
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainerJob:
     """`before_build` is called first in every process: tests make a mistake there to be found."""
 
     model: str
@@ -49,7 +49,7 @@ class JobFailed(Exception):
     """A trainer did not finish; the message says why."""
 
 
-def run(job: Job, deadline_s: float) -> Outcome:
+def run(job: TrainerJob, deadline_s: float) -> Outcome:
     """Start the job's ranks, wait for them, and end them all when one fails or the time is up."""
     context = multiprocessing.get_context("spawn")
     numbers = range(job.target.ranks)
@@ -66,7 +66,7 @@ def run(job: Job, deadline_s: float) -> Outcome:
     return torch.load(Path(job.folder) / "outcome.pt", weights_only=False)
 
 
-def _wait(ranks: list[Any], job: Job, deadline: float, deadline_s: float) -> None:
+def _wait(ranks: list[Any], job: TrainerJob, deadline: float, deadline_s: float) -> None:
     running = list(ranks)
     while running:
         ready = wait([process.sentinel for process in running], timeout=max(deadline - time.monotonic(), 0.0))
@@ -92,7 +92,7 @@ def settings(model: str, target: Target) -> Args:
     )
 
 
-def _rank_main(rank: int, job: Job) -> None:
+def _rank_main(rank: int, job: TrainerJob) -> None:
     _end_with_parent()
     torch.set_num_threads(1)
     reference.be_quiet()
@@ -125,7 +125,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def compute(rank: int, job: Job) -> Outcome | None:
+def compute(rank: int, job: TrainerJob) -> Outcome | None:
     """Log-probs with activations, one optimizer step, and the weights before and after; on rank 0."""
     target = job.target
     create_backend = importlib.import_module(f"slime.backends.{target.backend}").create_backend
