@@ -62,7 +62,7 @@ def first_samples(args: Args, count: int) -> Iterator[Sample]:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class PromptLengths:
     """Tokens of the first prompts. `whole`: there are no others."""
 
     tokens: tuple[int, ...]
@@ -81,15 +81,15 @@ def usual_length(args: Args) -> float | None:
         return None
 
 
-def measure(args: Args, count: int) -> Lengths:
+def measure(args: Args, count: int) -> PromptLengths:
     samples: list[Sample] = []
     characters = 0
     for sample in first_samples(args, count + 1):
         characters += len(str(sample.prompt))
         if len(samples) == count or (samples and characters > _LOOKED_AT_CHARACTERS):
-            return Lengths(tuple(prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))), False)
+            return PromptLengths(tuple(prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))), False)
         samples.append(sample)
-    return Lengths(tuple(prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))), True)
+    return PromptLengths(tuple(prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))), True)
 
 
 def check_lengths(args: Args) -> Iterator[Finding]:
@@ -110,7 +110,7 @@ def check_lengths(args: Args) -> Iterator[Finding]:
         yield from _beyond_context(args, found)
 
 
-def _left_out(found: Lengths, limit: int) -> Iterator[Finding]:
+def _left_out(found: PromptLengths, limit: int) -> Iterator[Finding]:
     count = found.above(limit)
     if count == len(found.tokens):
         yield Finding(
@@ -124,7 +124,7 @@ def _left_out(found: Lengths, limit: int) -> Iterator[Finding]:
         yield Finding("note", "--prompt-data", f"{text} and left out")
 
 
-def _beyond_context(args: Args, found: Lengths) -> Iterator[Finding]:
+def _beyond_context(args: Args, found: PromptLengths) -> Iterator[Finding]:
     limits = [args.rollout_max_context_len, context_of(args.hf_checkpoint or "")]
     context = min((limit for limit in limits if limit is not None), default=None)
     if context is None:
