@@ -48,7 +48,7 @@ from slime.runtime.base import Future, Guarded, Ready, Ref, Runtime
 from slime.runtime.heartbeat import Beating
 from slime.runtime.local import LocalFuture, LocalRuntime, ProcessHandle, SegmentRef
 from slime.simulation.costs import EngineCost, TrainerCost
-from slime.simulation.modelled_engines import EngineCosts, Lengths
+from slime.simulation.modelled_engines import AnswerLengths, EngineCosts
 from slime.simulation.modelled_trainer import TrainerCosts
 from slime.simulation.workload import LengthModel
 from slime.utils.http_utils import Observer
@@ -104,7 +104,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     run_requests.SteeredRun: [Cluster],
     EngineCosts: [EngineCost],
     TrainerCosts: [TrainerCost],
-    Lengths: [LengthModel],
+    AnswerLengths: [LengthModel],
 }
 
 OF_OPTIONAL_PACKAGES = {"backends/megatron/dist_checkpoint.TrainerState"}

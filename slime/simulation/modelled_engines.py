@@ -39,7 +39,7 @@ class EngineCosts(Protocol):
     def prefill_s(self, tokens: float) -> float: ...
 
 
-class Lengths(Protocol):
+class AnswerLengths(Protocol):
     """How many tokens an answer has, from the seed of its request."""
 
     def answer(self, seed: int) -> float: ...
@@ -63,7 +63,13 @@ class ModelledEngine:
     """Continuous batching as a fluid: all that run move at one rate, which depends on how many they are."""
 
     def __init__(
-        self, clock: Clock, costs: EngineCosts, lengths: Lengths, name: str, unit: int, left: dict[str, float]
+        self,
+        clock: Clock,
+        costs: EngineCosts,
+        lengths: AnswerLengths,
+        name: str,
+        unit: int,
+        left: dict[str, float],
     ):
         self._clock, self._costs, self._lengths, self._unit = clock, costs, lengths, unit
         self._left = left  # sample -> tokens that one which was cut short still has; of all engines
