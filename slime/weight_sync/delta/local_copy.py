@@ -30,9 +30,9 @@ from slime.weight_sync.delta.codec import DeltaError, apply, checksum_function, 
 from slime.weight_sync.delta.publication import (
     INDEX,
     MANIFEST,
+    DeltaManifest,
     Entry,
     Index,
-    Manifest,
     Source,
     TensorRecord,
     folder_name,
@@ -287,9 +287,9 @@ def _target(index: Index, version: str | None, exact: bool) -> str | None:
 # ---- bytes -------------------------------------------------------------------------------------------------
 
 
-def _read_manifest(entry: Entry, source: Source) -> Manifest:
+def _read_manifest(entry: Entry, source: Source) -> DeltaManifest:
     try:
-        manifest = Manifest.from_json(source.read(entry.folder, MANIFEST))
+        manifest = DeltaManifest.from_json(source.read(entry.folder, MANIFEST))
     except (DeltaError, FileNotFoundError) as error:
         raise _Broken(entry, error, surely=True) from error
     if (manifest.version, manifest.base) != (entry.version, entry.base):
@@ -314,7 +314,7 @@ class _Step:
     """One delta, its payload files open."""
 
     entry: Entry
-    manifest: Manifest
+    manifest: DeltaManifest
     tensors: dict[str, TensorRecord]
     files: dict[str, int]  # name -> file descriptor
 
@@ -330,7 +330,7 @@ class _Steps:
     """The deltas of a route, and the manifest of the version they end in."""
 
     deltas: list[_Step]
-    last: Manifest
+    last: DeltaManifest
     last_entry: Entry
 
     @classmethod

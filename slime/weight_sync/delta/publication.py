@@ -106,7 +106,7 @@ class TensorRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class DeltaManifest:
     """weights.json of one published folder. `files`: name -> bytes, of everything beside it."""
 
     version: str
@@ -120,7 +120,7 @@ class Manifest:
         return json.dumps({**asdict(self), "files": dict(self.files)})
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> Manifest:
+    def from_json(cls, text: bytes | str) -> DeltaManifest:
         try:
             data = json.loads(text)
             tensors = tuple(TensorRecord(**row) for row in data.pop("tensors"))

@@ -28,10 +28,10 @@ from slime.weight_sync.delta.publication import (
     INDEX,
     MANIFEST,
     WANTED,
+    DeltaManifest,
     Entry,
     FolderSource,
     Index,
-    Manifest,
     TensorRecord,
     folder_name,
     replace_text,
@@ -193,7 +193,9 @@ class DeltaSender:
         self, staging: Path, kind: str, version: str, base: str | None, records: list[TensorRecord]
     ) -> Entry:
         files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
-        manifest = Manifest(version, base, self._delta.encoding, self._delta.checksum, files, tuple(records))
+        manifest = DeltaManifest(
+            version, base, self._delta.encoding, self._delta.checksum, files, tuple(records)
+        )
         replace_text(staging / MANIFEST, manifest.to_json())
         target = self._folder / folder_name(kind, version)
         again = 1
