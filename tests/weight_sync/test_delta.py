@@ -17,7 +17,7 @@ from slime.utils.errors import RunStopped
 from slime.weight_sync.base import DeltaOptions, SenderOptions
 from slime.weight_sync.delta.codec import DeltaError
 from slime.weight_sync.delta.local_copy import LocalCopy, find_route
-from slime.weight_sync.delta.publication import INDEX, WANTED, Entry, FolderSource, Index, is_at_least
+from slime.weight_sync.delta.publication import INDEX, WANTED, DeltaEntry, FolderSource, Index, is_at_least
 from slime.weight_sync.delta.transport import DeltaSender
 
 pytest.importorskip("zstandard")
@@ -183,8 +183,8 @@ def test_what_a_killed_run_published_is_removed_by_the_next_one(tmp_path):
 
 
 def test_the_shorter_way_is_taken():
-    full1, full3 = Entry("r:1", None, "full-1", 100), Entry("r:3", None, "full-3", 100)
-    delta = {i: Entry(f"r:{i}", f"r:{i - 1}", f"delta-{i}", 60) for i in (2, 3, 4)}
+    full1, full3 = DeltaEntry("r:1", None, "full-1", 100), DeltaEntry("r:3", None, "full-3", 100)
+    delta = {i: DeltaEntry(f"r:{i}", f"r:{i - 1}", f"delta-{i}", 60) for i in (2, 3, 4)}
     index = Index((full1, delta[2], delta[3], full3, delta[4]))
     assert find_route(index, "r:3", "r:4").deltas == (delta[4],)
     assert find_route(index, "r:2", "r:4").deltas == (delta[3], delta[4])  # 120 bytes; 160 from the full copy

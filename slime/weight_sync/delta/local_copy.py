@@ -30,8 +30,8 @@ from slime.weight_sync.delta.codec import DeltaError, apply, checksum_function, 
 from slime.weight_sync.delta.publication import (
     INDEX,
     MANIFEST,
+    DeltaEntry,
     DeltaManifest,
-    Entry,
     Index,
     Source,
     TensorRecord,
@@ -53,8 +53,8 @@ _LOOK_S = 0.05
 class Route:
     """How to get to a version: a start, and deltas in order. `full` None: from the version that is held."""
 
-    full: Entry | None
-    deltas: tuple[Entry, ...]
+    full: DeltaEntry | None
+    deltas: tuple[DeltaEntry, ...]
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +79,7 @@ class _Broken(DeltaError):
     `surely`: it is the folder itself; a file is missing or cut.
     """
 
-    def __init__(self, entry: Entry, why: object, *, surely: bool = False):
+    def __init__(self, entry: DeltaEntry, why: object, *, surely: bool = False):
         super().__init__(f"{entry.folder}: {why}")
         self.entry, self.surely = entry, surely
 
@@ -90,7 +90,7 @@ def find_route(index: Index, held: str | None, target: str, without: Sequence[st
     fulls = {entry.version: entry for entry in usable if entry.base is None}
     deltas = {entry.version: entry for entry in usable if entry.base is not None}
     found: list[Route] = []
-    version, chain = target, tuple[Entry, ...]()
+    version, chain = target, tuple[DeltaEntry, ...]()
     while True:
         if version == held:
             found.append(Route(None, chain))
@@ -224,7 +224,7 @@ class LocalCopy:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def _fetch_full(self, entry: Entry, source: Source, staging: Path) -> Path:
+    def _fetch_full(self, entry: DeltaEntry, source: Source, staging: Path) -> Path:
         """A folder with links to, or copies of, the files of a full version."""
         manifest = _read_manifest(entry, source)
         base = staging / "base"
@@ -287,7 +287,7 @@ def _target(index: Index, version: str | None, exact: bool) -> str | None:
 # ---- bytes -------------------------------------------------------------------------------------------------
 
 
-def _read_manifest(entry: Entry, source: Source) -> DeltaManifest:
+def _read_manifest(entry: DeltaEntry, source: Source) -> DeltaManifest:
     try:
         manifest = DeltaManifest.from_json(source.read(entry.folder, MANIFEST))
     except (DeltaError, FileNotFoundError) as error:
@@ -302,7 +302,7 @@ def _read_manifest(entry: Entry, source: Source) -> DeltaManifest:
     return manifest
 
 
-def _fetch(entry: Entry, source: Source, file: str, nbytes: int, scratch: Path) -> Path:
+def _fetch(entry: DeltaEntry, source: Source, file: str, nbytes: int, scratch: Path) -> Path:
     try:
         return source.path_of(entry.folder, file, nbytes, scratch)
     except (DeltaError, FileNotFoundError) as error:  # damaged, or tidied up by the trainer meanwhile
@@ -313,7 +313,7 @@ def _fetch(entry: Entry, source: Source, file: str, nbytes: int, scratch: Path) 
 class _Step:
     """One delta, its payload files open."""
 
-    entry: Entry
+    entry: DeltaEntry
     manifest: DeltaManifest
     tensors: dict[str, TensorRecord]
     files: dict[str, int]  # name -> file descriptor
@@ -331,7 +331,7 @@ class _Steps:
 
     deltas: list[_Step]
     last: DeltaManifest
-    last_entry: Entry
+    last_entry: DeltaEntry
 
     @classmethod
     def read(cls, route: Route, source: Source, held: str | None, scratch: Path) -> _Steps:

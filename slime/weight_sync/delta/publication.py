@@ -53,7 +53,7 @@ def folder_name(kind: str, version: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DeltaEntry:
     """One published folder. `base` None: a full checkpoint; otherwise what the delta must be applied to."""
 
     version: str
@@ -66,7 +66,7 @@ class Entry:
 class Index:
     """What is published, oldest first."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[DeltaEntry, ...] = ()
 
     @property
     def latest(self) -> str | None:
@@ -78,7 +78,7 @@ class Index:
     @classmethod
     def from_json(cls, text: bytes | str) -> Index:
         try:
-            entries = tuple(Entry(**row) for row in json.loads(text)["entries"])
+            entries = tuple(DeltaEntry(**row) for row in json.loads(text)["entries"])
         except (ValueError, KeyError, TypeError) as error:
             raise DeltaError(f"{INDEX} is damaged ({type(error).__name__}: {error})") from error
         for entry in entries:

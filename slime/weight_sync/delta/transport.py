@@ -28,8 +28,8 @@ from slime.weight_sync.delta.publication import (
     INDEX,
     MANIFEST,
     WANTED,
+    DeltaEntry,
     DeltaManifest,
-    Entry,
     FolderSource,
     Index,
     TensorRecord,
@@ -77,7 +77,7 @@ class DeltaSender:
         self._version: str | None = None  # None: nothing is published, or a push is under way
         self._base: str | None = None
         self._records: list[TensorRecord] = []
-        self._index: list[Entry] = []
+        self._index: list[DeltaEntry] = []
         # Guards all of the above between the caller and the thread of full copies.
         self._state = threading.Lock()
         self._pool = worker_pool()
@@ -163,14 +163,14 @@ class DeltaSender:
 
     # ---- what is published ---------------------------------------------------------------------------------
 
-    def _write_delta(self, version: str, records: list[TensorRecord]) -> Entry:
+    def _write_delta(self, version: str, records: list[TensorRecord]) -> DeltaEntry:
         for file in [path for path in self._staging.iterdir() if not path.stat().st_size]:
             file.unlink()  # of a bucket in which nothing changed
         return self._rename(self._staging, "delta", version, self._base, records)
 
     def _write_full(
         self, version: str, tensors: dict[str, torch.Tensor], sums: dict[str, str], staging: Path
-    ) -> Entry:
+    ) -> DeltaEntry:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         weight_map: dict[str, str] = {}
@@ -191,7 +191,7 @@ class DeltaSender:
 
     def _rename(
         self, staging: Path, kind: str, version: str, base: str | None, records: list[TensorRecord]
-    ) -> Entry:
+    ) -> DeltaEntry:
         files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
         manifest = DeltaManifest(
             version, base, self._delta.encoding, self._delta.checksum, files, tuple(records)
@@ -203,9 +203,11 @@ class DeltaSender:
             again += 1
             target = self._folder / f"{folder_name(kind, version)}-{again}"
         staging.rename(target)
-        return Entry(version, base, target.name, sum(files.values()) + (target / MANIFEST).stat().st_size)
+        return DeltaEntry(
+            version, base, target.name, sum(files.values()) + (target / MANIFEST).stat().st_size
+        )
 
-    def _publish(self, entry: Entry) -> None:
+    def _publish(self, entry: DeltaEntry) -> None:
         """Publish an entry, a late full copy in its place; what it makes superfluous is removed."""
         if not self._index:
             self._clear_old_run()
@@ -218,7 +220,7 @@ class DeltaSender:
         for old in gone:
             shutil.rmtree(self._folder / old.folder, ignore_errors=True)
 
-    def _superfluous(self) -> list[Entry]:
+    def _superfluous(self) -> list[DeltaEntry]:
         """What nobody needs who goes to the newest version or to the one before it.
 
         Of the versions up to the full copy they start from, only the step
