@@ -77,7 +77,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
         key=lambda c: c.__name__,
     ),
     LiveSender: [live_sender_of(name) for name, row in TRANSPORTS.items() if row.live],
-    publication.Source: [publication.FolderSource, publication.HttpSource],
+    publication.DeltaSource: [publication.FolderSource, publication.HttpSource],
     embedded_weights.Source: [
         embedded_weights.SharedMemorySource,
         embedded_weights.DiskSource,

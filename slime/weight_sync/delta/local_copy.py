@@ -32,8 +32,8 @@ from slime.weight_sync.delta.publication import (
     MANIFEST,
     DeltaEntry,
     DeltaManifest,
+    DeltaSource,
     Index,
-    Source,
     TensorRecord,
     folder_name,
     is_at_least,
@@ -132,7 +132,12 @@ class LocalCopy:
             return None
 
     def bring_to(
-        self, source: Source, version: str | None = None, *, exact: bool = False, deadline_s: float = 600.0
+        self,
+        source: DeltaSource,
+        version: str | None = None,
+        *,
+        exact: bool = False,
+        deadline_s: float = 600.0,
     ) -> Arrival:
         """Bring the copy to at least `version` (None: the newest), or exactly it; waits until the deadline.
 
@@ -155,7 +160,7 @@ class LocalCopy:
                     time.sleep(_LOOK_S)
 
     def _attempt(
-        self, source: Source, version: str | None, exact: bool, attempts: _Attempts, started: float
+        self, source: DeltaSource, version: str | None, exact: bool, attempts: _Attempts, started: float
     ) -> Arrival | None:
         """One try to follow; None: the version is not there yet."""
         index = read_index(source)
@@ -190,7 +195,7 @@ class LocalCopy:
         else:
             attempts.broken.append(error.entry.folder)
 
-    def _no_way(self, source: Source, version: str | None, attempts: _Attempts) -> str:
+    def _no_way(self, source: DeltaSource, version: str | None, attempts: _Attempts) -> str:
         try:
             latest = read_index(source).latest
         except DeltaError as error:
@@ -203,7 +208,9 @@ class LocalCopy:
 
     # ---- one route -----------------------------------------------------------------------------------------
 
-    def _follow(self, route: Route, source: Source, target: str, state: Mapping[str, str] | None) -> Path:
+    def _follow(
+        self, route: Route, source: DeltaSource, target: str, state: Mapping[str, str] | None
+    ) -> Path:
         staging = self._folder / _STAGING
         self._tidy(keep=state["folder"] if state else None)
         (staging / "new").mkdir(parents=True)
@@ -224,7 +231,7 @@ class LocalCopy:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def _fetch_full(self, entry: DeltaEntry, source: Source, staging: Path) -> Path:
+    def _fetch_full(self, entry: DeltaEntry, source: DeltaSource, staging: Path) -> Path:
         """A folder with links to, or copies of, the files of a full version."""
         manifest = _read_manifest(entry, source)
         base = staging / "base"
@@ -287,7 +294,7 @@ def _target(index: Index, version: str | None, exact: bool) -> str | None:
 # ---- bytes -------------------------------------------------------------------------------------------------
 
 
-def _read_manifest(entry: DeltaEntry, source: Source) -> DeltaManifest:
+def _read_manifest(entry: DeltaEntry, source: DeltaSource) -> DeltaManifest:
     try:
         manifest = DeltaManifest.from_json(source.read(entry.folder, MANIFEST))
     except (DeltaError, FileNotFoundError) as error:
@@ -302,7 +309,7 @@ def _read_manifest(entry: DeltaEntry, source: Source) -> DeltaManifest:
     return manifest
 
 
-def _fetch(entry: DeltaEntry, source: Source, file: str, nbytes: int, scratch: Path) -> Path:
+def _fetch(entry: DeltaEntry, source: DeltaSource, file: str, nbytes: int, scratch: Path) -> Path:
     try:
         return source.path_of(entry.folder, file, nbytes, scratch)
     except (DeltaError, FileNotFoundError) as error:  # damaged, or tidied up by the trainer meanwhile
@@ -334,7 +341,7 @@ class _Steps:
     last_entry: DeltaEntry
 
     @classmethod
-    def read(cls, route: Route, source: Source, held: str | None, scratch: Path) -> _Steps:
+    def read(cls, route: Route, source: DeltaSource, held: str | None, scratch: Path) -> _Steps:
         """`held`: the version the deltas begin from, or None with a full copy."""
         deltas: list[_Step] = []
         last_entry = route.full

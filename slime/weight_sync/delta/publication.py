@@ -166,7 +166,7 @@ def replace_text(path: Path, text: str) -> None:
 # ---- readers -----------------------------------------------------------------------------------------------
 
 
-class Source(Protocol):
+class DeltaSource(Protocol):
     """Where published weights come from. FileNotFoundError: it is not there, or no longer."""
 
     def read(self, folder: str, file: str) -> bytes: ...
@@ -180,12 +180,12 @@ class Source(Protocol):
         ...
 
 
-def open_source(where: str) -> Source:
+def open_source(where: str) -> DeltaSource:
     """A folder, or http://host:port of a publisher."""
     return HttpSource(where) if where.startswith(("http://", "https://")) else FolderSource(Path(where))
 
 
-def read_index(source: Source) -> Index:
+def read_index(source: DeltaSource) -> Index:
     """Empty where nothing is published yet."""
     try:
         return Index.from_json(source.read("", INDEX))

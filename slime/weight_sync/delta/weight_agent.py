@@ -25,7 +25,7 @@ from slime.utils import http_utils, waits
 from slime.utils.errors import RunStopped
 from slime.weight_sync.delta.codec import DeltaError
 from slime.weight_sync.delta.local_copy import LocalCopy
-from slime.weight_sync.delta.publication import INDEX, WANTED, Source, check_name, version_key
+from slime.weight_sync.delta.publication import INDEX, WANTED, DeltaSource, check_name, version_key
 from slime.wire.control import EngineControl
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _ASK_DEADLINE_S = 1200.0  # longer than an agent waits for a version
 class WeightAgent:
     """One engine and its copy of the weights. One pull at a time."""
 
-    def __init__(self, source: Source, local: Path, engine_url: str, deadline_s: float = 600.0):
+    def __init__(self, source: DeltaSource, local: Path, engine_url: str, deadline_s: float = 600.0):
         self._source, self._copy, self._deadline_s = source, LocalCopy(local), deadline_s
         self._engine = EngineControl(engine_url, _ASK_DEADLINE_S)
         self._one = asyncio.Lock()
