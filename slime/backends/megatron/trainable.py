@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import nn
 
 from slime.arguments import Args
-from slime.backends.megatron.weights import Entry
+from slime.backends.megatron.weights import ParameterEntry
 
 
-def freeze(args: Args, entries: Sequence[Entry]) -> None:
+def freeze(args: Args, entries: Sequence[ParameterEntry]) -> None:
     """Freeze the parameters that the two flags leave out or name; before the optimizer is built."""
     only = args.only_train_params_name_list
     patterns = only or args.freeze_params_name_list
@@ -28,7 +28,7 @@ def freeze(args: Args, entries: Sequence[Entry]) -> None:
         entry.parameter.requires_grad_(kept)
 
 
-def _matches(flag: str, patterns: Iterable[str], entry: Entry) -> bool:
+def _matches(flag: str, patterns: Iterable[str], entry: ParameterEntry) -> bool:
     found = {name: any(re.search(pattern, name) for pattern in patterns) for name in entry.hub}
     if len(set(found.values())) > 1:
         inside = next(name for name, matched in found.items() if matched)
@@ -40,7 +40,7 @@ def _matches(flag: str, patterns: Iterable[str], entry: Entry) -> bool:
     return next(iter(found.values()))
 
 
-def _check_patterns(flag: str, patterns: Iterable[str], entries: Sequence[Entry]) -> None:
+def _check_patterns(flag: str, patterns: Iterable[str], entries: Sequence[ParameterEntry]) -> None:
     """A pattern must match a name on some rank; every rank refuses the same one."""
     names: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(names, [name for entry in entries for name in entry.hub])

@@ -27,7 +27,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ParameterEntry:
     """One parameter (or saved buffer) of this rank, and the hub tensors that it is made of."""
 
     parameter: Tensor
@@ -66,7 +66,7 @@ class Piece:
 class SharedOut:
     """Tensors that ranks hold parts of, gathered by buckets; all ranks call its methods together."""
 
-    def __init__(self, entries: list[Entry], dims: Dims, device: torch.device) -> None:
+    def __init__(self, entries: list[ParameterEntry], dims: Dims, device: torch.device) -> None:
         self.entries, self._dims, self._device = entries, dims, device
         self._plan: list[list[Piece]] | None = None
 
@@ -97,7 +97,7 @@ class SharedOut:
             yield self._split(pieces, self._over_shards(pieces, parameters, dtype))
 
     @property
-    def _shown(self) -> list[Entry]:
+    def _shown(self) -> list[ParameterEntry]:
         return [entry for entry in self.entries if entry.shown]
 
     def pieces(self) -> list[list[Piece]]:
@@ -186,14 +186,14 @@ class HubWeights(SharedOut):
         entries = [entry for chunk in chunks for entry in self._entries_of(chunk)]
         super().__init__(entries, dims, entries[0].parameter.device)
 
-    def _entries_of(self, chunk: PackedGPTModel) -> Iterator[Entry]:
+    def _entries_of(self, chunk: PackedGPTModel) -> Iterator[ParameterEntry]:
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         first_expert = experts * parallel_state.get_expert_model_parallel_rank()
         buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if self._matches(name))
         for name, parameter in (*chunk.named_parameters(), *buffers):
             if name == SCALAR_HEAD.mcore and self._scalar_seed is not None:
-                yield Entry(parameter, SCALAR_HEAD, SCALAR_HEAD.hub, True)
+                yield ParameterEntry(parameter, SCALAR_HEAD, SCALAR_HEAD.hub, True)
                 continue
             rule, found = self._rule_of(name)
             head = found.get("head", 0)
@@ -206,7 +206,7 @@ class HubWeights(SharedOut):
             copy = name == "output_layer.weight" and self._tied
             copy = copy or (name == "embedding.word_embeddings.weight" and not chunk.pre_process)
             hub = ("model.embed_tokens.weight",) if copy else tuple(n.format(**numbers) for n in rule.hub)
-            yield Entry(parameter, rule, hub, not copy)
+            yield ParameterEntry(parameter, rule, hub, not copy)
 
     def _matches(self, name: str) -> list[tuple[Rule, re.Match[str]]]:
         return [(rule, match) for rule in self._rules if (match := rule.pattern.fullmatch(name))]
@@ -235,7 +235,7 @@ class HubWeights(SharedOut):
         if wrong:
             raise ValueError(f"{path} is of another shape than its config says: {_list(wrong)}.")
 
-    def _load_entry(self, entry: Entry, folder: CheckpointFolder | TorchDistFolder) -> Iterator[str]:
+    def _load_entry(self, entry: ParameterEntry, folder: CheckpointFolder | TorchDistFolder) -> Iterator[str]:
         if self._scalar_seed is not None and entry.rule is SCALAR_HEAD and entry.hub[0] not in folder.names:
             # Every rank draws the same numbers.
             entry.parameter.copy_(draw_head(entry.parameter.shape[1], self._scalar_seed))

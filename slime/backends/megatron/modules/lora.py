@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from slime.arguments import Args
 from slime.backends.families.base import Dims, Rule, to_local
 from slime.backends.megatron.modules.model import PackedGPTModel
-from slime.backends.megatron.weights import SCALAR_HEAD, Entry, HubWeights, SharedOut
+from slime.backends.megatron.weights import SCALAR_HEAD, HubWeights, ParameterEntry, SharedOut
 from slime.backends.shared.adapters import ALL_LINEAR, first_factor, saved_name
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
@@ -158,7 +158,7 @@ def add_adapters(args: Args, chunks: Sequence[PackedGPTModel], hub: HubWeights, 
     for entry in hub.entries:
         if isinstance(entry.parameter, nn.Parameter):
             entry.parameter.requires_grad_(entry.rule is SCALAR_HEAD)
-    entries: list[Entry] = []
+    entries: list[ParameterEntry] = []
     for i, module in places:
         if any(wanted[i]):
             adapter = Adapter(module, hub.entries[i].rule, wanted[i], args, dims)
@@ -175,7 +175,7 @@ def _takes_adapter(module: nn.Module) -> bool:
     return type(module) in ADAPTED and module.weight is not None
 
 
-def _targets(entry: Entry, named: list[str]) -> tuple[str, ...]:
+def _targets(entry: ParameterEntry, named: list[str]) -> tuple[str, ...]:
     """The layers that a matrix is made of, "" for those which get no adapter; as peft matches names."""
     layers = [name.removesuffix(".weight") for name in entry.hub]
     if entry.rule.kind == "vocab":
@@ -187,7 +187,7 @@ def _targets(entry: Entry, named: list[str]) -> tuple[str, ...]:
     )
 
 
-def _check(args: Args, chunk: PackedGPTModel, found: list[tuple[Entry, tuple[str, ...]]]) -> None:
+def _check(args: Args, chunk: PackedGPTModel, found: list[tuple[ParameterEntry, tuple[str, ...]]]) -> None:
     """Refuse, on all ranks alike, names without a layer and layers that can have no adapter."""
     own = {
         (name.removesuffix(".weight"), bool(target), entry.rule.is_expert)
@@ -222,15 +222,15 @@ def _check(args: Args, chunk: PackedGPTModel, found: list[tuple[Entry, tuple[str
         )
 
 
-def _entries_of(adapter: Adapter) -> list[Entry]:
+def _entries_of(adapter: Adapter) -> list[ParameterEntry]:
     """Both factors as they are exported, under the names of peft."""
     mcore, seconds = adapter.rule.mcore, [name and saved_name(name, "lora_B") for name in adapter.parts]
     entries = []
     for name, parameter in zip(adapter.targets, adapter.first, strict=True):
         hub = (saved_name(name, "lora_A"),)
-        entries.append(Entry(parameter, Rule(mcore, hub, adapter.kind_of_first), hub, True))
+        entries.append(ParameterEntry(parameter, Rule(mcore, hub, adapter.kind_of_first), hub, True))
     rule = Rule(mcore, tuple(seconds), adapter.kind_of_second)
-    return [*entries, Entry(adapter.lora_B, rule, tuple(seconds), True)]
+    return [*entries, ParameterEntry(adapter.lora_B, rule, tuple(seconds), True)]
 
 
 def _attribute(layer: str) -> str:
