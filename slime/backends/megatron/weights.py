@@ -45,7 +45,7 @@ class ParameterEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterPiece:
     """An exported parameter as every pipeline rank knows it; `hub`: names per expert-parallel rank."""
 
     kind: str
@@ -68,7 +68,7 @@ class SharedOut:
 
     def __init__(self, entries: list[ParameterEntry], dims: Dims, device: torch.device) -> None:
         self.entries, self._dims, self._device = entries, dims, device
-        self._plan: list[list[Piece]] | None = None
+        self._plan: list[list[ParameterPiece]] | None = None
 
     @torch.no_grad()
     def buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
@@ -90,7 +90,9 @@ class SharedOut:
         return self._own_buckets(_grouped(pieces, bucket_bytes, dtype), dtype)
 
     @torch.no_grad()
-    def _own_buckets(self, groups: Iterator[list[Piece]], dtype: torch.dtype | None) -> Iterator[Bucket]:
+    def _own_buckets(
+        self, groups: Iterator[list[ParameterPiece]], dtype: torch.dtype | None
+    ) -> Iterator[Bucket]:
         entries = iter(self._shown)
         for pieces in groups:
             parameters = [next(entries).exported for _ in pieces]
@@ -100,7 +102,7 @@ class SharedOut:
     def _shown(self) -> list[ParameterEntry]:
         return [entry for entry in self.entries if entry.shown]
 
-    def pieces(self) -> list[list[Piece]]:
+    def pieces(self) -> list[list[ParameterPiece]]:
         """What each pipeline stage exports; gathered once, by all ranks together."""
         if self._plan is None:
             ep = parallel_state.get_expert_model_parallel_group()
@@ -108,7 +110,7 @@ class SharedOut:
             per_expert_rank: list[Any] = [None] * ep.size()
             dist.all_gather_object(per_expert_rank, mine, group=ep)
             pieces = [
-                Piece(
+                ParameterPiece(
                     entry.rule.kind,
                     entry.rule.is_expert,
                     tuple(names[i] for names in per_expert_rank) if entry.rule.is_expert else (entry.hub,),
@@ -123,7 +125,7 @@ class SharedOut:
         return self._plan
 
     def _over_shards(
-        self, pieces: list[Piece], parameters: list[Tensor], dtype: torch.dtype | None
+        self, pieces: list[ParameterPiece], parameters: list[Tensor], dtype: torch.dtype | None
     ) -> Tensor:
         """[ranks, count]: one all-gather over the ranks of the stage that share these parameters."""
         group = _sharing_group(pieces)
@@ -133,7 +135,11 @@ class SharedOut:
         return torch.stack(parts)
 
     def _over_stages(
-        self, pieces: list[Piece], parameters: list[Tensor] | None, stage: int, dtype: torch.dtype | None
+        self,
+        pieces: list[ParameterPiece],
+        parameters: list[Tensor] | None,
+        stage: int,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         """`_over_shards` of one stage, broadcast to all; `parameters` is None on the other stages."""
         if parameters is not None:
@@ -146,7 +152,7 @@ class SharedOut:
             dist.broadcast(gathered, src=dist.get_process_group_ranks(pp)[stage], group=pp)
         return gathered
 
-    def _split(self, pieces: list[Piece], gathered: Tensor) -> Bucket:
+    def _split(self, pieces: list[ParameterPiece], gathered: Tensor) -> Bucket:
         bucket: Bucket = []
         start = 0
         for piece in pieces:
@@ -291,7 +297,7 @@ class HubWeights(SharedOut):
                 yield bucket
 
 
-def _sharing_group(pieces: list[Piece]) -> dist.ProcessGroup:
+def _sharing_group(pieces: list[ParameterPiece]) -> dist.ProcessGroup:
     """The ranks of a pipeline stage over which these parameters, all experts' or none, are spread."""
     if pieces[0].is_expert:
         return parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -307,9 +313,11 @@ def _shards(rule: Rule) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-def _grouped(pieces: list[Piece], bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[list[Piece]]:
+def _grouped(
+    pieces: list[ParameterPiece], bucket_bytes: int, dtype: torch.dtype | None
+) -> Iterator[list[ParameterPiece]]:
     """Runs of pieces of one sharing group and dtype that fit the limit when gathered (a larger one alone)."""
-    group: list[Piece] = []
+    group: list[ParameterPiece] = []
     size = 0
     for piece in pieces:
         nbytes = piece.count * _sharing_group([piece]).size() * piece.wire(dtype).itemsize
