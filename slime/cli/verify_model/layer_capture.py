@@ -27,7 +27,7 @@ Share = Callable[[dict[str, Any], MicroBatch], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CapturedPiece:
     """Part of one activation: `values` [n, H] of the tokens numbered `tokens` [n] in a packed micro-batch."""
 
     documents: tuple[int, ...]
@@ -41,9 +41,9 @@ class Piece:
 @contextmanager
 def recording(
     layers: Sequence[tuple[int, nn.Module]], mbs: Sequence[MicroBatch], ids: Sequence[int], share: Share
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[CapturedPiece]]:
     """Collects pieces during one pass over `mbs`; `ids` are the documents of this rank's batch."""
-    pieces: list[Piece] = []
+    pieces: list[CapturedPiece] = []
     handles = [hook for layer in layers for hook in _hook_layer(*layer, mbs, ids, share, pieces)]
     try:
         yield pieces
@@ -58,7 +58,7 @@ def _hook_layer(
     mbs: Sequence[MicroBatch],
     ids: Sequence[int],
     share: Share,
-    pieces: list[Piece],
+    pieces: list[CapturedPiece],
 ) -> Iterator[Any]:
     calls = -1
     tokens: Tensor | None = None
@@ -79,7 +79,7 @@ def _hook_layer(
                 return  # several streams in one, or layers that run more than once: known to the family alone
             mb, real = mbs[calls], tokens >= 0
             documents, lengths = tuple(ids[p] for p in mb.positions), mb.documents.lengths
-            pieces.append(Piece(documents, lengths, number, part, tokens[real], value[real].clone()))
+            pieces.append(CapturedPiece(documents, lengths, number, part, tokens[real], value[real].clone()))
 
         return hook
 
@@ -118,7 +118,7 @@ def megatron_share(tensor_rank: int, tensor_size: int) -> Share:
     return share
 
 
-def assemble(pieces: list[Piece]) -> Activations | None:
+def assemble(pieces: list[CapturedPiece]) -> Activations | None:
     """All ranks' pieces as whole documents on rank 0; None on the others."""
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(pieces, gathered)
