@@ -31,20 +31,20 @@ _HALF_CHARACTER = "\ufffd"
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class PrefixPiece:
     """The ids of one stretch of a conversation, after those of `before`. `log_probs` None: not generated."""
 
-    before: Piece | None
+    before: PrefixPiece | None
     ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None
     versions: tuple[str, ...] | None  # one per id
     kept: tuple[np.ndarray, ...] | None = None  # per id what it was drawn from; None: not told
     node: _Node | None = None  # where the tree keeps it; set by the tree
 
-    def line(self) -> list[Piece]:
+    def line(self) -> list[PrefixPiece]:
         """The pieces from the beginning of the conversation to here."""
-        pieces: list[Piece] = []
-        piece: Piece | None = self
+        pieces: list[PrefixPiece] = []
+        piece: PrefixPiece | None = self
         while piece is not None:
             pieces.append(piece)
             piece = piece.before
@@ -56,7 +56,7 @@ class _Node:
     edge: str
     parent: _Node | None
     children: dict[str, _Node] = field(default_factory=dict)  # by the first character of their edge
-    piece: Piece | None = None
+    piece: PrefixPiece | None = None
 
 
 class RadixTree:
@@ -64,13 +64,13 @@ class RadixTree:
 
     def __init__(self, max_tokens: int = MAX_TOKENS):
         self._root, self._max_tokens = _Node("", None), max_tokens
-        self._recent: OrderedDict[int, Piece] = OrderedDict()  # by id(); the oldest first
+        self._recent: OrderedDict[int, PrefixPiece] = OrderedDict()  # by id(); the oldest first
         self.num_tokens = 0
 
-    def longest_prefix(self, text: str) -> tuple[int, Piece | None]:
+    def longest_prefix(self, text: str) -> tuple[int, PrefixPiece | None]:
         """(characters that are known, their last piece)."""
         node, at = self._root, 0
-        best: tuple[int, Piece | None] = (0, None)
+        best: tuple[int, PrefixPiece | None] = (0, None)
         while at < len(text):
             child = node.children.get(text[at])
             if child is None or not text.startswith(child.edge, at):
@@ -82,7 +82,7 @@ class RadixTree:
             self._touch(best[1])
         return best
 
-    def insert(self, text: str, piece: Piece) -> None:
+    def insert(self, text: str, piece: PrefixPiece) -> None:
         """`piece` ends the conversation `text`. A text that is known keeps the ids it was first known by."""
         if not text or not piece.ids:
             return
@@ -110,14 +110,14 @@ class RadixTree:
             node, at = child, at + common
         return node
 
-    def _touch(self, piece: Piece | None) -> None:
+    def _touch(self, piece: PrefixPiece | None) -> None:
         """It and what it continues: a beginning is never forgotten before its continuations."""
         while piece is not None:
             if id(piece) in self._recent:
                 self._recent.move_to_end(id(piece))
             piece = piece.before
 
-    def _forget(self, piece: Piece) -> None:
+    def _forget(self, piece: PrefixPiece) -> None:
         del self._recent[id(piece)]
         self.num_tokens -= len(piece.ids)
         node, piece.node = piece.node, None
@@ -179,7 +179,7 @@ class PrefixCacheMiddleware:
             return text
         return payload["text"] if isinstance(payload.get("text"), str) else None
 
-    async def _prompt(self, text: str) -> tuple[int, Piece]:
+    async def _prompt(self, text: str) -> tuple[int, PrefixPiece]:
         """(how many ids were known, the last piece). Long texts are tokenised on another thread."""
         length, piece = self._tree.longest_prefix(text)
         known = sum(len(p.ids) for p in piece.line()) if piece is not None else 0
@@ -188,22 +188,22 @@ class PrefixCacheMiddleware:
             encode = functools.partial(self._tokenizer, fresh, add_special_tokens=False)
             encoded = await asyncio.to_thread(encode) if len(fresh) > _LONG_TEXT else encode()
             ids = encoded["input_ids"]
-            piece = Piece(piece, tuple(ids), None, None)
+            piece = PrefixPiece(piece, tuple(ids), None, None)
         return known, piece
 
-    def _remember(self, text: str, prompt: Piece, answer: dict[str, Any]) -> None:
+    def _remember(self, text: str, prompt: PrefixPiece, answer: dict[str, Any]) -> None:
         made = Generation.from_json(answer)
         assert made.log_probs is not None, "log-probs were asked for"
         if prompt.node is None:
             self._tree.insert(text, prompt)
         versions = tuple(span.version for span in made.spans for _ in range(span.start, span.end))
         kept = _kept_by_token(answer["meta_info"])
-        self._keep(text, Piece(prompt, made.ids, made.log_probs, versions, kept))
+        self._keep(text, PrefixPiece(prompt, made.ids, made.log_probs, versions, kept))
         if made.finish == "stop":  # a client may write the conversation on without the token that stopped it
             shorter = None if kept is None else kept[:-1]
-            self._keep(text, Piece(prompt, made.ids[:-1], made.log_probs[:-1], versions[:-1], shorter))
+            self._keep(text, PrefixPiece(prompt, made.ids[:-1], made.log_probs[:-1], versions[:-1], shorter))
 
-    def _keep(self, text: str, piece: Piece) -> None:
+    def _keep(self, text: str, piece: PrefixPiece) -> None:
         # With special tokens: a chat template writes them too when the conversation comes back.
         said = self._tokenizer.decode(list(piece.ids), skip_special_tokens=False)
         if said and not said.endswith(_HALF_CHARACTER):
@@ -238,7 +238,7 @@ def _kept_by_token(meta: Mapping[str, Any]) -> tuple[np.ndarray, ...] | None:
     return None if found is None else tuple(np.split(found[0].numpy(), found[1].numpy()[1:-1]))
 
 
-def _told(line: list[Piece], first: int) -> dict[str, list[int]]:
+def _told(line: list[PrefixPiece], first: int) -> dict[str, list[int]]:
     """The fields of a sample for the tokens from `first` on; none where no engine told what it drew from."""
     if all(piece.kept is None for piece in line):
         return {}

@@ -10,14 +10,14 @@ from fake_engine import FakeEngine
 
 from slime.engines import prefix_cache
 from slime.engines.balancer import Balancer
-from slime.engines.prefix_cache import Piece, PrefixCacheMiddleware, RadixTree
+from slime.engines.prefix_cache import PrefixCacheMiddleware, PrefixPiece, RadixTree
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.top_p import to_meta
 
 
-def piece(*ids: int, before: Piece | None = None) -> Piece:
-    return Piece(before, ids, None, None)
+def piece(*ids: int, before: PrefixPiece | None = None) -> PrefixPiece:
+    return PrefixPiece(before, ids, None, None)
 
 
 def test_the_longest_known_beginning_is_found():
