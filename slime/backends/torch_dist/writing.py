@@ -24,7 +24,7 @@ from slime.utils.files.torch_dist_folder import CONFIG, RELEASE, TRACKER
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightsSource:
     """What one piece of a stored tensor is made of."""
 
     rule: Rule
@@ -35,7 +35,7 @@ class Source:
 class Stored:
     """A tensor as it will be stored: its sources by their index in the leading dimensions (layer, expert)."""
 
-    sources: dict[tuple[int, ...], Source]
+    sources: dict[tuple[int, ...], WeightsSource]
     lengths: tuple[int, ...]  # of the leading dimensions
 
 
@@ -69,7 +69,7 @@ def _plan(folder: CheckpointFolder, hf_config: Any) -> dict[str, Stored]:
             if set(hub) <= left:
                 left -= set(hub)
                 key, index, lengths = _place(rule, numbers, settings)
-                plan.setdefault(key, Stored({}, lengths)).sources[index] = Source(rule, hub)
+                plan.setdefault(key, Stored({}, lengths)).sources[index] = WeightsSource(rule, hub)
     if hf_config.tie_word_embeddings:
         plan.pop("output_layer.weight", None)
     mtp = family.mtp_pattern(dims)
@@ -145,7 +145,7 @@ class _Planner(DefaultSavePlanner):
         source = stored.sources[tuple(write_item.index.offset[: len(stored.lengths)])]
         return self._whole(source).reshape(write_item.tensor_data.chunk.sizes)
 
-    def _whole(self, source: Source, *, meta: bool = False) -> Tensor:
+    def _whole(self, source: WeightsSource, *, meta: bool = False) -> Tensor:
         tensors = [self._folder.read(name) for name in source.hub]
         tensors = [tensor.to("meta") for tensor in tensors] if meta else tensors
         return to_local(source.rule.kind, tensors, self._dims, 1, 0).contiguous()
