@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from slime.cli.quickstart.display import Phase, Screen
+from slime.cli.quickstart.display import Screen, ShownPhase
 from slime.cli.quickstart.outcome import draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.task_files import write_data
 from slime.cli.quickstart.tasks import SORT_DIGITS, Problem
@@ -124,7 +124,7 @@ def test_the_report_of_a_control_says_whether_accuracy_rose_without_the_reward(r
 
 def test_without_a_terminal_progress_is_plain_lines(tmp_path):
     screen, output = plain_screen()
-    phase = Phase("RL", 2, "rollout/raw_reward", "reward")
+    phase = ShownPhase("RL", 2, "rollout/raw_reward", "reward")
     with screen.following(phase, tmp_path / "metrics.jsonl"):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
     lines = output.getvalue().splitlines()
@@ -136,7 +136,7 @@ def test_without_a_terminal_progress_is_plain_lines(tmp_path):
 def test_on_a_terminal_the_line_shows_the_latest_reward(tmp_path):
     output = io.StringIO()
     screen = Screen(Console(file=output, force_terminal=True, width=100))
-    phase = Phase("RL", 2, "rollout/raw_reward", "reward")
+    phase = ShownPhase("RL", 2, "rollout/raw_reward", "reward")
     with screen.following(phase, tmp_path / "metrics.jsonl"):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
     assert "reward 0.750" in output.getvalue() and "held-out 100.0%" in output.getvalue()
@@ -145,14 +145,14 @@ def test_on_a_terminal_the_line_shows_the_latest_reward(tmp_path):
 def test_a_quiet_one_shows_no_progress(tmp_path):
     output = io.StringIO()
     screen = Screen(Console(file=output, force_terminal=True, width=100), quiet=True)
-    with screen.following(Phase("RL", 2, "rollout/raw_reward", "reward"), tmp_path / "metrics.jsonl"):
+    with screen.following(ShownPhase("RL", 2, "rollout/raw_reward", "reward"), tmp_path / "metrics.jsonl"):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
     assert output.getvalue() == ""
 
 
 def test_a_failing_run_is_not_swallowed_and_leaves_no_thread(tmp_path):
     screen, _ = plain_screen()
-    phase = Phase("RL", 2, "x", "x")
+    phase = ShownPhase("RL", 2, "x", "x")
     with (
         pytest.raises(RuntimeError, match="engine died"),
         screen.following(phase, tmp_path / "metrics.jsonl"),

@@ -16,7 +16,7 @@ from slime.arguments import Args, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS
 from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
-from slime.cli.quickstart.display import Phase, Screen
+from slime.cli.quickstart.display import Screen, ShownPhase
 from slime.cli.quickstart.folder import opened
 from slime.cli.quickstart.metric_names import LOSS, REWARD
 from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
@@ -219,7 +219,7 @@ def run(options: Options, screen: Screen) -> dict[str, Any]:
         checkpoint = run_warm_up(recipe, options, files, checkpoint, screen)
     args = parse_args(rl_argv(recipe, options, files, checkpoint))
     assert args.num_rollout is not None, "every recipe says how many steps it takes"
-    phase = Phase("RL", args.num_rollout, REWARD, "reward")
+    phase = ShownPhase("RL", args.num_rollout, REWARD, "reward")
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
         run_loop(args)
     outcome = read_outcome(folder / "rl", recipe.task.draw_held_out())
@@ -275,7 +275,9 @@ def run_warm_up(
     assert recipe.warm_up is not None, f"{recipe.model} has no warm-up"
     folder = options.run_dir / "sft"
     args = parse_args(sft_argv(recipe, options, files, checkpoint), training_loop=ASYNCHRONOUS)
-    with screen.following(Phase("SFT", recipe.warm_up.num_steps, LOSS, "loss"), folder / "metrics.jsonl"):
+    with screen.following(
+        ShownPhase("SFT", recipe.warm_up.num_steps, LOSS, "loss"), folder / "metrics.jsonl"
+    ):
         run_overlapped(args)
     return warmed_up(recipe, folder)
 

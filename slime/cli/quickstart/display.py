@@ -27,7 +27,7 @@ NUM_PLAIN_LINES = 10  # per phase, where there is no terminal
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class ShownPhase:
     """A run to follow: `value_key` is the number worth watching, logged once per step."""
 
     title: str
@@ -66,7 +66,7 @@ class Screen:
             configure_logger()  # back to the real stderr
 
     @contextmanager
-    def following(self, phase: Phase, metrics: Path) -> Iterator[None]:
+    def following(self, phase: ShownPhase, metrics: Path) -> Iterator[None]:
         """Show how `phase` goes, from the metrics it writes, while the `with` block runs it."""
         if self._quiet:
             yield
@@ -96,7 +96,7 @@ class Screen:
 class _View:
     """Live lines on a terminal; elsewhere about ten lines per phase, and one per evaluation."""
 
-    def __init__(self, terminal: Terminal, phase: Phase, rows: MetricsReader) -> None:
+    def __init__(self, terminal: Terminal, phase: ShownPhase, rows: MetricsReader) -> None:
         self._terminal, self._phase, self._rows = terminal, phase, rows
         self._progress = Progress(
             phase.num_steps, phase.title, phase.value_key, phase.value_name, done_key=phase.value_key
