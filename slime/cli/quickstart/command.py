@@ -19,7 +19,7 @@ from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.display import Screen, ShownPhase
 from slime.cli.quickstart.folder import opened
 from slime.cli.quickstart.metric_names import LOSS, REWARD
-from slime.cli.quickstart.outcome import Outcome, draw_plot, read_outcome, summarise, write_summary
+from slime.cli.quickstart.outcome import QuickstartOutcome, draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.quickstart.task_files import DataFiles, write_data
 from slime.cli.quickstart.two_runs import (
@@ -283,7 +283,7 @@ def run_warm_up(
 
 
 def report(
-    outcome: Outcome, summary: dict[str, Any], recipe: Recipe, options: Options, screen: Screen
+    outcome: QuickstartOutcome, summary: dict[str, Any], recipe: Recipe, options: Options, screen: Screen
 ) -> None:
     """Files first, so that they exist even where the screen fails."""
     folder = options.run_dir

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime.cli.quickstart.metric_names import ACCURACY
-from slime.cli.quickstart.outcome import Outcome
+from slime.cli.quickstart.outcome import QuickstartOutcome
 from slime.cli.quickstart.tasks import Task
 from slime.observability import phases
 from slime.observability.logging_utils import configure_logger
@@ -78,7 +78,9 @@ class Screen:
         finally:
             self.terminal.settle(keep=True)
 
-    def show_outcome(self, outcome: Outcome, task: Task, *, num_held_out: int, control: str | None) -> None:
+    def show_outcome(
+        self, outcome: QuickstartOutcome, task: Task, *, num_held_out: int, control: str | None
+    ) -> None:
         self.say(f"\nHeld-out accuracy, {num_held_out} questions never trained on:")
         self.terminal.print(accuracy_table(outcome))
         if outcome.examples:
@@ -127,7 +129,7 @@ class _View:
             self._terminal.print(Text(f"  step {done}/{total}  {value}"))
 
 
-def accuracy_table(outcome: Outcome) -> Table:
+def accuracy_table(outcome: QuickstartOutcome) -> Table:
     table = Table()
     for heading in ("answers", "before", "after"):
         table.add_column(heading, justify="left" if heading == "answers" else "right")
@@ -136,7 +138,7 @@ def accuracy_table(outcome: Outcome) -> Table:
     return table
 
 
-def example_table(outcome: Outcome) -> Table:
+def example_table(outcome: QuickstartOutcome) -> Table:
     table = Table()
     for heading in ("question", "right", "before", "after"):
         table.add_column(heading, overflow="fold")

@@ -36,7 +36,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class QuickstartOutcome:
     """Curves of one run. `accuracy["greedy"][0]` is before RL, `[-1]` after; at least two points each."""
 
     eval_steps: list[int]  # number of RL steps done at each evaluation
@@ -47,7 +47,7 @@ class Outcome:
     examples: list[Example]
 
 
-def read_outcome(run_dir: Path, questions: list[Problem]) -> Outcome:
+def read_outcome(run_dir: Path, questions: list[Problem]) -> QuickstartOutcome:
     """Collect the outcome from the files that the RL run
     left in `run_dir`; `questions` are the held-out ones.
     """
@@ -59,7 +59,7 @@ def read_outcome(run_dir: Path, questions: list[Problem]) -> Outcome:
             "after, so "
             "leave --eval-interval and --eval-config alone and do not skip the evaluation before training."
         )
-    return Outcome(
+    return QuickstartOutcome(
         # An evaluation is logged under the rollout it follows; only the first one comes before its rollout.
         eval_steps=[0, *(int(record["step"]) + 1 for record in evaluations[1:])],
         accuracy={name: [record[key] for record in evaluations] for name, key in ACCURACY.items()},
@@ -98,7 +98,7 @@ def _greedy_answers(record: Record, step: int) -> dict[str, str]:
 
 
 def summarise(
-    outcome: Outcome,
+    outcome: QuickstartOutcome,
     recipe: Recipe,
     files: DataFiles,
     *,
@@ -143,7 +143,7 @@ def write_summary(summary: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def draw_plot(outcome: Outcome, path: Path, *, title: str) -> None:
+def draw_plot(outcome: QuickstartOutcome, path: Path, *, title: str) -> None:
     """Training reward of each step, and held-out accuracy at each evaluation, as a PNG."""
     # Here: matplotlib is an extra, and slow to import.
     import matplotlib
