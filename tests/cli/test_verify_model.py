@@ -9,7 +9,7 @@ import torch
 from verify_model_mistakes import change_one_weight, never_finish, swap_gate_and_up
 
 from slime.cli.verify_model import main, shrink, verify
-from slime.cli.verify_model.cases import Outcome
+from slime.cli.verify_model.cases import CaseOutcome
 from slime.cli.verify_model.compare import compare
 from slime.cli.verify_model.layouts import choose_targets, parse_layout
 
@@ -134,7 +134,7 @@ def test_layouts_without_megatron_are_refused():
 # -- the verdict ---------------------------------------------------------------------------------------------
 
 
-def outcome() -> Outcome:
+def outcome() -> CaseOutcome:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -146,7 +146,7 @@ def outcome() -> Outcome:
     before = {name: draw(4, 4) for name in names}
     activations = {(0, i, part): draw(5, 4) for i in (0, 1) for part in ("self_attn", "mlp", "output")}
     after = {name: tensor - 0.05 * draw(4, 4) for name, tensor in before.items()}
-    return Outcome([draw(3)], [draw(3)], 1.0, 2.0, before, after, activations)
+    return CaseOutcome([draw(3)], [draw(3)], 1.0, 2.0, before, after, activations)
 
 
 def test_equal_outcomes_have_no_first_divergence():

@@ -20,7 +20,7 @@ Activations = dict[tuple[int, int, str], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CaseOutcome:
     """What one trainer computed; weights, before and after one step of SGD, are under hub names."""
 
     log_probs: list[Tensor]  # [R_i] by document

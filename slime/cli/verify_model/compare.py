@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slime.cli.verify_model import layer_capture
-from slime.cli.verify_model.cases import LEARNING_RATE, Outcome
+from slime.cli.verify_model.cases import LEARNING_RATE, CaseOutcome
 
 COLUMNS = ("log-probs", "entropy", "loss", "grad norm", "gradients", "SGD step", "round trip")
 EXACT = "round trip"
@@ -22,7 +22,7 @@ class Verdict:
     first: str | None
 
 
-def compare(reference: Outcome, found: Outcome, tolerance: float) -> Verdict:
+def compare(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> Verdict:
     """Everything that must agree within `tolerance`; weights that were only read must be the same bits."""
     expected = _gradients(reference)
     # A gradient that is zero by mathematics, such as of a bias of keys, is noise: held against the others.
@@ -50,8 +50,8 @@ def compare(reference: Outcome, found: Outcome, tolerance: float) -> Verdict:
 
 
 def _first_divergence(
-    reference: Outcome,
-    found: Outcome,
+    reference: CaseOutcome,
+    found: CaseOutcome,
     wrong: list[str],
     trip: dict[str, int],
     gradients: dict[str, float],
@@ -73,7 +73,7 @@ def _first_divergence(
     return f"gradient of {name}" if name else f"{wrong[0]}: passes agree, the optimizer step does not"
 
 
-def first_activation(reference: Outcome, found: Outcome, tolerance: float) -> str | None:
+def first_activation(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> str | None:
     """The first layer whose output differs, and the first part inside it that does."""
     layers = sorted({layer for _, layer, _ in reference.activations})
     for layer in layers:
@@ -87,12 +87,12 @@ def first_activation(reference: Outcome, found: Outcome, tolerance: float) -> st
     return None
 
 
-def _differs(reference: Outcome, found: Outcome, layer: int, part: str, tolerance: float) -> bool:
+def _differs(reference: CaseOutcome, found: CaseOutcome, layer: int, part: str, tolerance: float) -> bool:
     keys = [key for key in reference.activations if key[1:] == (layer, part) and key in found.activations]
     return any(not _relative(reference.activations[key], found.activations[key]) <= tolerance for key in keys)
 
 
-def _names(reference: Outcome, found: Outcome) -> list[str]:
+def _names(reference: CaseOutcome, found: CaseOutcome) -> list[str]:
     """The names in the reference's order; a tied output matrix may be exported once more."""
     extra = [name for name in found.before if name not in reference.before and name != "lm_head.weight"]
     return [*reference.before, *extra]
@@ -104,7 +104,7 @@ def _differing(expected: Tensor | None, found: Tensor | None) -> int:
     return int((expected != found.to(expected.dtype)).sum())
 
 
-def _gradients(outcome: Outcome) -> dict[str, Tensor]:
+def _gradients(outcome: CaseOutcome) -> dict[str, Tensor]:
     """The gradient of each weight: what one step of SGD took off it, divided by the rate."""
     return {name: (outcome.before[name] - after) / LEARNING_RATE for name, after in outcome.after.items()}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slime.backends.fsdp.layer_execution import decoder_layers
 from slime.cli.verify_model import layer_capture
-from slime.cli.verify_model.cases import LEARNING_RATE, Activations, Outcome, documents
+from slime.cli.verify_model.cases import LEARNING_RATE, Activations, CaseOutcome, documents
 from slime.utils.files.safetensors_files import all_files, read_tensors
 
 
@@ -22,7 +22,7 @@ def be_quiet() -> None:
     logging.disable_progress_bar()
 
 
-def compute(model: Path, after: Path, vocabulary: int) -> Outcome:
+def compute(model: Path, after: Path, vocabulary: int) -> CaseOutcome:
     """Log-probs, gradients and one step of SGD; the weights after it are saved in the folder `after`."""
     # Heavy import, only needed here.
     from transformers import AutoModelForCausalLM
@@ -48,7 +48,7 @@ def compute(model: Path, after: Path, vocabulary: int) -> Outcome:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
     lm.save_pretrained(after)
-    return Outcome(log_probs, entropy, total, norm, before, read_weights(after), activations)
+    return CaseOutcome(log_probs, entropy, total, norm, before, read_weights(after), activations)
 
 
 def token_values(logits: Tensor, tokens: Tensor, responses: int) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from slime.cli.verify_model.cases import (
     DENOMINATORS,
     LEARNING_RATE,
     NUM_DOCUMENTS,
-    Outcome,
+    CaseOutcome,
     documents,
     linear_loss,
 )
@@ -49,7 +49,7 @@ class JobFailed(Exception):
     """A trainer did not finish; the message says why."""
 
 
-def run(job: TrainerJob, deadline_s: float) -> Outcome:
+def run(job: TrainerJob, deadline_s: float) -> CaseOutcome:
     """Start the job's ranks, wait for them, and end them all when one fails or the time is up."""
     context = multiprocessing.get_context("spawn")
     numbers = range(job.target.ranks)
@@ -125,7 +125,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def compute(rank: int, job: TrainerJob) -> Outcome | None:
+def compute(rank: int, job: TrainerJob) -> CaseOutcome | None:
     """Log-probs with activations, one optimizer step, and the weights before and after; on rank 0."""
     target = job.target
     create_backend = importlib.import_module(f"slime.backends.{target.backend}").create_backend
@@ -152,7 +152,7 @@ def compute(rank: int, job: TrainerJob) -> Outcome | None:
     if rank != 0:
         return None
     loss = stats.metrics["loss"]
-    return Outcome(log_probs, entropy, loss, stats.grad_norm, before, after, activations or {})
+    return CaseOutcome(log_probs, entropy, loss, stats.grad_norm, before, after, activations or {})
 
 
 def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], layer_capture.Share]:
