@@ -46,7 +46,7 @@ class Facts:
 
 
 @dataclass(slots=True)
-class History:
+class MetricHistory:
     """Values of each metric by step, in the order in which they were logged."""
 
     values: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class History:
         return len(last) == count and all(map(holds, last))
 
 
-Check = Callable[[History, Facts], "tuple[str, str] | None"]
+Check = Callable[[MetricHistory, Facts], "tuple[str, str] | None"]
 CHECKS: dict[str, Check] = {}
 
 
@@ -82,7 +82,7 @@ class Advisor:
     """Tells each cause at most once in a run."""
 
     def __init__(self, facts: Facts):
-        self._facts, self._history = facts, History()
+        self._facts, self._history = facts, MetricHistory()
         self._told: set[str] = set()
 
     def at_start(self) -> list[Advisory]:
@@ -124,7 +124,7 @@ def start_checks(facts: Facts) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _zero_variance_share(history: History, count: int = PATIENCE) -> float | None:
+def _zero_variance_share(history: MetricHistory, count: int = PATIENCE) -> float | None:
     """Share of groups whose answers all have one reward, over the last rollouts; None: not known."""
     kept = history.values.get("rollout/groups/kept", {})
     steps = list(kept)[-count:]
@@ -141,7 +141,7 @@ def _zero_variance_share(history: History, count: int = PATIENCE) -> float | Non
 
 
 @_check
-def _reward_never_moves(history: History, facts: Facts) -> tuple[str, str] | None:
+def _reward_never_moves(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     rewards = history.last("rollout/raw_reward")
     share = _zero_variance_share(history)
     if len(rewards) < PATIENCE or share != 1.0 or max(rewards) != min(rewards) or facts.has_teacher:
@@ -153,7 +153,7 @@ def _reward_never_moves(history: History, facts: Facts) -> tuple[str, str] | Non
 
 
 @_check
-def _groups_without_difference(history: History, facts: Facts) -> tuple[str, str] | None:
+def _groups_without_difference(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     share = _zero_variance_share(history)
     if share is None or share < 0.8 or facts.samples_per_prompt < 2 or facts.has_teacher:
         return None
@@ -166,7 +166,7 @@ def _groups_without_difference(history: History, facts: Facts) -> tuple[str, str
 
 
 @_check
-def _special_ending(history: History, facts: Facts) -> tuple[str, str] | None:
+def _special_ending(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     """A reward of the user's that compares text finds no answer right because of how answers end."""
     rewards = history.last("rollout/raw_reward")
     ends = history.streak("rollout/special_ending_ratio", lambda share: share >= 0.5)
@@ -181,7 +181,7 @@ def _special_ending(history: History, facts: Facts) -> tuple[str, str] | None:
 
 
 @_check
-def _no_gradient(history: History, facts: Facts) -> tuple[str, str] | None:
+def _no_gradient(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     if not history.streak("train/grad_norm", lambda norm: norm == 0.0, 2):
         return None
     return (
@@ -191,7 +191,7 @@ def _no_gradient(history: History, facts: Facts) -> tuple[str, str] | None:
 
 
 @_check
-def _answers_cut(history: History, facts: Facts) -> tuple[str, str] | None:
+def _answers_cut(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     if not history.streak("rollout/truncated_ratio", lambda share: share >= 0.5):
         return None
     share = sum(history.last("rollout/truncated_ratio")) / PATIENCE
@@ -203,7 +203,7 @@ def _answers_cut(history: History, facts: Facts) -> tuple[str, str] | None:
 
 
 @_check
-def _entropy_collapse(history: History, facts: Facts) -> tuple[str, str] | None:
+def _entropy_collapse(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     first, last = history.first("train/entropy_loss"), history.last("train/entropy_loss")
     if len(history.values.get("train/entropy_loss", {})) < 2 * PATIENCE or not facts.by_rewards:
         return None
@@ -218,7 +218,7 @@ def _entropy_collapse(history: History, facts: Facts) -> tuple[str, str] | None:
 
 
 @_check
-def _kl_runaway(history: History, facts: Facts) -> tuple[str, str] | None:
+def _kl_runaway(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     for name in ("train/kl_loss", "rollout/kl"):
         if history.streak(name, lambda kl: abs(kl) > 1.0):
             return (
@@ -230,7 +230,7 @@ def _kl_runaway(history: History, facts: Facts) -> tuple[str, str] | None:
 
 
 @_check
-def _length_explodes(history: History, facts: Facts) -> tuple[str, str] | None:
+def _length_explodes(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     name = "rollout/response_len/mean"
     if len(history.values.get(name, {})) < 2 * PATIENCE or not facts.max_response_len:
         return None
@@ -244,7 +244,7 @@ def _length_explodes(history: History, facts: Facts) -> tuple[str, str] | None:
 
 
 @_check
-def _evaluation_falls(history: History, facts: Facts) -> tuple[str, str] | None:
+def _evaluation_falls(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     for name, values in history.values.items():
         if not is_eval_score(name) or len(values) < 3:
             continue
@@ -260,7 +260,7 @@ def _evaluation_falls(history: History, facts: Facts) -> tuple[str, str] | None:
 
 
 @_check
-def _reward_is_slow(history: History, facts: Facts) -> tuple[str, str] | None:
+def _reward_is_slow(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     waits, times = history.last("perf/non_generation_time/mean"), history.last("perf/rollout_time")
     if min(len(waits), len(times)) < PATIENCE or sum(waits) < 0.5 * sum(times):
         return None
@@ -273,7 +273,7 @@ def _reward_is_slow(history: History, facts: Facts) -> tuple[str, str] | None:
 
 
 @_check
-def _trainer_waits(history: History, facts: Facts) -> tuple[str, str] | None:
+def _trainer_waits(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     waits, steps = history.last("perf/train_wait_time"), history.last("perf/step_time")
     if min(len(waits), len(steps)) < PATIENCE or sum(waits) < 0.8 * sum(steps) or not facts.by_rewards:
         return None  # supervised runs have no engines to wait for
