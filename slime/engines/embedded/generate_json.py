@@ -29,7 +29,7 @@ class BadRequest(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What this engine can take."""
 
     vocab_size: int
@@ -42,7 +42,7 @@ class RequestReader:
     """Turns the body of /generate into sequences. `seed` decides the seeds of requests that bring none."""
 
     def __init__(
-        self, limits: Limits, detokenizer: Detokenizer, seed: int, images: ImageReader | None = None
+        self, limits: RequestLimits, detokenizer: Detokenizer, seed: int, images: ImageReader | None = None
     ):
         self.limits = limits
         self._images = images  # None: the model reads text only

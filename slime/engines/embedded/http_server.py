@@ -18,7 +18,7 @@ from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.body_reading import MAX_BODY_BYTES, read_json, read_manifest, read_tags
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.engine_thread import EngineLoop
-from slime.engines.embedded.generate_json import BadRequest, Limits, RequestReader, answer_json
+from slime.engines.embedded.generate_json import BadRequest, RequestLimits, RequestReader, answer_json
 from slime.engines.embedded.request_images import ImageReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.update_groups import GroupPlace, UpdateGroups, read_bucket
@@ -67,7 +67,7 @@ class Server:
         eos = engine.runner.eos_token_ids
         if engine.detokenizer.eos_token_id is not None:
             eos |= {engine.detokenizer.eos_token_id}
-        limits = Limits(engine.runner.vocab_size, engine.runner.context_len, engine.max_tokens, eos)
+        limits = RequestLimits(engine.runner.vocab_size, engine.runner.context_len, engine.max_tokens, eos)
         images = _image_reader(engine, static_info["model_path"])
         self.reader = RequestReader(limits, engine.detokenizer, seed, images)
         self.groups = UpdateGroups(engine.runner.device)

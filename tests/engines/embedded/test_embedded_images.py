@@ -11,7 +11,7 @@ from trainer_helpers import backend_of, init_process_group, trainer_args
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.engines.embedded.engine import Engine
-from slime.engines.embedded.generate_json import BadRequest, Limits, RequestReader, answer_json
+from slime.engines.embedded.generate_json import BadRequest, RequestLimits, RequestReader, answer_json
 from slime.engines.embedded.request_images import ImageReader
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.text import Detokenizer
@@ -41,7 +41,7 @@ def make_engine(folder, *, max_running=8, max_total_tokens=4096):
     )
     engine = Engine(runner, Detokenizer.load(str(folder)), max_running=max_running)
     encoder = encoder_of(load_processor(str(folder)))
-    limits = Limits(runner.vocab_size, runner.context_len, engine.max_tokens, frozenset({2}))
+    limits = RequestLimits(runner.vocab_size, runner.context_len, engine.max_tokens, frozenset({2}))
     reader = RequestReader(limits, engine.detokenizer, 0, ImageReader(encoder, runner.model.config))
     return engine, reader, encoder
 

@@ -10,7 +10,7 @@ from tiny_model import make_tiny_model
 from slime.cli.verify_model import shrink
 from slime.engines.embedded import scheduler as scheduler_module
 from slime.engines.embedded.engine import Engine
-from slime.engines.embedded.generate_json import Limits, RequestReader
+from slime.engines.embedded.generate_json import RequestLimits, RequestReader
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weight_update import BadWeights, DiskSource
@@ -31,7 +31,7 @@ def make_engine(folder, *, max_running=8, max_total_tokens=4096) -> Engine:
 
 
 def make_requests(engine: Engine, count: int, *, longest_prompt=60, new_tokens=60):
-    limits = Limits(engine.runner.vocab_size, CONTEXT, engine.max_tokens, frozenset({2}))
+    limits = RequestLimits(engine.runner.vocab_size, CONTEXT, engine.max_tokens, frozenset({2}))
     reader, rng = RequestReader(limits, engine.detokenizer, seed=0), random.Random(0)
     sequences = []
     for index in range(count):
