@@ -35,7 +35,7 @@ DEFAULTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SurveyRow:
     """What became of one family. `note`: why it is refused, or what differs first."""
 
     kind: str
@@ -80,7 +80,7 @@ def alone() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> Row:
+def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> SurveyRow:
     """Train one small model of the family and compare; whatever goes wrong is in the row."""
     from transformers import CONFIG_MAPPING
 
@@ -92,21 +92,23 @@ def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> Row:
         shrink.build(config, folder / "model", "")
         expected = reference.compute(folder / "model", folder / "after", config.vocab_size)
     except families.NotTrainable as error:
-        return Row(kind, REFUSED, how, note=_told(error))
+        return SurveyRow(kind, REFUSED, how, note=_told(error))
     except Exception as error:  # families of other purposes fail in many ways
-        return Row(kind, NO_REFERENCE, note=f"no small text model of its default config ({_told(error)})")
+        return SurveyRow(
+            kind, NO_REFERENCE, note=f"no small text model of its default config ({_told(error)})"
+        )
     job = trainer_job.TrainerJob(
         str(folder / "model"), Target("fsdp", "single", 1), str(folder), config.vocab_size
     )
     try:
         found = trainer_job.compute(0, job)
     except Exception as error:
-        return Row(kind, REFUSED if isinstance(error, ValueError) else DIFFERS, how, note=_told(error))
+        return SurveyRow(kind, REFUSED if isinstance(error, ValueError) else DIFFERS, how, note=_told(error))
     assert found is not None, "rank 0 has the outcome"
     verdict = compare(expected, found, tolerance)
     result = EXACT if verdict.first is None else DIFFERS
     errors = verdict.errors["log-probs"], verdict.errors["gradients"]
-    return Row(kind, result, how, *errors, note=verdict.first or "")
+    return SurveyRow(kind, result, how, *errors, note=verdict.first or "")
 
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:
@@ -128,7 +130,7 @@ def _told(error: Exception) -> str:
     return (text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")[:160]
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[SurveyRow]) -> str:
     """The same as Markdown lists, by what became of the families: docs/model_families.md holds it."""
     from transformers import __version__
 
@@ -150,7 +152,7 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-def survey(kinds: Sequence[str], tell: Callable[[str], object] = print) -> list[Row]:
+def survey(kinds: Sequence[str], tell: Callable[[str], object] = print) -> list[SurveyRow]:
     """The rows of all kinds; each is told as a line of a Markdown table once it is known."""
     from transformers import __version__
 
