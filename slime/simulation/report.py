@@ -34,7 +34,7 @@ _PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SplitRow:
     """One split. `rollout_gpus` 0: engines and trainer take turns."""
 
     train_gpus: int
@@ -61,7 +61,7 @@ class Row:
         }
 
 
-def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[Row], list[str]]:
+def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[SplitRow], list[str]]:
     """One simulation for each split, fastest first; and what it was computed from."""
     overlapped = options.loop != "sync"
     most = float(args.rollout_max_response_len or 4096)
@@ -85,7 +85,7 @@ def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[Row],
         small = simulated_args(_with_engines(args, costs), steps=options.steps, unit=unit, keeps=keeps)
         simulation = Simulation(small, costs, workload, overlapped=overlapped, keeps=keeps)
         simulation.run()
-        rows.append(Row(train, rollout, costs.num_engines, simulation.shares()))
+        rows.append(SplitRow(train, rollout, costs.num_engines, simulation.shares()))
     return sorted(rows, key=lambda row: row.measured.step_s), about
 
 
@@ -171,7 +171,7 @@ def _costs(
     return Costs(gpus // engine.gpus, engine, cost, pause_s=_PAUSE_S, swap_s=swap)
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[SplitRow]) -> list[str]:
     lines = [
         "train  rollout  engines   step s  engines busy  running  trainer busy  wasted  staleness by age"
     ]
