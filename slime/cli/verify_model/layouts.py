@@ -18,7 +18,7 @@ EXPERTS = ("single", "tp2", "pp2", "cp2", "ep2", "ep2pp2")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CheckTarget:
     """One trainer under one layout. `settings` are flags of the run."""
 
     backend: str  # fsdp or megatron
@@ -31,7 +31,7 @@ class Target:
         return f"{self.backend} {self.layout}"
 
 
-def parse_layout(text: str, *, experts: bool) -> Target:
+def parse_layout(text: str, *, experts: bool) -> CheckTarget:
     """`tp2pp2` -> the Megatron trainer on four ranks. With experts `tp` brings sequence parallelism."""
     sizes = {} if text == "single" else _sizes(text)
     tp, cp, pp = (sizes.get(name, 1) for name in ("tp", "cp", "pp"))
@@ -40,7 +40,7 @@ def parse_layout(text: str, *, experts: bool) -> Target:
         dp += 1
     settings = {_FLAGS[name]: size for name, size in sizes.items() if name in _FLAGS}
     settings["sequence_parallel"] = "sp" in sizes or (experts and tp > 1)
-    return Target("megatron", text, tp * cp * pp * dp, tuple(settings.items()))
+    return CheckTarget("megatron", text, tp * cp * pp * dp, tuple(settings.items()))
 
 
 def _sizes(text: str) -> dict[str, int]:
@@ -53,9 +53,9 @@ def _sizes(text: str) -> dict[str, int]:
     return {part.group(1) or "sp": int(part.group(2) or 1) for part in parts}
 
 
-def choose_targets(layouts: str | None, *, experts: bool, megatron: bool) -> list[Target]:
+def choose_targets(layouts: str | None, *, experts: bool, megatron: bool) -> list[CheckTarget]:
     """The FSDP trainer alone and on two ranks, then the Megatron trainer under each layout."""
-    targets = [Target("fsdp", "single", 1), Target("fsdp", "dp2", 2)]
+    targets = [CheckTarget("fsdp", "single", 1), CheckTarget("fsdp", "dp2", 2)]
     if layouts is None and not megatron:
         return targets
     if not megatron:

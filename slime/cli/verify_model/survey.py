@@ -19,7 +19,7 @@ from slime.backends.fsdp import families
 from slime.catalog.backends import BACKENDS
 from slime.cli.verify_model import reference, shrink, trainer_job
 from slime.cli.verify_model.compare import compare
-from slime.cli.verify_model.layouts import Target
+from slime.cli.verify_model.layouts import CheckTarget
 
 EXACT, DIFFERS, REFUSED, NO_REFERENCE = "exact", "DIFFERS", "refused", "not built"
 PACKED, BY_STATE, PADDED = "packed", "packed, states by document", "padded"
@@ -98,7 +98,7 @@ def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> SurveyRow:
             kind, NO_REFERENCE, note=f"no small text model of its default config ({_told(error)})"
         )
     job = trainer_job.TrainerJob(
-        str(folder / "model"), Target("fsdp", "single", 1), str(folder), config.vocab_size
+        str(folder / "model"), CheckTarget("fsdp", "single", 1), str(folder), config.vocab_size
     )
     try:
         found = trainer_job.compute(0, job)

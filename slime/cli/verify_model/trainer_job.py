@@ -30,7 +30,7 @@ from slime.cli.verify_model.cases import (
     documents,
     linear_loss,
 )
-from slime.cli.verify_model.layouts import Target
+from slime.cli.verify_model.layouts import CheckTarget
 from slime.utils.machine.process_groups import stay_on_loopback
 
 
@@ -39,7 +39,7 @@ class TrainerJob:
     """`before_build` is called first in every process: tests make a mistake there to be found."""
 
     model: str
-    target: Target
+    target: CheckTarget
     folder: str
     vocabulary: int
     before_build: Callable[[], None] | None = None
@@ -78,7 +78,7 @@ def _wait(ranks: list[Any], job: TrainerJob, deadline: float, deadline_s: float)
             raise JobFailed(errors[0].read_text().strip() if errors else "a process ended without a word")
 
 
-def settings(model: str, target: Target) -> Args:
+def settings(model: str, target: CheckTarget) -> Args:
     """Every flag at its default but for plain SGD and the flags of the layout."""
     return default_args(
         hf_checkpoint=model,
