@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.catalog.trackers import TRACKERS
-from slime.observability.trackers.follower import Progress, read_progress
+from slime.observability.trackers.follower import SentProgress, read_progress
 from slime.utils.files.run_file import METRICS_FILE
 from slime.utils.machine.processes import import_environment, open_log
 
@@ -85,7 +85,7 @@ class Feed:
             return f"it has taken nothing for {_SILENT_S:.0f} s"
         return None
 
-    def _note_progress(self) -> Progress:
+    def _note_progress(self) -> SentProgress:
         progress = read_progress(self._folder, self.name)
         at = (progress.offset, progress.rollouts_until)
         if at != self._at:

@@ -35,7 +35,7 @@ _LAST_S = 120.0  # that are left to send the rest once the run has ended
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SentProgress:
     """How far a tracker is. `error`: why it stands still; None: it does not.
 
     Example: Progress(offset=5120, rollouts_until=1754820000.1) has sent 5,120 bytes of metrics.jsonl.
@@ -52,12 +52,12 @@ def progress_file(folder: Path, name: str) -> Path:
     return folder / "trackers" / f"{name}.json"
 
 
-def read_progress(folder: Path, name: str) -> Progress:
+def read_progress(folder: Path, name: str) -> SentProgress:
     """Reads how far a tracker came; the beginning, where no file says it."""
     try:
-        return Progress(**json.loads(progress_file(folder, name).read_bytes()))
+        return SentProgress(**json.loads(progress_file(folder, name).read_bytes()))
     except (OSError, ValueError, TypeError):
-        return Progress()
+        return SentProgress()
 
 
 class Follower:
@@ -105,7 +105,7 @@ class Follower:
         if self._service is not None:
             self._service.finish()
 
-    def _send(self, act: Callable[[], None], after: Progress) -> None:
+    def _send(self, act: Callable[[], None], after: SentProgress) -> None:
         here = (self.progress.offset, self.progress.rollouts_until)
         try:
             act()
@@ -125,7 +125,7 @@ class Follower:
             for row in record.rollouts(since=self.progress.rollouts_until):
                 yield row.time, list(sample_tables(record, row.kind, row.rollout_id, max_rows))
 
-    def _save(self, progress: Progress) -> None:
+    def _save(self, progress: SentProgress) -> None:
         file = progress_file(self._run.folder, self._name)
         file.parent.mkdir(exist_ok=True)
         temporary = file.with_suffix(".tmp")
