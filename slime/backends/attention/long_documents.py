@@ -22,7 +22,7 @@ _ALIGNMENT = 4  # fp32 numbers: kernels read them 16 bytes at a time
 _aten = torch.ops.aten
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """Tokens `start` to `end` of the stream: one long document, or a run of short ones."""
 
     start: int
@@ -38,21 +38,21 @@ def rounded_length(length: int) -> int:
     return -(-length // grain) * grain
 
 
-def plan_parts(bounds: list[int], long: int) -> Iterator[Part]:
+def plan_parts(bounds: list[int], long: int) -> Iterator[DocumentPart]:
     """The parts of a stream whose documents begin and end at `bounds`; from length `long` on one is long."""
     run = 0  # first document of the run of short ones that is open
     for document, (start, end) in enumerate(itertools.pairwise(bounds)):
         if end - start < long:
             continue
         if run < document:
-            yield Part(bounds[run], start, 0, run, document)
-        yield Part(start, end, rounded_length(end - start), document, document + 1)
+            yield DocumentPart(bounds[run], start, 0, run, document)
+        yield DocumentPart(start, end, rounded_length(end - start), document, document + 1)
         run = document + 1
     if run < len(bounds) - 1:
-        yield Part(bounds[run], bounds[-1], 0, run, len(bounds) - 1)
+        yield DocumentPart(bounds[run], bounds[-1], 0, run, len(bounds) - 1)
 
 
-def _parts(bounds: list[int], heads: int) -> Iterator[Part]:
+def _parts(bounds: list[int], heads: int) -> Iterator[DocumentPart]:
     # Only the variable-length backward has a deterministic form.
     deterministic = torch.are_deterministic_algorithms_enabled()
     return plan_parts(bounds, bounds[-1] + 1 if deterministic else LONG_ROWS // heads)
@@ -68,14 +68,14 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _extended(stream: Tensor, part: Part) -> Tensor:
+def _extended(stream: Tensor, part: DocumentPart) -> Tensor:
     """[1, heads, rounded, width] of a long document and what follows it; zeros behind the stream's end."""
     if part.start + part.rounded > stream.shape[0]:
         return _zero_extended(stream, part)
     return _as_document(stream, part.start * stream.stride(0), part.rounded)
 
 
-def _zero_extended(stream: Tensor, part: Part) -> Tensor:
+def _zero_extended(stream: Tensor, part: DocumentPart) -> Tensor:
     missing = part.rounded - (part.end - part.start)
     if not missing:
         return _as_document(stream, part.start * stream.stride(0), part.rounded)
@@ -89,7 +89,7 @@ def _as_document(stream: Tensor, offset: int, length: int) -> Tensor:
     return stream.as_strided((1, heads, length, width), strides, stream.storage_offset() + offset)
 
 
-def _put(stream: Tensor, part: Part, document: Tensor) -> None:
+def _put(stream: Tensor, part: DocumentPart, document: Tensor) -> None:
     """Write the real rows of [1, heads, rounded, width] into their place in the stream."""
     count, (_, heads, width) = part.end - part.start, stream.shape
     size, stride = (count, heads, width), document.stride()
@@ -97,7 +97,7 @@ def _put(stream: Tensor, part: Part, document: Tensor) -> None:
     stream[part.start : part.end].copy_(own)
 
 
-def _run_bounds(cu_seqlens: Tensor, bounds: list[int], part: Part) -> tuple[Tensor, int]:
+def _run_bounds(cu_seqlens: Tensor, bounds: list[int], part: DocumentPart) -> tuple[Tensor, int]:
     cu = cu_seqlens[part.first : part.last + 1] - part.start
     sizes = [bounds[i + 1] - bounds[i] for i in range(part.first, part.last)]
     return cu, max(sizes)
