@@ -10,7 +10,7 @@ from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.chat_calls import Call, content_parts, folded, function_tool, paired, text_parts
 from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
 from slime.agent.adapters.common import BaseAdapter
-from slime.agent.adapters.dialect import Dialect, Reply, Stream
+from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
 from slime.agent.adapters.unused import ANTHROPIC, PART, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
@@ -29,7 +29,7 @@ _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _STOP_REASONS = {"length": "max_tokens"}
 
 
-class Messages(Dialect):
+class Messages(ClientDialect):
     path = "/v1/messages"
 
     def read(self, request: Body) -> Call:

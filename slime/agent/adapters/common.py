@@ -22,7 +22,7 @@ from aiohttp import web
 from slime.agent.adapters.bodies import Body, Known, read_body
 from slime.agent.adapters.chat_calls import Call, folded, paired
 from slime.agent.adapters.client_errors import ApiError, api_error, invalid
-from slime.agent.adapters.dialect import Dialect, Reply, Stream
+from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
 from slime.agent.adapters.live_text import LiveText, Piece
 from slime.agent.engine_access import EnginePolicy, Made, Policy
 from slime.agent.parsing import FormatParser, parser_for
@@ -67,7 +67,7 @@ class BaseAdapter:
     prompts extend the ids that exist, so that no answer is ever replaced by a rendering of it.
     """
 
-    protocols: ClassVar[tuple[Dialect, ...]] = ()
+    protocols: ClassVar[tuple[ClientDialect, ...]] = ()
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class BaseAdapter:
             held.session.end()
             self._over.append(sid)
 
-    def _find(self, request: web.Request, protocol: Dialect, raw: bytes) -> tuple[_Open, Body]:
+    def _find(self, request: web.Request, protocol: ClientDialect, raw: bytes) -> tuple[_Open, Body]:
         """Whose request it is, and what it says."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else None
@@ -215,7 +215,7 @@ class BaseAdapter:
     # -- one request ---------------------------------------------------------------------------------------
 
     def _handler(
-        self, protocol: Dialect, serve: Callable[[web.Request, Dialect, _Open, Body], Any]
+        self, protocol: ClientDialect, serve: Callable[[web.Request, ClientDialect, _Open, Body], Any]
     ) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -244,12 +244,12 @@ class BaseAdapter:
         return handle
 
     async def _count(
-        self, request: web.Request, protocol: Dialect, held: _Open, body: Body
+        self, request: web.Request, protocol: ClientDialect, held: _Open, body: Body
     ) -> web.StreamResponse:
         call = self._read(protocol, replace(body, fields={"max_tokens": 1, **body.fields}))
         return web.json_response(protocol.count(held.session.count_tokens(call.messages, call.tools)))
 
-    def _read(self, protocol: Dialect, body: Body) -> Call:
+    def _read(self, protocol: ClientDialect, body: Body) -> Call:
         call = protocol.read(body)
         call.response_id, call.tokenizer = uuid4().hex[:24], self.tokenizer
         if self._folds and call.after is None:
@@ -271,7 +271,7 @@ class BaseAdapter:
         return paired(folded(messages) if self._folds else messages)
 
     async def _turn(
-        self, request: web.Request, protocol: Dialect, held: _Open, body: Body
+        self, request: web.Request, protocol: ClientDialect, held: _Open, body: Body
     ) -> web.StreamResponse:
         call = self._read(protocol, body)
         if call.after is not None:
@@ -298,7 +298,7 @@ class BaseAdapter:
     async def _deliver(
         self,
         request: web.Request,
-        protocol: Dialect,
+        protocol: ClientDialect,
         held: _Open,
         call: Call,
         asked: Asked,
@@ -332,7 +332,7 @@ class BaseAdapter:
     async def _stream(
         self,
         request: web.Request,
-        protocol: Dialect,
+        protocol: ClientDialect,
         held: _Open,
         call: Call,
         asked: Asked,

@@ -53,7 +53,7 @@ class Stream(ABC):
     def error(self, error: ApiError) -> bytes: ...
 
 
-class Dialect(ABC):
+class ClientDialect(ABC):
     """One API: how its requests are read and its answers written."""
 
     path: ClassVar[str]

@@ -10,7 +10,7 @@ from typing import Any
 from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.chat_calls import Call, arguments_of, content_parts, function_tool, paired
 from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
-from slime.agent.adapters.dialect import Dialect, Reply, Stream
+from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
 from slime.agent.adapters.unused import CHAT, CHAT_MESSAGE, FUNCTION, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
@@ -81,7 +81,7 @@ def tool_choice_of(body: Mapping[str, Any]) -> bool:
     return choice != "none"
 
 
-class OpenAIDialect(Dialect):
+class OpenAIDialect(ClientDialect):
     """What both of OpenAI's APIs have in common."""
 
     def key_in(self, body: Mapping[str, Any]) -> str | None:
