@@ -34,7 +34,7 @@ from slime.engines.balancer import Balancer
 from slime.engines.embedded import weight_update as embedded_weights
 from slime.engines.engine_process import EngineServer
 from slime.engines.external import ExternalServer
-from slime.engines.fleet import Rotation, Server
+from slime.engines.fleet import FleetServer, Rotation
 from slime.engines.middleware import Middleware
 from slime.engines.prefix_cache import PrefixCacheMiddleware
 from slime.engines.pulse import Patient
@@ -67,7 +67,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     TrainBackend: [FSDPBackend],
     CheckpointedTrainer: [FSDPBackend],
     OutputMatrix: [typing.get_type_hints(FSDPBackend.output_matrix)["return"]],
-    Server: [EngineServer, HostedEngine, ExternalServer],
+    FleetServer: [EngineServer, HostedEngine, ExternalServer],
     Patient: [EngineServer, HostedEngine, ExternalServer],
     Rotation: [Balancer, SGLangRouter, Rotations],
     Middleware: [PrefixCacheMiddleware],
@@ -133,7 +133,7 @@ def test_the_comparison_sees_what_is_missing_renamed_or_of_another_type():
         "needs 'reason'",
     ):
         assert part in told
-    assert "alive: missing" in " ".join(differences(Server, Wrong))
+    assert "alive: missing" in " ".join(differences(FleetServer, Wrong))
 
 
 def test_so_do_those_of_optional_packages():
@@ -175,7 +175,7 @@ FLEETS = [PACKAGE / "engines/fleet.py", PACKAGE / "engines/balancer.py", *(PACKA
     ("protocol", "names", "files"),
     [
         (TrainBackend, ("backend", "_backend"), COMMON),
-        (Server, ("server",), FLEETS),
+        (FleetServer, ("server",), FLEETS),
         (Rotation, ("rotation", "_rotation"), FLEETS),
         (Runtime, ("runtime", "_runtime"), (PACKAGE / "cluster").rglob("*.py")),
         (Sender, ("_sender",), [PACKAGE / "cluster/training/rank_sender.py"]),

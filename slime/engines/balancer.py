@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from slime.engines.fleet import Server
+from slime.engines.fleet import FleetServer
 from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, chain
 from slime.utils.async_utils import run
 from slime.utils.http_utils import ANSWERED_BY, get_session, with_token
@@ -139,7 +139,7 @@ class Balancer:
 
     # ---- who is in rotation; called from any thread but the loop's -----------------------------------------
 
-    def add(self, server: Server) -> None:
+    def add(self, server: FleetServer) -> None:
         run(self._add(server.url))
 
     def remove(self, url: str) -> None:

@@ -54,7 +54,7 @@ class WatchPolicy:
     no_engine_timeout_s: float | None = None
 
 
-class Server(Protocol):
+class FleetServer(Protocol):
     """One engine: a process of ours (`EngineServer`, `HostedEngine`) or another's (`ExternalServer`)."""
 
     plan: LaunchPlan
@@ -80,7 +80,7 @@ class Server(Protocol):
 class Rotation(Protocol):
     """Spreads requests over engines; told at once who is out, and who is back with current weights."""
 
-    def add(self, server: Server) -> None: ...
+    def add(self, server: FleetServer) -> None: ...
     def remove(self, url: str) -> None: ...
 
 
@@ -91,7 +91,7 @@ class EngineFleet:
     pushes go to those that are there. `failure` gets the exception that ends the run.
     """
 
-    def __init__(self, servers: Sequence[Server], policy: WatchPolicy):
+    def __init__(self, servers: Sequence[FleetServer], policy: WatchPolicy):
         self._servers, self._policy = list(servers), policy
         self._rotation: Rotation | None = None
         self._expected_version: Callable[[], str | None] = lambda: None
@@ -128,7 +128,7 @@ class EngineFleet:
         return tuple(server.pid for server in self._servers)
 
     @property
-    def servers(self) -> tuple[Server, ...]:
+    def servers(self) -> tuple[FleetServer, ...]:
         return tuple(self._servers)
 
     def is_alive(self, url: str) -> bool:
@@ -220,7 +220,7 @@ class EngineFleet:
             if place not in self._out and not server.alive() and not self._stopping.is_set():
                 self._leave_rotation(server)
 
-    def _leave_rotation(self, server: Server) -> None:
+    def _leave_rotation(self, server: FleetServer) -> None:
         if self._rotation is not None:
             self._rotation.remove(server.url)
 
@@ -270,7 +270,7 @@ class EngineFleet:
         """Why we killed the engine ourselves, of which its log says nothing."""
         return f"; the last that was evicted: {self._eviction}" if self._eviction is not None else ""
 
-    def _joins(self, server: Server) -> bool:
+    def _joins(self, server: FleetServer) -> bool:
         """False: what keeps it out is no engine's fault, and the next one would meet it too; the run ends."""
         try:
             self._bring_up_to_date(server.url)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.cluster.serving.engine_plan import plan_router_process
 from slime.engines.balancer import Balancer
-from slime.engines.fleet import Rotation, Server
+from slime.engines.fleet import FleetServer, Rotation
 from slime.engines.launch_plan import RouterPlan
 from slime.engines.sglang.router import SGLangRouter
 from slime.engines.sglang.router_registry import ExternalRouter
@@ -23,7 +23,7 @@ from slime.utils.misc import load_function
 class Front:
     """`port`: where requests go. Neither router nor balancer: to the single engine itself."""
 
-    servers: tuple[Server, ...]
+    servers: tuple[FleetServer, ...]
     port: int
     router: SGLangRouter | ExternalRouter | None = None
     balancer: Balancer | None = None
@@ -50,7 +50,7 @@ class Front:
 
 
 def open_front(
-    args: Args, run_: Run, plan: RouterPlan, servers: Sequence[Server], name: str, port: int | None
+    args: Args, run_: Run, plan: RouterPlan, servers: Sequence[FleetServer], name: str, port: int | None
 ) -> Front:
     """Starts what stands before engines that serve. `name` is that of its log, `port` the one asked for."""
     servers = tuple(servers)
@@ -75,7 +75,7 @@ def open_front(
     return Front(servers, run(balancer.start(port=port or 0)), balancer=balancer)
 
 
-def join_router(args: Args, servers: Sequence[Server]) -> Front:
+def join_router(args: Args, servers: Sequence[FleetServer]) -> Front:
     """Tells the router that --sglang-router-ip names which engines serve."""
     assert args.sglang_router_ip is not None and args.sglang_router_port is not None, "the rules ask for both"
     host, port = args.sglang_router_ip, args.sglang_router_port
@@ -92,7 +92,7 @@ class Rotations:
     def __init__(self, fronts: Sequence[Front]):
         self._rotation_of = {server.url: front.rotation for front in fronts for server in front.servers}
 
-    def add(self, server: Server) -> None:
+    def add(self, server: FleetServer) -> None:
         rotation = self._rotation_of[server.url]
         if rotation is not None:
             rotation.add(server)

@@ -12,7 +12,7 @@ from slime.cluster.serving.engine_host import host_engine
 from slime.cluster.serving.engine_plan import plan_engines
 from slime.cluster.serving.front import Front, Rotations, join_router, open_front
 from slime.engines.external import ExternalServer, discover, read_address
-from slime.engines.fleet import EngineFleet, Server, WatchPolicy
+from slime.engines.fleet import EngineFleet, FleetServer, WatchPolicy
 from slime.engines.launch_plan import place_engines, plan_router
 from slime.runtime.base import Runtime, WorkerSpec
 from slime.runtime.placement import Placement, Slot
@@ -29,7 +29,7 @@ class ModelService:
     `num_reserved`: the last so many engines are in the fleet, and behind an address of their own.
     """
 
-    def __init__(self, args: Args, model: ServedModel, servers: Sequence[Server], num_reserved: int = 0):
+    def __init__(self, args: Args, model: ServedModel, servers: Sequence[FleetServer], num_reserved: int = 0):
         self._args, self.model = args, model
         self.fleet = EngineFleet(servers, _watch_policy(args))
         num_shared = len(servers) - num_reserved
@@ -71,7 +71,9 @@ class ModelService:
             front.close_last()
 
 
-def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtime) -> dict[str, list[Server]]:
+def make_servers(
+    args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtime
+) -> dict[str, list[FleetServer]]:
     """The engines of each model, not yet started; external ones are asked who they are."""
     if not slots:
         return {}
@@ -98,7 +100,7 @@ def make_servers(args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtim
                 )
         patience_s = args.engine_start_timeout_s
         return {args.engine_topology.policy.name: [ExternalServer(engine, patience_s) for engine in engines]}
-    servers: dict[str, list[Server]] = {}
+    servers: dict[str, list[FleetServer]] = {}
     plans = plan_engines(args, run_, slots)
     for place, plan, slot in zip(place_engines(args.engine_topology), plans, slots, strict=True):
         spec = WorkerSpec(plan.name, slot=slot, near_driver=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from slime.engines.fleet import Server
+from slime.engines.fleet import FleetServer
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
@@ -38,11 +38,11 @@ class WorkerRegistry:
     def url(self) -> str:
         raise NotImplementedError
 
-    def enroll(self, server: Server) -> None:
+    def enroll(self, server: FleetServer) -> None:
         """Adds a worker to register; called before the start."""
         self._workers[server.url] = registration(server)
 
-    def add(self, server: Server) -> None:
+    def add(self, server: FleetServer) -> None:
         """An engine is back; a router that is down itself learns it when it comes up."""
         with self._changing:
             self.enroll(server)
@@ -143,7 +143,7 @@ def healthy_workers(router: str) -> set[str]:
     return {worker["url"] for worker in _workers_of(router) if worker.get("is_healthy", True)}
 
 
-def registration(server: Server) -> dict[str, Any]:
+def registration(server: FleetServer) -> dict[str, Any]:
     kind, where = server.plan.worker_type, address(server.url)
     if kind == "regular":
         return where
