@@ -118,7 +118,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TurnAnswer:
     """What the policy said: as tokens, as text, and as the message to put into the conversation."""
 
     message: Message
@@ -212,8 +212,8 @@ class Session:
         tools: Sequence[Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
         *,
-        after: Answer | None = None,
-    ) -> Answer:
+        after: TurnAnswer | None = None,
+    ) -> TurnAnswer:
         """Ask for the answer that follows `messages`, and record it; SessionError where it is not taken.
 
         With `after`, an answer of this session, `messages` are only those behind it: then a turn costs the
@@ -257,7 +257,7 @@ class Session:
         tools: Sequence[Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
         *,
-        after: Answer | None = None,
+        after: TurnAnswer | None = None,
     ) -> Asked:
         """The prompt of a turn: the ids that exist, and only the new messages rendered."""
         messages, tools = list(messages), list(tools or ())
@@ -283,7 +283,7 @@ class Session:
         return len(self._prompt(list(messages), list(tools or ()))[0])
 
     def _prompt(
-        self, messages: list[Message], tools: list[Any], after: Answer | None = None
+        self, messages: list[Message], tools: list[Any], after: TurnAnswer | None = None
     ) -> tuple[Sequence[int], Said | None, list[Message], str | None, list[Placed]]:
         """(ids, the turn they continue, the messages beyond it, why history is rendered anew, images)."""
         if not messages:
@@ -348,7 +348,7 @@ class Session:
             params["sampling_seed"] = mix64(self.seed, self._num_asked, num_prompt) % (2**31 - 1) + 1
         return params
 
-    def record(self, asked: Asked, made: Made, parsed: ParsedModelOutput | None = None) -> Answer:
+    def record(self, asked: Asked, made: Made, parsed: ParsedModelOutput | None = None) -> TurnAnswer:
         """Keep an answer that was made in full. Only what is recorded is trained."""
         parsed = parsed or self.parse(asked, made)
         turn = TurnRecord(
@@ -375,7 +375,7 @@ class Session:
         self._last_answer_at = now
         message = self.message_of(asked, parsed)
         self._history.add(asked.parent, asked.new_messages, message, node, asked.tools)
-        return Answer(message, made, node, parsed, asked.num_prompt)
+        return TurnAnswer(message, made, node, parsed, asked.num_prompt)
 
     def parse(self, asked: Asked, made: Made) -> ParsedModelOutput:
         """Thoughts, text and tool calls of what exists of an answer."""
