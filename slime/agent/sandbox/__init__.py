@@ -14,7 +14,7 @@ from slime.agent.sandbox.box_pool import BoxPool, shared_pool
 from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.helpers import ensure_agent_user, exec_and_wait
-from slime.agent.sandbox.local import Finished, LocalSandbox
+from slime.agent.sandbox.local import FinishedCommand, LocalSandbox
 from slime.agent.sandbox.start_box import open_sandbox
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "E2BSandbox",
     "ExecResult",
     "FileContent",
-    "Finished",
+    "FinishedCommand",
     "Limits",
     "LocalSandbox",
     "Sandbox",

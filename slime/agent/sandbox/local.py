@@ -56,7 +56,7 @@ _WHY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedCommand:
     """How a command ended. `reason`: the limit that ended it (time, memory, output, files), None: itself."""
 
     code: int
@@ -196,7 +196,7 @@ class LocalSandbox:
         timeout: float = 120,
         cwd: str | None = None,
         stdin: bytes = b"",
-    ) -> Finished:
+    ) -> FinishedCommand:
         """Like `exec`, but with bytes and the limit that ended the command. A list is run without a shell."""
         argv = [_shell(), "-c", cmd] if isinstance(cmd, str) else cmd
         home = self._folder or ("/root" if user == "root" else f"/home/{user}")
@@ -206,7 +206,7 @@ class LocalSandbox:
         if "error" in header:
             raise SandboxError(f"{argv[0]} cannot be started: {header['error']}")
         out, err = blob[: header["out"]], blob[header["out"] :]
-        return Finished(header["code"], out, err, header["reason"], header["cut"], header["seconds"])
+        return FinishedCommand(header["code"], out, err, header["reason"], header["cut"], header["seconds"])
 
     async def write_file(
         self, sandbox_path: str, content: FileContent, *, user: str = "root", mode: int = 0o644
@@ -241,7 +241,7 @@ class LocalSandbox:
     def _path(self, path: str) -> str:
         return path if path.startswith("/") else f"{self._workdir}/{path}"
 
-    def _why(self, done: Finished, timeout: float) -> str:
+    def _why(self, done: FinishedCommand, timeout: float) -> str:
         limits = self.limits
         text = _WHY[done.reason or "cancelled"]
         return text.format(timeout=timeout, memory=limits.memory_bytes >> 20, files=limits.num_files)
