@@ -144,7 +144,7 @@ class EnginePolicy:
         session: str | None = None,
         images: PromptImages | None = None,
     ) -> Made:
-        """The whole answer."""
+        """Asks an engine and returns its whole answer at once, not as it comes."""
         made = Made()
         async for request in self._requests(prompt_ids, sampling, session, images, stream=False, made=made):
             answer = await self._ask(request)

@@ -91,7 +91,7 @@ def expanded(
 
 
 def images_of(ids: Sequence[int], placed: Sequence[Placed], processor: Any) -> PromptImages | None:
-    """None: the prompt shows no picture."""
+    """The pictures of a prompt as an engine is asked with them; None where it shows no picture."""
     if not placed:
         return None
     token = encoder_of(processor).image_token_id

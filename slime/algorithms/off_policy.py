@@ -61,7 +61,7 @@ def truncate(ratio: Tensor, low: float, high: float) -> Tensor:
 
 
 def clip(ratio: Tensor, low: float, high: float) -> Tensor:
-    """Within [low, high]."""
+    """The ratio, cut off at low and high."""
     return ratio.clamp(low, high)
 
 

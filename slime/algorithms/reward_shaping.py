@@ -45,7 +45,7 @@ Baselines = list[tuple[float, float]]
 
 
 def mean_baseline(group: GroupRollouts) -> Baselines:
-    """The group's mean."""
+    """Rewards are compared with the mean of their group."""
     return [(group.mean, 1.0)] * len(group.rewards)
 
 

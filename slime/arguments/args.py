@@ -40,7 +40,7 @@ class Args(Flags):
 
     @classmethod
     def of(cls, draft: Draft) -> "Args":
-        """A draft, frozen."""
+        """The settings of a draft, which nobody changes any more."""
         return cls(draft.values, draft.sources, draft.warnings)
 
     def reopen(self, *, training_loop: str) -> Draft:

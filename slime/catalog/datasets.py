@@ -58,7 +58,7 @@ def is_url(source: str) -> bool:
 
 
 def format_of(source: str) -> DatasetFormat | None:
-    """None: nothing here reads it."""
+    """The row of the format that reads this source of prompts; None where nothing here reads it."""
     prefix = next((prefix for prefix in (HUB, SOURCE) if source.startswith(prefix)), None)
     return DATASET_FORMATS.get(prefix or _ending(source))
 

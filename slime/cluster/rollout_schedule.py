@@ -37,7 +37,7 @@ class RolloutSchedule:
         return should_run_periodic_action(rollout_id, self.args.eval_interval, self.num_rollout_per_epoch)
 
     def save_after(self, rollout_id: int) -> bool:
-        """With --save the last rollout is always saved, whatever the interval."""
+        """Whether a checkpoint follows this rollout. With --save the last one is always saved."""
         if self.args.save is None:
             return False
         if self.args.release_train:  # what the next processes of the trainer begin from

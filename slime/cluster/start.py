@@ -432,7 +432,7 @@ def _open_push(
     residency: Residency,
     num_done: int,
 ) -> WeightPush | PushToNobody | None:
-    """None: nothing trains."""
+    """What brings the trainer's weights to the engines; None where nothing trains."""
     if not placement.trainer:
         return None
     if not placement.engines:

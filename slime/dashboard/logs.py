@@ -33,7 +33,9 @@ def _is_elsewhere(file: Path, folder: Path) -> bool:
 
 
 def log_path(folder: Path, name: str) -> Path | None:
-    """None: there is no such log. Only names from the list are taken, so no path leads elsewhere."""
+    """The file of a log by its name; None where there is none. Only names from the list are taken, so that no
+    path leads elsewhere.
+    """
     if name not in {entry["name"] for entry in log_files(folder)}:
         return None
     return folder / name if name == "error.txt" else folder / "logs" / name

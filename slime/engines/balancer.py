@@ -249,7 +249,7 @@ class Balancer:
         return url
 
     async def _try(self, url: str, errand: _Errand) -> _Answer | web.StreamResponse | _Broke | None:
-        """None: this engine was not reached, or left before it answered."""
+        """Sends a request to one engine; None where it was not reached, or left before it answered."""
         running = self._running[url]
         task = asyncio.ensure_future(self._send(url, errand))
         running.add(task)

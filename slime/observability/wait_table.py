@@ -126,7 +126,7 @@ class WaitTable:
 
 
 def read_table(run_dir: Path) -> WaitTable | None:
-    """None: the run wrote none, or it cannot be read."""
+    """The table of waits that a run wrote last; None where there is none, or it cannot be read."""
     try:
         found = json.loads((run_dir / WAITS_FILE).read_text())
         written, rows = float(found["time"]), [WaitRow(**row) for row in found["waits"]]

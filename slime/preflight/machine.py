@@ -113,7 +113,7 @@ def _check_port(args: Args) -> Iterator[Finding]:
 
 
 def plan_of(args: Args) -> RunPlan | None:
-    """None: the model's configuration is not here, or of a kind whose cost nobody knows."""
+    """What a run costs on this machine; None where the model's configuration is missing or unknown."""
     try:
         return plan_run(args, Device.here(), usual_length(args)) if args.hf_checkpoint is not None else None
     except ValueError:

@@ -297,7 +297,7 @@ def _last(layers: int, pp: int) -> int | None:
 
 @functools.lru_cache(maxsize=4096)
 def best_training(model: Model, gpu: GpuRow, ranks: int, work: Work) -> TrainPlan | None:
-    """None: no layout fits."""
+    """The fastest way to spread the training over the ranks; None where no layout fits into their memory."""
     found: TrainPlan | None = None
     for sizes in layouts(model, gpu, ranks, work):
         for recompute in (False, True):

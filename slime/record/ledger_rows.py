@@ -193,7 +193,7 @@ def _kept_rows(notes: list[Finished]) -> list[tuple[object, ...]]:
 
 
 def _packed_samples(notes: list[Finished]) -> bytes | None:
-    """None: it holds something that no file can, or they are not of one kind."""
+    """The bytes of finished samples; None where one holds what no file can, or they differ in kind."""
     [first, *others] = notes
     if not others:
         kept = first.kept or []
@@ -311,7 +311,7 @@ def keep_rollout(rollout_id: int, settings: str, value: object) -> Callable[[sql
 
 
 def _packed(value: object, name: str) -> bytes | None:
-    """None: it holds something that no file can, so that after a crash it is made again."""
+    """The bytes of a value; None where it holds something that no file can, so that it is made again."""
     try:
         return plain_bytes.dumps(value)
     except plain_bytes.ForeignValue as error:

@@ -34,7 +34,7 @@ def unpack_ids(data: bytes) -> list[int]:
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """float32, little-endian."""
+    """The bytes of numbers as float32, little-endian."""
     if _IS_LITTLE and type(values) is list and set(map(type, values)) <= {float}:
         return array("f", values).tobytes()
     return np.asarray(values, dtype="<f4").tobytes()

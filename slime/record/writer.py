@@ -202,7 +202,7 @@ class RecordWriter:
                 self._write_parts([part])
 
     def _write_part(self, part: _Part) -> None:
-        """Within a transaction."""
+        """Writes one part; the caller has begun the transaction."""
         if isinstance(part, _Rollout):
             self._write(part)
         elif isinstance(part, _Work):

@@ -316,7 +316,7 @@ def _groups(groups: Sequence[Group]) -> list[tuple[int, int]]:
 
 
 def _key(entry: Entry) -> Key | None:
-    """None: it cannot be told from others, or is none of the training batch."""
+    """What a sample is known by; None where it cannot be told from others, or is not for training."""
     if isinstance(entry, list) or entry.index is None or entry.metadata.get(_GREEDY):
         return None
     return entry.index, attempt_of(entry), entry.response_length

@@ -146,7 +146,7 @@ class HeartbeatWatch:
             self._fail(error)
 
     def _fail(self, error: WorkerDied) -> None:
-        """With the lock: workers end on threads of their own."""
+        """Notes that a worker has ended. The caller holds the lock: workers end on threads of their own."""
         if not self.failure.done():
             self.failure.set_exception(error)
 

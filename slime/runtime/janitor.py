@@ -31,7 +31,7 @@ def remove_when_gone(fd: int, pattern: str) -> None:
 
 
 class Janitor:
-    """The driver's side."""
+    """The driver's handle on the process that cleans up after it."""
 
     def __init__(self, folder: Path, prefix: str):
         read_fd, self._write_fd = os.pipe()

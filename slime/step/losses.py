@@ -53,7 +53,7 @@ def build_loss(args: Flags, batch: RolloutBatch, watch: TokenWatch | None = None
 
 @functools.cache
 def _warn_of_logits() -> None:
-    """Once in a process, not at every step."""
+    """Warns of logits that a loss asks for: once in a process, not at every step."""
     logger.warning(
         "--loss-type custom_loss: full fp32 logits [tokens, vocabulary] are materialised for each "
         "micro-batch; keep --max-tokens-per-gpu small."

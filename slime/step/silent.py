@@ -66,7 +66,7 @@ def _can_tell(args: Flags, layout: Layout) -> bool:
 
 
 def _learning(batch: RolloutBatch) -> list[bool]:
-    """Of each sample, whether a trained token of it has an advantage."""
+    """Whether a trained token of each sample has an advantage."""
     counted = torch.cat(batch["advantages"]).mul(torch.cat(batch["loss_masks"])) != 0
     so_far = torch.cat((torch.zeros(1, dtype=torch.int64), counted.cumsum(0)))
     ends = torch.tensor(batch["response_lengths"]).cumsum(0)

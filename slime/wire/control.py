@@ -72,7 +72,7 @@ class EngineControl:
             return None
 
     async def load(self) -> tuple[int, int]:
-        """(running, waiting) requests."""
+        """How many requests an engine computes, and how many wait there."""
         loads = (await self._get("v1/loads"))["loads"]
         return sum(x["num_running_reqs"] for x in loads), sum(x["num_waiting_reqs"] for x in loads)
 

@@ -69,7 +69,7 @@ def read_body(raw: bytes, path: str, known: Known) -> Body:
 
 
 def _read_on(raw: bytes, path: str, known: Known) -> Body | None:
-    """None: this body does not go on with what is known, or not with an answer."""
+    """The body, read from where a known conversation ended; None where it does not go on with that one."""
     view = memoryview(raw)
     digest = _hash(view[: known.cut])
     if len(raw) <= known.cut or digest.digest() != known.digest:

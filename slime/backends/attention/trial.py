@@ -56,7 +56,10 @@ def first_right(
 
 
 def why_wrong(operator: Operator, ratio: int, width: int, device: torch.device) -> str | None:
-    """None where both passes agree; an empty reason where a package that it needs is not installed."""
+    """Why an attention operator must not be used: it fails, or differs from the plain one, on a small batch.
+
+    None where both passes agree; an empty reason where a package that it needs is not installed.
+    """
     query, key, value = parts = _inputs(ratio, width, device)
     bounds = torch.tensor([0, *_LENGTHS]).cumsum(0)
     scale = 1.5 * width**-0.5  # not the usual one: an operator that passes over it must be seen

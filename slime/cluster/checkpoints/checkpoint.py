@@ -43,7 +43,7 @@ _RANK = re.compile(r"(?:^|/)(?:__|rng_)(\d+)[_.][^/]*$")  # that wrote a file: _
 
 
 def rollout_state(checkpoint: StepFolder) -> dict[str, Any] | None:
-    """None: the data source of that run keeps its own state."""
+    """The data source's state in a checkpoint; None where the source of that run keeps it by itself."""
     state: dict[str, Any] | None = load_plain(checkpoint.path / ROLLOUT)
     return state
 

@@ -81,7 +81,7 @@ def _whole(made: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> Ledger | None:
-    """None: the run keeps no record."""
+    """The ledger of a run that starts, with what an earlier start finished; None where it keeps no record."""
     if recording.writer is None:
         return None
     known = {}

@@ -38,7 +38,7 @@ class Batches:
         self._num_bytes = sum(map(len, self._kept.values()))
 
     def get(self, rollout_id: int) -> RolloutBatch | None:
-        """None: it is not there any more."""
+        """The batch of a rollout, to train on it again; None where it is not there any more."""
         if self._read is not None:
             return self._read(rollout_id)
         data = self._kept.get(rollout_id)

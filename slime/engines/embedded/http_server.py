@@ -414,7 +414,7 @@ class Server:
 
 
 def _image_reader(engine: Engine, model_path: str) -> ImageReader | None:
-    """None: the model reads text only, or has no processor to make something of images."""
+    """What makes inputs of images; None where the model reads text only, or has no processor for images."""
     processor = load_processor(model_path) if engine.runner.vision is not None else None
     return None if processor is None else ImageReader(encoder_of(processor), engine.runner.model.config)
 

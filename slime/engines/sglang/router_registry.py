@@ -152,7 +152,7 @@ def registration(server: FleetServer) -> dict[str, Any]:
 
 
 def address(url: str) -> dict[str, Any]:
-    """Where a worker is, and what it asks for."""
+    """The address of a worker, and the token that it asks for."""
     token = http_utils.token_of(url)
     return {"url": url, **({"api_key": token} if token is not None else {})}
 

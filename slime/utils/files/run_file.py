@@ -106,7 +106,7 @@ class Resumption:
 
 
 def resumption_of(load: str | None, step: int | None, finetune: bool) -> Resumption | None:
-    """None: a new run, whatever weights it starts from."""
+    """The run that --load goes on with; None where this is a new run, whatever weights it starts from."""
     if load is None or finetune:
         return None
     steps = step_folders(load)
@@ -232,7 +232,7 @@ def add_restart(folder: Path, restart: dict[str, Any]) -> None:
 
 
 def read_run(folder: Path) -> RunRecord | None:
-    """None: there is no run.json, or none that can be read."""
+    """What run.json says of a run; None where there is none, or it cannot be read."""
     try:
         data = json.loads((folder / RUN_FILE).read_bytes())
         earlier = tuple(Start(**entry) for entry in data.pop("earlier"))

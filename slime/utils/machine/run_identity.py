@@ -29,7 +29,7 @@ class EngineToken:
         return cls(given or secrets.token_urlsafe(32), bool(given))
 
     def at(self, host: str) -> str | None:
-        """None: an engine that binds this address asks for nothing."""
+        """The token that requests to this address carry; None where an engine that binds it asks for none."""
         return self.value if self.given or not is_loopback(host) else None
 
     def use_for(self, engine_url: str) -> None:

@@ -86,7 +86,7 @@ def _tell_when_asked(signals: socket.socket) -> None:
 
 
 def _tell_tasks() -> None:
-    """Once for each question, although two may hear it."""
+    """Writes the stacks of asyncio's tasks: once for each question, although two handlers may hear it."""
     global _last_told
     with _telling:
         if time.monotonic() - _last_told < _SAME_QUESTION_S:

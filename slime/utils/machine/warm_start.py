@@ -152,7 +152,7 @@ class Template:
     def start(
         self, words: list[str], environment: dict[str, str], log: int, fds: list[int], new_session: bool
     ) -> WarmChild | None:
-        """None: `exec` must start it."""
+        """Forks a child from the process that has imported what it needs; None where `exec` must start it."""
         module = _module_of(words)
         if module is None or _of_imports(environment) != _of_imports(self._environment):
             return None

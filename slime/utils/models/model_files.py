@@ -68,7 +68,7 @@ def _check_on_hub(flag: str, model: str) -> None:
 
 
 def _ask_hub(model: str) -> str | None:
-    """None: the hub, or our copy of what it holds, has the model. Otherwise why not."""
+    """Why a model cannot be had from the hub; None where the hub, or our copy of what it holds, has it."""
     import huggingface_hub  # slow to import, and needed for names on the hub alone
     from huggingface_hub import constants, errors
 

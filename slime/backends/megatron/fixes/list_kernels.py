@@ -14,7 +14,7 @@ _COUNTED = "_slime_counted"  # attribute of an optimizer: for each parameter, wh
 
 
 def install() -> None:
-    """Once per process; what is installed of the other packages stays."""
+    """Puts these kernels in the place of missing ones, once per process; other packages' stay."""
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.utils import local_multi_tensor_l2_norm

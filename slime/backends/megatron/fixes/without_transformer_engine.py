@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 
 def install() -> None:
-    """Once per process, before a model is built."""
+    """Lets Megatron build models without TransformerEngine: once per process, before a model is built."""
     # After the CPU shims: megatron-core asks for the device while it is imported.
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention

@@ -24,7 +24,7 @@ def attend_to_pages(
     block_size: int,
     scale: float | None,
 ) -> torch.Tensor:
-    """[B, H, V]"""
+    """Attention of one new token per sequence to the pages of its keys; the result is [B, H, V]."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.device.type == "cuda":
         from slime.engines.embedded.decode.decode_kernels import paged_decode  # late: needs Triton
