@@ -137,7 +137,7 @@ class Requests:
         in_flight: Future[Generated] | None,
         done: set[str],
     ) -> str:
-        """What was done, in a sentence; Refused: why not."""
+        """What was done, in a sentence; RequestRefused: why not."""
         action = ACTIONS.get(row.name)
         if action is None or action.wrong_value(row.value):
             raise RequestRefused("this version of slime does not know it, or not with this value")
