@@ -61,3 +61,11 @@ def test_reserved_blocks_are_taken_first_and_a_refused_one_is_asked_for_again(mo
     kept = [host.keep(i, torch.full((512,), float(i), dtype=torch.float64)) for i in range(4)]
     assert all(bool((tensor == i).all()) for i, tensor in enumerate(kept))
     assert len(made) == 5  # three reserved, the refused one again, and the fourth
+
+
+def test_memory_locked_ahead_comes_in_whole_blocks_and_only_where_there_is_room(monkeypatch):
+    made = []
+    monkeypatch.setattr(host_memory, "_locked", made.append)
+    host_memory.lock_ahead(2500, 1000)
+    host_memory.lock_ahead(1 << 62)
+    assert made == [1000] * 3

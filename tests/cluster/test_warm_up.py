@@ -43,6 +43,29 @@ def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch):
     assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (1, 32, 512)
 
 
+def test_memory_is_locked_for_what_will_leave_the_device(tmp_path, monkeypatch):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config.save_pretrained(tmp_path)
+    numbers = sum(p.numel() for p in Qwen3ForCausalLM(config).parameters())
+    locked = []
+    monkeypatch.setattr(warm_up, "lock_ahead", lambda *sizes: locked.append(sizes))
+
+    def lock(**flags):
+        locked.clear()
+        flags = {"offload_train": False, "update_weight_buffer_size": 1 << 20, **flags}
+        warm_up._lock_host_memory(default_args(hf_checkpoint=str(tmp_path), **flags))
+        return list(locked)
+
+    pushed = (2 * numbers, 1 << 20)
+    assert lock() == [pushed]
+    assert lock(offload_train=True) == [(12 * numbers,), pushed]
+    assert lock(offload_train=True, lora_rank=4) == [(4 * numbers,), pushed]
+    half = lock(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    assert half == [(4 * numbers,), pushed]
+
+
 def test_a_failure_is_left_to_those_who_load_the_model(tmp_path, caplog):
     args = default_args(hf_checkpoint=str(tmp_path), train_backend="fsdp")
     with caplog.at_level("INFO", logger="slime"):

@@ -1,4 +1,4 @@
-"""Compiles a model's layers before the model is there: while engines on the same device start.
+"""Compiles layers and page-locks memory before the model is there: while engines on the same device start.
 
 A trainer of one layer, with random weights and few words, takes one made-up step. What torch compiles for it
 serves every layer of that shape in this process, and is in torch's cache folders for the next.
@@ -15,6 +15,7 @@ import torch
 
 from slime.arguments import Args, default_args
 from slime.backends import create_backend
+from slime.backends.shared.host_memory import lock_ahead
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.catalog.backends import BACKENDS
@@ -37,25 +38,37 @@ _KEPT = (
     "seed",
 )
 
+# Of a number, of its two moments, of the number as it is pushed.
+_MASTER_BYTES, _MOMENT_BYTES, _PUSHED_BYTES = 4, 8, 2
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def warm_up(args: Args, device: torch.device) -> None:
     """For a rank that is alone on a GPU; whatever fails here fails again, and is told, where it is needed."""
-    if device.type != "cuda" or args.compile is False or args.lora_rank:
-        return
-    if not BACKENDS[args.train_backend].trains_transformers_model:  # whose layers torch compiles
-        return
+    if device.type != "cuda" or not BACKENDS[args.train_backend].trains_transformers_model:
+        return  # torch compiles the layers of those alone
+    if args.compile is not False and not args.lora_rank:
+        with (
+            _told("layers compiled"),
+            tempfile.TemporaryDirectory() as folder,
+            torch.random.fork_rng(devices=[device]),
+        ):
+            _train_one_layer(args, folder, device)
+        gc.collect()
+        accelerator.empty_cache()
+    with _told("host memory page-locked"):
+        _lock_host_memory(args)
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
     started = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[device]):
-            _train_one_layer(args, folder, device)
+        yield
     except Exception as error:
-        logger.info("layers are not compiled before the start: %s: %s", type(error).__name__, error)
+        logger.info("not %s before the start: %s: %s", what, type(error).__name__, error)
     else:
-        logger.info("layers compiled before the model is loaded (%.1f s)", time.monotonic() - started)
-    gc.collect()
-    accelerator.empty_cache()
+        logger.info("%s before the model is loaded (%.1f s)", what, time.monotonic() - started)
 
 
 def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
@@ -80,6 +93,21 @@ def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
         share = split_for_ranks(own, samples_to_batch(own, _samples(tokens)), 1)[0]
         with _quiet():
             TrainingStep(backend, own, 0, share).run()
+
+
+def _lock_host_memory(args: Args) -> None:
+    """For weights and moments that leave the device between steps, and for the copy of a push."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(args.hf_checkpoint)
+    with torch.device("meta"):
+        numbers = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    moments = 0 if args.lora_rank else _MOMENT_BYTES * numbers
+    if args.offload_train:
+        lock_ahead(_MASTER_BYTES * numbers + moments)
+    elif args.optimizer_cpu_offload:
+        lock_ahead(int(moments * args.optimizer_offload_fraction))
+    lock_ahead(_PUSHED_BYTES * numbers, args.update_weight_buffer_size)
 
 
 def _samples(tokens: int) -> list[Sample]:
