@@ -42,10 +42,10 @@ def main(
 def dry_run(args: Args, *, overlapped: bool = False) -> int:
     """Print what a look before the start finds. 0: the run can start; 2: it cannot."""
     # Here, because it loads torch, which a misspelt flag does not need.
-    from slime.preflight.all_checks import preflight
+    from slime.cluster.start import look
 
     print(explain_batch(args))
-    report = preflight(args, overlapped=overlapped)
+    report = look(args, overlapped=overlapped)
     print("\n".join(report.lines()))
     errors = len(report.of("error"))
     if errors:

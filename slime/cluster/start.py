@@ -21,7 +21,12 @@ from slime.cluster.checkpoints.checkpoint import resolve_load, rollout_state
 from slime.cluster.checkpoints.in_flight import read_in_flight, tell_differences
 from slime.cluster.checkpoints.published import Models
 from slime.cluster.checkpoints.run_ledger import Resume, find_resume
-from slime.cluster.checkpoints.save_folder import naming_full_disks, open_save_folder, prepare_folder
+from slime.cluster.checkpoints.save_folder import (
+    look_at_folders,
+    naming_full_disks,
+    open_save_folder,
+    prepare_folder,
+)
 from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
@@ -138,10 +143,16 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         models.finish()  # engines and trainer have given their devices back
 
 
+def look(args: Args, *, overlapped: bool) -> Report:
+    """What keeps a run from starting, without a start: its folders too, which a run itself looks at next."""
+    report = preflight(args, overlapped=overlapped)
+    return replace(report, findings=(*report.findings, *(look_at_folders(args) if args.dry_run else ())))
+
+
 def look_before_start(args: Args, *, overlapped: bool) -> Report:
     """NotStarted with all that is wrong, before anything is written or started."""
     with phases.starting(phases.CHECKS) as ended:
-        report = preflight(args, overlapped=overlapped)
+        report = look(args, overlapped=overlapped)
         report.raise_errors()
         ended.cost = tuple(finding.text for finding in report.findings if finding.subject == COST)
         ended.note = f"{len(report.of('warning'))} warnings" if report.of("warning") else "all well"

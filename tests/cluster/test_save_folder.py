@@ -16,6 +16,7 @@ from small_disk import mounted
 
 from slime.cluster.checkpoints.save_folder import (
     disk_error,
+    look_at_folders,
     naming_disk_errors,
     naming_full_disks,
     open_save_folder,
@@ -272,3 +273,34 @@ def test_a_folder_of_the_user_in_the_place_of_a_model_to_come_is_told_at_the_sta
     with pytest.raises(ValueError, match=r"--save-hf .*hf-2 is there and holds no model"):
         open_save_folder(args)
     assert (tmp_path / "hf-2" / "thesis.tex").exists()
+
+
+def test_a_look_names_every_folder_that_a_run_would_not_get_and_writes_nothing(tmp_path, monkeypatch):
+    for name in ("empty", "mine", "other", "used"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other" / "step_0000003").mkdir()
+    (tmp_path / "used" / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+
+    def told(save=None, run_dir=tmp_path / "free", **changes) -> str:
+        args = saving(tmp_path, run_dir=str(run_dir), ckpt_step=None)
+        args.save = None if save is None else str(tmp_path / save)
+        vars(args).update(changes)
+        return "\n".join(map(str, look_at_folders(args)))
+
+    assert told(save="mine") == told(save="mine", load=str(tmp_path / "mine")) == ""
+    assert told(save="not/yet/there", run_dir=tmp_path / "nor" / "this") == ""
+    both = told(save="other", run_dir=tmp_path / "used")
+    assert "--run-dir" in both and "belongs to" in both and "--save" in both and "earlier run" in both
+    assert f"--load {tmp_path / 'empty'} holds no complete checkpoint" in told(load=str(tmp_path / "empty"))
+    assert "rollouts none" in told(save="mine", load=str(tmp_path / "mine"), ckpt_step=4)
+    assert "manifest.json: the file is missing" in told(load=str(tmp_path / "other"))
+    assert f"cannot be written: {tmp_path / 'file'} is a file" in told(save="file/below")
+    with monkeypatch.context() as patch:  # root may write everywhere
+        patch.setattr(os, "access", lambda path, mode: path != tmp_path)
+        assert f"{tmp_path} is read-only, or not yours" in told(save="new", run_dir=tmp_path / "mine")
+    assert sorted(tmp_path.rglob("*")) == before
+    lock = FolderLock(tmp_path / "mine", "--save")
+    assert "is in use by process" in told(save="mine")
+    lock.release()

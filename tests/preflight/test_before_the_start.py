@@ -361,3 +361,14 @@ def test_a_dry_run_leaves_the_folder_of_an_earlier_run_alone(start, world, tmp_p
     before = tree(tmp_path)
     assert start("--dry-run", **rewarded(world, "fine"))[0] == 0
     assert tree(tmp_path) == before
+
+
+def test_a_dry_run_says_which_folders_the_run_would_not_get(start, tmp_path):
+    (tmp_path / "empty").mkdir()
+    before = tree(tmp_path)
+    code, printed = start(
+        "--dry-run", load=tmp_path / "empty", skip_preflight=["reward", "lengths", "machine"]
+    )
+    assert code == 2 and "1 thing(s) keep this run from starting" in printed
+    assert f"--load {tmp_path / 'empty'} holds no complete checkpoint" in printed
+    assert tree(tmp_path) == before

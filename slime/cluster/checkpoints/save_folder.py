@@ -6,12 +6,16 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.cluster.checkpoints.checkpoint import resolve_load
+from slime.preflight.findings import Finding, error_of
 from slime.utils.errors import FolderTaken, RunStopped
-from slime.utils.files.folder_lock import FolderLock
+from slime.utils.files.folder_lock import FolderLock, refuse_locked
+from slime.utils.files.run_file import refuse_other_run, resumption_of
 from slime.utils.files.step_folders import same_folder, step_folders
 from slime.utils.machine import shm
 
@@ -30,10 +34,9 @@ def open_save_folder(args: Args) -> FolderLock:
     prepare_folder("--save", folder, _least_bytes(args))
     lock = FolderLock(folder, "--save")
     try:
-        _refuse_other_run(args, folder)
         if args.save_hf:
             prepare_folder("--save-hf", _fixed_part(args.save_hf))
-            _refuse_other_folders(args.save_hf)
+        _refuse_others(args)
     except BaseException:
         lock.release()
         raise
@@ -164,9 +167,44 @@ def _why(error: OSError) -> str:
     return f"{text} ({error.strerror})" if text else str(error.strerror or error)
 
 
-def _refuse_other_run(args: Args, folder: Path) -> None:
+def look_at_folders(args: Args) -> Iterator[Finding]:
+    """Why a run with these settings would not get its folders; nothing is written to find out."""
+    run_dir, save = Path(args.run_dir), Path(args.save or "")
+    resumption = resumption_of(args.load, args.ckpt_step, args.finetune)
+    looks: list[tuple[str, Callable[[], object]]] = [
+        ("--run-dir", lambda: _refuse_unwritable("--run-dir", run_dir)),
+        ("--run-dir", lambda: refuse_locked(run_dir, "--run-dir")),
+        ("--run-dir", lambda: refuse_other_run(run_dir, resumption)),
+        ("--load", lambda: resolve_load(args.load, args.save, args.ckpt_step)),
+    ]
+    if args.save is not None:
+        looks += [
+            ("--save", lambda: _refuse_unwritable("--save", save)),
+            ("--save", lambda: refuse_locked(save, "--save")),
+            ("--save", lambda: _refuse_others(args)),
+        ]
+    for flag, look in looks:
+        try:
+            look()
+        except (ValueError, OSError) as error:
+            yield replace(error_of(flag, error), group="folders")
+
+
+def _refuse_unwritable(flag: str, folder: Path) -> None:
+    """As far as can be told of the folder, or of the one where it would be made."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    why = None if os.access(there, os.W_OK | os.X_OK) else f"{there} is read-only, or not yours"
+    if not there.is_dir():
+        why = f"{there} is a file"
+    if why is not None:
+        raise ValueError(f"{flag} {folder} cannot be written: {why}; give another folder.")
+
+
+def _refuse_others(args: Args) -> None:
     """A run goes on with the checkpoints in its folder, or finds none there: those of two runs would mix."""
-    steps = step_folders(folder)
+    if args.save_hf:
+        _refuse_other_folders(args.save_hf)
+    steps = step_folders(args.save or "")
     if steps and (not same_folder(args.load, args.save) or args.finetune):
         found = ", ".join(map(str, sorted(steps)[-3:]))
         hint = "without --finetune" if args.finetune else f"with --load {args.save}"

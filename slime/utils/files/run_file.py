@@ -188,6 +188,18 @@ def _as_written(value: Any) -> Any:
     return json.loads(json.dumps(value, default=plain))
 
 
+def refuse_other_run(folder: Path, resumption: Resumption | None) -> tuple[RunRecord | None, bool]:
+    """The run of a folder, and whether `resumption` goes on with it. FolderTaken: it belongs to another."""
+    before = read_run(folder)
+    goes_on = resumption is not None and resumption.continues(before)
+    if is_used(folder) and not goes_on:
+        raise FolderTaken(
+            f"--run-dir {folder} belongs to {_describe(before)}: give another folder, or go on with that run "
+            "(--load with the folder of its --save)."
+        )
+    return before, goes_on
+
+
 def open_run_file(
     folder: Path,
     settings: dict[str, Any],
@@ -198,13 +210,7 @@ def open_run_file(
     """The record of the run that starts in `folder`; the caller
     holds its lock. FolderTaken: it belongs to another run.
     """
-    before = read_run(folder)
-    goes_on = resumption is not None and resumption.continues(before)
-    if is_used(folder) and not goes_on:
-        raise FolderTaken(
-            f"--run-dir {folder} belongs to {_describe(before)}: give another folder, or go on with that run "
-            "(--load with the folder of its --save)."
-        )
+    before, goes_on = refuse_other_run(folder, resumption)
     start = Start(_now(), settings, _versions(_PACKAGES), _machine(), checkpoints, resumed)
     if goes_on and before is not None:
         record = replace(before, last=start, earlier=(*before.earlier, _as_ended(before.last)))
