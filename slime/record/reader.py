@@ -152,6 +152,16 @@ class Record:
         )
         return [_answer(row) for row in self._ask(query, (kind, rollout_id, prompt_hash(prompt)))]
 
+    def why_no_step(self, step: int) -> str:
+        """Why there are no samples of a training step: they were removed, or it was never made."""
+        rows = [row for row in self.rollouts() if row.kind == "train"]
+        if any(row.rollout_id == step and row.pruned for row in rows):
+            return f"the samples of step {step} were removed for their size or age."
+        numbers = sorted(row.rollout_id for row in rows)
+        return f"there is no step {step}; " + (
+            f"it has {numbers[0]} to {numbers[-1]}." if numbers else "the record has no rollout yet."
+        )
+
 
 def open_record(run_dir: str | Path) -> Record:
     """The record in the folder of a run; a RecordError says why there is none."""

@@ -16,6 +16,7 @@ from slime.record.audit import audit
 from slime.rollout.dumps import load_rollout_dump
 from slime.rollout.ledger import Ledger, follow
 from slime.rollout.prompt_groups import begin_again, copy_group
+from slime.utils.files.run_file import open_run_file
 from slime.utils.types import RewardFailure, Sample
 
 MIB = 1 << 20
@@ -369,6 +370,31 @@ def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_
     assert command.main(["audit", str(tmp_path)]) == 1
     assert "VIOLATION: step 0 was trained twice" in capsys.readouterr().out
     assert command.main(["audit", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize("words", [["audit"], ["show", "--step", "0"], ["replay", "--step", "0"]])
+def test_a_folder_that_holds_runs_is_told_with_their_names(tmp_path, capsys, words):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    assert command.main([*words, str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"In it are the runs {tmp_path / 'one'}, {tmp_path / 'two'}." in told
+
+
+def test_a_replay_offers_steps_that_were_made_and_whose_weights_are_there(world, tmp_path, capsys):
+    run = open_run_file(tmp_path, {}, str(tmp_path / "ckpt"), None, None)
+    assert run.num_starts == 1
+    world.start()
+    for step in range(3):
+        world.step(step, [group_of(step)])
+    world.stop()
+    for step in (1, 2):
+        (tmp_path / "ckpt" / f"step_{step:07d}").mkdir(parents=True)
+    assert command.main(["replay", str(tmp_path), "--step", "3"]) == 2
+    assert "there is no step 3; it has 0 to 2." in capsys.readouterr().err
+    assert command.main(["replay", str(tmp_path), "--step", "1"]) == 2
+    assert "Steps that can be replayed: [0, 2] (" in capsys.readouterr().err
 
 
 def test_a_replay_gets_pairs_and_siblings_as_they_were(world, tmp_path):

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.record import RECORD_FILE, Record, RecordError, Select, open_record
-from slime.utils.files.run_file import read_run
+from slime.record import RECORD_FILE, RecordError, Select, open_record
+from slime.utils.files.run_file import no_run, read_run
 from slime.utils.printable import printable
 
 _FINISHED = "finished"
@@ -17,10 +17,12 @@ _FINISHED = "finished"
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
+    folder = Path(options.run)
     try:
         return {"audit": _audit, "show": _show, "replay": _replay}[options.action](options)
     except ValueError as error:  # a RecordError, or what the training loop says of a replay
-        print(f"error: {error}", file=sys.stderr)
+        is_run = read_run(folder) is not None or (folder / RECORD_FILE).exists()
+        print(f"error: {error if is_run else no_run(folder)}", file=sys.stderr)
         return 2
 
 
@@ -54,7 +56,7 @@ def _show(options: argparse.Namespace) -> int:
         select = Select(kind="train", rollout_id=options.step, limit=1_000_000_000)
         answers = record.answers(select)
         if not answers:
-            raise RecordError(f"{options.run}: {_why_not(record, options.step)}")
+            raise RecordError(f"{options.run}: {record.why_no_step(options.step)}")
         chosen = [a for a in answers if options.sample is None or a.sample_index == options.sample]
         if not chosen:
             numbers = sorted({a.sample_index for a in answers if a.sample_index is not None})
@@ -79,16 +81,6 @@ def _show(options: argparse.Namespace) -> int:
             print(f"  loss mask {'all ones' if tokens.loss_mask is None else tokens.loss_mask}")
             print(f"  versions  {tokens.versions}")
     return 0
-
-
-def _why_not(record: Record, step: int) -> str:
-    rows = [row for row in record.rollouts() if row.kind == "train"]
-    if any(row.rollout_id == step and row.pruned for row in rows):
-        return f"the samples of step {step} were removed for their size or age."
-    numbers = sorted(row.rollout_id for row in rows)
-    return f"there is no step {step}; " + (
-        f"it has {numbers[0]} to {numbers[-1]}." if numbers else "the record has no rollout yet."
-    )
 
 
 def _replay(options: argparse.Namespace) -> int:

@@ -38,11 +38,14 @@ def replay(folder: Path, step: int) -> int:
     run = read_run(folder)
     if run is None:
         raise RecordError(f"{folder} holds no run.json: it is not the folder of a run.")
-    load = _weights_before(run, step)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
     with tempfile.TemporaryDirectory(prefix="slime-replay-") as temporary:
         dump = Path(temporary) / "{rollout_id}.pt"
         with open_record(folder) as record:
+            known = {row.rollout_id for row in record.rollouts() if row.kind == "train" and not row.pruned}
+            if step not in known:
+                raise RecordError(f"{folder}: {record.why_no_step(step)}")
+            load = _weights_before(run, step, known)
             _write_dump(record, step, str(dump))
         args = _args(run, step, load, str(dump), Path(temporary) / "run")
         from slime.loop import train  # here: after the device was chosen
@@ -54,8 +57,11 @@ def replay(folder: Path, step: int) -> int:
     return _compare(logged, found, *((_HALF_RELATIVE, _HALF_ABSOLUTE) if half else (_RELATIVE, _ABSOLUTE)))
 
 
-def _weights_before(run: RunRecord, step: int) -> str | None:
-    """The folder of checkpoints that holds the weights which that step began with; None: the first model."""
+def _weights_before(run: RunRecord, step: int, known: set[int]) -> str | None:
+    """The folder of checkpoints that holds the weights which that step began with; None: the first model.
+
+    `known`: steps whose samples are in the record.
+    """
     if step == 0:
         return None
     folder = Path(run.last.checkpoints) if run.last.checkpoints else None
@@ -64,7 +70,7 @@ def _weights_before(run: RunRecord, step: int) -> str | None:
         kept = f"checkpoints are there of steps {there}" if there else "there are no checkpoints"
         raise RecordError(
             f"step {step} began with the weights after step {step - 1}, which are gone: {kept}. Steps that "
-            f"can be replayed: {sorted({0, *(s + 1 for s in there)})} (--save-interval 1 keeps all)."
+            f"can be replayed: {sorted({0, *(s + 1 for s in there)} & known)} (--save-interval 1 keeps all)."
         )
     return str(folder)
 
@@ -74,7 +80,7 @@ def _write_dump(record: Record, step: int, template: str) -> None:
 
     answers = record.answers(Select(kind="train", rollout_id=step, outcome="trained", limit=1_000_000_000))
     if not answers:
-        raise RecordError(f"the samples of step {step} are not in the record (--record-max-mib).")
+        raise RecordError(f"no sample of step {step} was trained on.")
     groups: dict[int | None, list[Any]] = {}
     for answer in sorted(answers, key=lambda a: a.row):
         groups.setdefault(answer.group_index, []).append(_sample(record, answer))
