@@ -11,7 +11,7 @@ SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
 BROWSER_VENV := .venv-browser
 # The parts of the long suites that `make ci` runs.
-MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py grouped_experts.py)
+MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py grouped_experts.py list_kernels.py)
 SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py
 # What needs no model, no engine and no run of training.
 FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire)
@@ -53,7 +53,7 @@ test-fast: $(STAMP)
 # What continuous integration runs: the tests, and what of the Megatron and SGLang suites is quick.
 ci: test
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
-	$(PYTEST) -m "megatron and not slow" --timeout 900 $(MEGATRON_QUICK)
+	$(PYTEST) -m "megatron and not slow and not gpu" --timeout 900 $(MEGATRON_QUICK)
 	$(MAKE) sglang-env
 	$(PYTEST) -m "sglang and not slow" --timeout 900 $(SGLANG_QUICK)
 

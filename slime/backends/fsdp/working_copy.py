@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-_LARGE = 1 << 23
+from slime.backends.shared.gradient_sums import add_gradient_
 
 
 class WorkingCopy:
@@ -57,16 +57,6 @@ def _add_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:
     assert copy.grad is not None, "called when the gradient of the copy is there"
     if master.grad is None:
         master.grad = copy.grad.to(master.dtype)
-    elif _is_large(master.grad, copy.grad):
-        from slime.backends.shared import add_kernel  # Triton, which CPU machines need not have
-
-        add_kernel.add_(master.grad, copy.grad)
     else:
-        master.grad.add_(copy.grad)
+        add_gradient_(master.grad, copy.grad)
     copy.grad = None
-
-
-def _is_large(total: Tensor, part: Tensor) -> bool:
-    """Whether it takes the device longer to add than it takes the host to start a kernel of Python's."""
-    fits = total.is_cuda and total.dtype == torch.float32 and total.is_contiguous() and part.is_contiguous()
-    return fits and total.numel() >= _LARGE

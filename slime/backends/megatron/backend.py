@@ -230,10 +230,12 @@ class MegatronBackend(TrainerBase):
         self._repeat_on_other_stages(mbs, loss, seen)
         for chunk in self.model:
             chunk.eval()
+        # Before the host waits for metrics: it has lists of all parameters to make while passes still run.
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
         metrics = self._reduce(sums, denominators) | self._expert_metrics()
         metrics |= self._mtp_metrics(call.mtp_scale)
-        self.optimizer.prepare_grads()
-        return metrics, float(self.optimizer.get_grad_norm())
+        return metrics, grad_norm
 
     def _apply(self, grad_norm: float) -> None:
         optimizer_module.step(self.optimizer, grad_norm, self.args.clip_grad)

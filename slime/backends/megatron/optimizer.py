@@ -1,7 +1,9 @@
 """Megatron's optimizers under our flags, with the learning rate schedule of all backends."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -44,6 +46,69 @@ def _fuse(optimizer: MegatronOptimizer) -> None:
         if isinstance(member.optimizer, torch.optim.AdamW):
             for group in member.optimizer.param_groups:
                 group["fused"], group["foreach"] = True, False
+            member.optimizer.step = FusedStep(member.optimizer)  # type: ignore[method-assign]
+
+
+class FusedStep:
+    """`step` of torch's fused AdamW for parameters of one kind on one device.
+
+    torch sorts thousands of tensors by kind in each step, and the device has nothing to do meanwhile.
+    """
+
+    def __init__(self, adam: torch.optim.AdamW) -> None:
+        self._adam, self._theirs = adam, adam.step
+        self.shrink: float | None = None  # what gradients are divided by on their way
+
+    @torch.no_grad()
+    def __call__(self, closure: None = None) -> None:
+        """One step; torch's own where a parameter has no gradient or no moments yet."""
+        groups = self._adam.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        states, grads = self._states(parameters), [parameter.grad for parameter in parameters]
+        plain = not any(group["amsgrad"] or group["maximize"] for group in groups)
+        if not (plain and grads and all(states) and all(grad is not None for grad in grads)):
+            if self.shrink is not None and (found := [grad for grad in grads if grad is not None]):
+                torch._foreach_div_(found, self.shrink)
+            self._theirs()
+            return
+        names = ("exp_avg", "exp_avg_sq", "step")
+        whole = [parameters, grads, *([state[name] for state in states] for name in names)]
+        scale = None
+        if self.shrink is not None:
+            scale = torch.full((), self.shrink, dtype=torch.float32, device=grads[0].device)
+        begin = 0
+        for group in groups:
+            end = begin + len(group["params"])
+            if end > begin:
+                self._step_group(group, scale, *(members[begin:end] for members in whole))
+            begin = end
+
+    def _states(self, parameters: list[Tensor]) -> list[dict[str, Tensor]]:
+        found = self._adam.state
+        if len(found) == len(parameters) and all(map(operator.is_, found, parameters)):
+            return list(found.values())
+        return [found.get(parameter, {}) for parameter in parameters]  # slower: it hashes each of them
+
+    @staticmethod
+    def _step_group(group: dict[str, Any], scale: Tensor | None, *lists: list[Tensor]) -> None:
+        parameters, grads, first, second, steps = lists
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            parameters,
+            grads,
+            first,
+            second,
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
+        )
 
 
 def members(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
@@ -78,10 +143,12 @@ def reload_copies(optimizer: MegatronOptimizer) -> None:
 @torch.no_grad()
 def step(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
     """Clip and apply the gradients that `prepare_grads` has made ready."""
+    too_long = (grad_norm + _EPSILON) / clip_grad if 0 < clip_grad < grad_norm + _EPSILON else None
     for member in members(optimizer):
-        gradients = [p.grad for p in member.get_parameters() if p.grad is not None]
-        if 0 < clip_grad < grad_norm + _EPSILON and gradients:
-            torch._foreach_mul_(gradients, clip_grad / (grad_norm + _EPSILON))
+        if isinstance(member.optimizer.step, FusedStep):
+            member.optimizer.step.shrink = too_long
+        elif too_long and (grads := [p.grad for p in member.get_parameters() if p.grad is not None]):
+            torch._foreach_div_(grads, too_long)
     with present(optimizer):
         optimizer.step_with_ready_grads()
 

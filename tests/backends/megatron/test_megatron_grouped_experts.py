@@ -76,11 +76,3 @@ def test_experts_of_one_buffer_are_used_in_place():
         _Stacked.apply(*weights).backward(torch.arange(4.0)[:, None, None].expand(4, 2, 3))
     assert [float(weight.main_grad.sum()) for weight in weights] == [0.0, 12.0, 24.0, 36.0]
     assert all(weight.grad is None for weight in weights)
-
-
-def test_the_norm_of_a_list_is_that_of_all_its_numbers():
-    from slime.backends.megatron.fixes.list_kernels import norm_of_list
-
-    parts = [torch.randn(size) for size in (3, 1, 70)]
-    norm, _ = norm_of_list(0, parts[0], [parts], False)
-    torch.testing.assert_close(norm, torch.cat(parts).norm().view(1))

@@ -4,17 +4,23 @@ Its own stand-ins launch kernels for each parameter, and the one of the norm wai
 a fifth of a step of a mixture of experts, which has thousands of parameters.
 """
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.backends.shared.gradient_sums import add_gradient_
+
 _PAIRS = "_slime_pairs"  # attribute of an optimizer: what is copied where in each step
 _COUNTED = "_slime_counted"  # attribute of an optimizer: for each parameter, whether its gradient counts
+_RUNS = "_slime_runs"  # attribute of an optimizer: gradients that count, and the same numbers in few tensors
 
 
 def install() -> None:
     """Puts these kernels in the place of missing ones, once per process; other packages' stay."""
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.utils import local_multi_tensor_l2_norm
@@ -28,6 +34,8 @@ def install() -> None:
         DistributedOptimizer._copy_model_grads_to_main_grads = copy_gradients
         _THEIRS["counted"] = DistributedOptimizer.get_main_grads_for_grad_norm
         DistributedOptimizer.get_main_grads_for_grad_norm = counted_gradients
+        _THEIRS["hook"] = DistributedDataParallel._make_backward_post_hook
+        DistributedDataParallel._make_backward_post_hook = backward_hook
 
 
 _THEIRS: dict[str, Any] = {}
@@ -60,7 +68,7 @@ def copy_gradients(optimizer: Any) -> None:
 
 
 def counted_gradients(optimizer: Any) -> list[Tensor]:
-    """The gradients that count for the norm: which of them do is asked once."""
+    """The gradients that count for the norm, neighbours in memory as one; which of them do is asked once."""
     if not _is_plain(optimizer):
         found: list[Tensor] = _THEIRS["counted"](optimizer)
         return found
@@ -70,7 +78,62 @@ def counted_gradients(optimizer: Any) -> list[Tensor]:
         mask = [_counts(parameter, optimizer) for parameter in parameters]
         setattr(optimizer, _COUNTED, mask)
     both = zip(parameters, mask, strict=True)
-    return [parameter.grad for parameter, counts in both if counts and parameter.grad is not None]
+    grads = [parameter.grad for parameter, counts in both if counts and parameter.grad is not None]
+    if any(grad.dtype != torch.float32 for _, _, grad in _pairs_of(optimizer)):
+        return grads  # made anew in each step
+    known, runs = getattr(optimizer, _RUNS, ([], []))
+    if not same_tensors(known, grads):
+        runs = joined(grads)
+        setattr(optimizer, _RUNS, (grads, runs))
+    return runs
+
+
+def same_tensors(known: list[Tensor], found: list[Tensor]) -> bool:
+    """Whether two lists hold the very same tensors."""
+    return len(known) == len(found) and all(map(operator.is_, known, found))
+
+
+def joined(tensors: list[Tensor]) -> list[Tensor]:
+    """The same numbers, where tensors follow one another in a buffer as a single flat one."""
+    runs: list[list[Tensor]] = []
+    place: tuple[int, int] | None = None  # where the next of a run stands
+    for part in sorted(tensors, key=_place):
+        if place is not None and _place(part) == place and part.is_contiguous():
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+        storage, offset = _place(part)
+        place = (storage, offset + part.numel()) if part.is_contiguous() else None
+    sizes = [sum(part.numel() for part in run) for run in runs]
+    return [
+        run[0] if len(run) == 1 else run[0].as_strided((size,), (1,))
+        for run, size in zip(runs, sizes, strict=True)
+    ]
+
+
+def _place(part: Tensor) -> tuple[int, int]:
+    return part.untyped_storage()._cdata, int(part.storage_offset())
+
+
+def backward_hook(ddp: Any, parameter: Any) -> Callable[..., None]:
+    """Megatron's hook of a gradient, but a quicker kernel adds it to the parameter's sum."""
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    theirs: Callable[..., None] = _THEIRS["hook"](ddp, parameter)
+
+    def hook(*unused: Any) -> None:
+        # A product may have added it itself; Megatron's own code knows what then is left to do.
+        added = parameter.grad is None or parameter.grad_added_to_main_grad
+        known = parameter in ddp.param_to_bucket_group and not is_graph_capturing()
+        if added or not known or getattr(parameter, "zero_out_wgrad", False):
+            theirs(*unused)
+            return
+        add_gradient_(parameter.main_grad, parameter.grad)
+        parameter.grad_added_to_main_grad = True
+        theirs(*unused)
+        parameter.grad_added_to_main_grad = False
+
+    return hook
 
 
 def _counts(parameter: Tensor, optimizer: Any) -> bool:

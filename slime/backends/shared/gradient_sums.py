@@ -1,0 +1,22 @@
+"""Sums of 16-bit gradients in fp32, which trainers keep over the micro-batches of a step."""
+
+import torch
+from torch import Tensor
+
+_LARGE = 1 << 23
+
+
+def add_gradient_(total: Tensor, part: Tensor) -> None:
+    """total += part, by the quicker kernel where it is worth its start."""
+    if _is_large(total, part):
+        from slime.backends.shared import add_kernel  # Triton, which CPU machines need not have
+
+        add_kernel.add_(total, part)
+    else:
+        total.add_(part)
+
+
+def _is_large(total: Tensor, part: Tensor) -> bool:
+    """Whether it takes the device longer to add than it takes the host to start a kernel of Python's."""
+    fits = total.is_cuda and total.dtype == torch.float32 and total.is_contiguous() and part.is_contiguous()
+    return fits and total.numel() >= _LARGE
