@@ -1,4 +1,4 @@
-"""What handles all parameters at once computes what Megatron's and torch's own code does."""
+"""What takes the place of slow code in Megatron and torch computes the same."""
 
 from types import SimpleNamespace
 
@@ -100,3 +100,31 @@ def test_the_hook_of_a_gradient_adds_it_once(overlap, fused):
     assert parameter.main_grad.tolist() == ([0.0, 0.0, 0.0] if fused else [2.0, 4.0, 6.0])
     assert parameter.grad_added_to_main_grad == fused
     assert len(ready) == (2 if overlap else 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_logits_of_16_bit_factors_are_those_of_megatrons_fp32_product(device):
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    from slime.backends.megatron.fixes import without_transformer_engine
+    from slime.backends.megatron.modules.router_logits import RouterLogits
+
+    without_transformer_engine.install()
+    torch.manual_seed(0)
+    hidden = torch.randn(300, 64, device=device).bfloat16()
+    weight = torch.randn(16, 64, device=device).bfloat16()
+    found = {}
+    for name, compute in (
+        ("ours", RouterLogits.apply),
+        ("theirs", lambda hidden, weight: router_gating_linear(hidden, weight, None, torch.float32)),
+    ):
+        factors = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logits = compute(*factors)
+        torch.softmax(logits, dim=-1)[:, 3].sum().backward()
+        assert logits.dtype == torch.float32
+        found[name] = [logits.detach(), *(factor.grad for factor in factors)]
+    torch.testing.assert_close(found["ours"][0], found["theirs"][0], rtol=1e-5, atol=1e-4)
+    for ours, theirs in zip(found["ours"][1:], found["theirs"][1:], strict=True):
+        assert ours.dtype == torch.bfloat16
+        # One of them may round up where the other rounds down.
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-5)

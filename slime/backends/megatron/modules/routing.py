@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from slime.backends.base import MicroBatch
 from slime.backends.megatron.modules.grouped_experts import look_up_experts
+from slime.backends.megatron.modules.router_logits import RouterLogits
 from slime.backends.megatron.stream import PackedStream, Recorded, Routes
 
 RecordedByBatch = dict[tuple[int, ...], Recorded]  # by the positions of a micro-batch's samples
@@ -102,6 +103,15 @@ class PackedRouter(TopKRouter):
         # What Megatron asks for the top k; the losses are ours.
         self.router_replay = SimpleNamespace(get_replay_topk=self.choose)
         self.routing_type = "none"
+
+    def gating(self, input: Tensor) -> Tensor:
+        kinds = {input.dtype, self.weight.dtype}
+        on_gpu = input.is_cuda and self.weight.is_cuda
+        quick = on_gpu and kinds == {torch.bfloat16} and self.config.moe_router_dtype == "fp32"
+        if not quick or self.bias is not None:
+            return super().gating(input)
+        flat: Tensor = RouterLogits.apply(input.reshape(-1, input.shape[-1]), self.weight)
+        return flat.view(*input.shape[:-1], -1)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         return logits
