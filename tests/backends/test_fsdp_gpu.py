@@ -138,6 +138,9 @@ def test_16_bit_gradients_are_added_to_rows_that_stand_apart():
     expected[:, 1] += part
     add_kernel.add_rows_(buffer[:, 1].view(5, 70, 100), part.view(5, 70, 100))
     assert torch.equal(buffer, expected)
+    expected[:, 2] = part.float()
+    add_kernel.add_rows_(buffer[:, 2], part, empty=True)
+    assert torch.equal(buffer, expected)
 
 
 def test_bf16_on_gpu_trains_like_fp32_on_gpu(model):

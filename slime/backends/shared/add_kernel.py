@@ -11,24 +11,28 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _add(total, part, size, distance, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # pointers
+def _add(  # type: ignore[no-untyped-def]  # Triton reads annotations, and pointers have none
+    total, part, size, distance, EMPTY: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     sums, added = total + row * distance + place, part + row * size + place
-    value = tl.load(sums, mask=inside) + tl.load(added, mask=inside).to(tl.float32)
+    value = tl.load(added, mask=inside).to(tl.float32)
+    if not EMPTY:
+        value += tl.load(sums, mask=inside)
     tl.store(sums, value, mask=inside)
 
 
-def add_(total: Tensor, part: Tensor) -> None:
-    """total += part, of one shape and both contiguous."""
-    add_rows_(total.view(1, -1), part)
+def add_(total: Tensor, part: Tensor, *, empty: bool = False) -> None:
+    """total += part, of one shape and both contiguous. `empty`: `total` is zero, and is not read."""
+    add_rows_(total.view(1, -1), part, empty=empty)
 
 
-def add_rows_(total: Tensor, part: Tensor) -> None:
+def add_rows_(total: Tensor, part: Tensor, *, empty: bool = False) -> None:
     """total += part: `part` contiguous, `total` too but for the distance between the members of its first
-    dimension.
+    dimension. `empty` as in `add_`.
     """
     rows, size = len(total), total[0].numel()
     grid = (triton.cdiv(size, _BLOCK), rows)
-    _add[grid](total, part, size, total.stride(0), BLOCK=_BLOCK, num_warps=8)
+    _add[grid](total, part, size, total.stride(0), EMPTY=empty, BLOCK=_BLOCK, num_warps=8)

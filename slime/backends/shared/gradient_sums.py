@@ -6,12 +6,12 @@ from torch import Tensor
 _LARGE = 1 << 23
 
 
-def add_gradient_(total: Tensor, part: Tensor) -> None:
-    """total += part, by the quicker kernel where it is worth its start."""
+def add_gradient_(total: Tensor, part: Tensor, *, empty: bool = False) -> None:
+    """total += part, by the quicker kernel where it is worth its start. `empty`: `total` is zero."""
     if _is_large(total, part):
         from slime.backends.shared import add_kernel  # Triton, which CPU machines need not have
 
-        add_kernel.add_(total, part)
+        add_kernel.add_(total, part, empty=empty)
     else:
         total.add_(part)
 

@@ -102,6 +102,19 @@ def test_the_hook_of_a_gradient_adds_it_once(overlap, fused):
     assert len(ready) == (2 if overlap else 0)
 
 
+def test_sums_are_known_to_be_zero_until_a_gradient_is_added(monkeypatch):
+    from slime.backends.megatron.fixes import list_kernels
+
+    monkeypatch.setitem(list_kernels._THEIRS, "zero", lambda ddp: None)
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    assert not list_kernels.take_empty(parameters)
+    for _ in range(2):
+        list_kernels.zero_gradients(SimpleNamespace(params_with_grad=parameters))
+        assert list_kernels.take_empty(parameters[:1])
+        assert not list_kernels.take_empty(parameters)
+        assert not list_kernels.take_empty(parameters[1:])
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_logits_of_16_bit_factors_are_those_of_megatrons_fp32_product(device):
     from megatron.core.transformer.moe.moe_utils import router_gating_linear

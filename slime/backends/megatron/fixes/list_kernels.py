@@ -5,7 +5,7 @@ a fifth of a step of a mixture of experts, which has thousands of parameters.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from slime.backends.shared.gradient_sums import add_gradient_
 
 _PAIRS = "_slime_pairs"  # attribute of an optimizer: what is copied where in each step
 _COUNTED = "_slime_counted"  # attribute of an optimizer: for each parameter, whether its gradient counts
+_EMPTY = "_slime_empty"  # attribute of a parameter: the sum of its gradients is still zero
 _RUNS = "_slime_runs"  # attribute of an optimizer: gradients that count, and the same numbers in few tensors
 
 
@@ -36,6 +37,8 @@ def install() -> None:
         DistributedOptimizer.get_main_grads_for_grad_norm = counted_gradients
         _THEIRS["hook"] = DistributedDataParallel._make_backward_post_hook
         DistributedDataParallel._make_backward_post_hook = backward_hook
+        _THEIRS["zero"] = DistributedDataParallel.zero_grad_buffer
+        DistributedDataParallel.zero_grad_buffer = zero_gradients
 
 
 _THEIRS: dict[str, Any] = {}
@@ -115,6 +118,21 @@ def _place(part: Tensor) -> tuple[int, int]:
     return part.untyped_storage()._cdata, int(part.storage_offset())
 
 
+def zero_gradients(ddp: Any) -> None:
+    """Megatron's own, which also notes that no sum of gradients need be read before the first is added."""
+    _THEIRS["zero"](ddp)
+    for parameter in ddp.params_with_grad:
+        setattr(parameter, _EMPTY, True)
+
+
+def take_empty(parameters: Sequence[Any]) -> bool:
+    """Whether nothing was added to these parameters' sums since they were zeroed; from now on it was."""
+    empty = all(getattr(parameter, _EMPTY, False) for parameter in parameters)
+    for parameter in parameters:
+        setattr(parameter, _EMPTY, False)
+    return empty
+
+
 def backward_hook(ddp: Any, parameter: Any) -> Callable[..., None]:
     """Megatron's hook of a gradient, but a quicker kernel adds it to the parameter's sum."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
@@ -122,13 +140,14 @@ def backward_hook(ddp: Any, parameter: Any) -> Callable[..., None]:
     theirs: Callable[..., None] = _THEIRS["hook"](ddp, parameter)
 
     def hook(*unused: Any) -> None:
+        empty = parameter.grad is not None and take_empty([parameter])
         # A product may have added it itself; Megatron's own code knows what then is left to do.
         added = parameter.grad is None or parameter.grad_added_to_main_grad
         known = parameter in ddp.param_to_bucket_group and not is_graph_capturing()
         if added or not known or getattr(parameter, "zero_out_wgrad", False):
             theirs(*unused)
             return
-        add_gradient_(parameter.main_grad, parameter.grad)
+        add_gradient_(parameter.main_grad, parameter.grad, empty=empty)
         parameter.grad_added_to_main_grad = True
         theirs(*unused)
         parameter.grad_added_to_main_grad = False

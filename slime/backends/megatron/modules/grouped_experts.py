@@ -18,6 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from slime.backends.experts.experts_operator import gated_experts
+from slime.backends.megatron.fixes import list_kernels
 
 _VIEW = (
     "_slime_view"  # attribute of an expert's weight or gradient: the view of all experts', if there is one
@@ -78,10 +79,11 @@ class _Stacked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         buffers = [weight.main_grad for weight in ctx.weights]
         view, grad = _view_of(buffers), grads[0]
+        empty = list_kernels.take_empty(ctx.weights)
         if view is not None and grad.is_cuda and grad.is_contiguous() and view.dtype == torch.float32:
             from slime.backends.shared import add_kernel  # Triton, which CPU machines need not have
 
-            add_kernel.add_rows_(view, grad)
+            add_kernel.add_rows_(view, grad, empty=empty)
         elif view is not None:
             view.add_(grad)
         else:
