@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 class Closing:
     """A context that takes all its steps at the end, the last added first, whatever the one before raised.
 
-    The first failure is that of the run, unless it has a cause already: then all are told in the log.
+    The first failure is that of the run, unless it has a cause already: then all others are told in the log.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,9 @@ class Closing:
                 step()
             except Exception as failure:  # told below
                 failures.append(failure)
-        told = failures if cause is not None else failures[1:]
+        first, told = (cause, failures) if cause is not None else (None, failures[1:])
         for other in told:
-            logger.warning("while the run ended: %s: %s", type(other).__name__, other)
+            if str(other) != str(first):  # a part that could not start says once more why
+                logger.warning("while the run ended: %s: %s", type(other).__name__, other)
         if cause is None and failures:
             raise failures[0]

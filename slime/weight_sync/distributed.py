@@ -25,7 +25,7 @@ from slime.wire.manifest import DTYPE_NAMES
 
 logger = logging.getLogger(__name__)
 
-_BLAME_S = 1.0  # after a broken broadcast: time for the engine that broke it to be known by its own answer
+_BLAME_S = 1.0  # after a broken broadcast: time for answers of engines, for the message alone
 
 
 class DistributedSender:
@@ -50,6 +50,7 @@ class DistributedSender:
         if self._failures or not self._targets:
             return
         self._errors: dict[str, str] = {}  # engine -> what it answered to the step that is under way
+        self._unanswered: set[str] = set()  # engines that have not answered to it
         try:
             if self._group is None:
                 self._join(bucket[0][1].device)
@@ -96,12 +97,10 @@ class DistributedSender:
 
     def _give_up(self, error: Exception) -> None:
         """One broken member breaks the group: all take the copy on disk, and the group is made anew."""
-        own = dict(self._errors)  # before others fail because the group is gone
-        cause = (
-            "; ".join(f"engine {url}: {why}" for url, why in own.items())
-            or f"{type(error).__name__}: {error}"
-        )
-        broken = f"the group {self._group_name} broke: {cause}"
+        own, silent = dict(self._errors), sorted(self._unanswered)  # before others fail for want of the group
+        causes = [f"engine {url}: {why}" for url, why in own.items()] or [f"{type(error).__name__}: {error}"]
+        causes += [f"no answer by then from {', '.join(silent)}"] if silent else []  # one may be the culprit
+        broken = f"the group {self._group_name} broke: {'; '.join(causes)}"
         self._failures = {target.url: own.get(target.url, broken) for target in self._targets}
         logger.warning("broadcast of weights %s failed; %s", self._version, broken)
         # First here: engines that still wait for the rest of the bucket are told by the closed connection.
@@ -127,13 +126,15 @@ class DistributedSender:
 
     def _on_all(self, calls: list[Coroutine[Any, Any, None]]) -> concurrent.futures.Future[None]:
         """One call per target, all in the background: they end only when this rank does its part."""
-        errors = self._errors
+        errors, unanswered = self._errors, {target.url for target in self._targets}
+        self._unanswered = unanswered
 
         async def one(url: str, call: Coroutine[Any, Any, None]) -> None:
             try:
                 await call
             except Exception as error:  # told in the report, under the engine's name
                 errors[url] = f"{type(error).__name__}: {error}"
+            unanswered.discard(url)
 
         async def together() -> None:
             await asyncio.gather(*(one(t.url, call) for t, call in zip(self._targets, calls, strict=True)))

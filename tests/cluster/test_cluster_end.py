@@ -70,3 +70,10 @@ def test_the_cause_that_ended_the_run_is_not_replaced_by_what_breaks_while_closi
         raise KeyError("first")
     assert part.called == ["end", "dismiss", "finish"]
     assert caplog.text.count("while the run ended: OSError") == 2
+
+
+def test_a_part_that_could_not_start_does_not_say_why_a_second_time(tmp_path, caplog):
+    cause = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space left"), run_of(Part(broken=("end",)), tmp_path):
+        raise cause
+    assert "while the run ended" not in caplog.text

@@ -1,12 +1,14 @@
 """Pipeline stages push in turns to real engine processes, while engines and senders die."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from engine_under_test import small_embedded_command
-from patience import LONG_S, PATIENCE_S
+from patience import LONG_S, PATIENCE_S, eventually
 from stage_rank import DEADLINE_S, buckets
 from stage_ranks import StageRanks
 from tiny_model import make_tiny_model
@@ -19,7 +21,7 @@ from slime.utils.machine import shm
 from slime.utils.machine.processes import thread_environment
 from slime.utils.waits import until
 from slime.weight_sync import LiveReport, Parcel
-from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.base import SenderOptions, Target
 from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
 from slime.wire.control import EngineControl
@@ -122,6 +124,39 @@ class OneStage:
             version, targets, buckets({"model": model}, StagePlace())
         )
         return [{"failures": report.failures, "num_tensors": report.num_tensors, "nbytes": report.nbytes}]
+
+
+def test_a_broken_broadcast_names_who_failed_and_who_has_not_answered(monkeypatch):
+    """Whoever has not answered may be the one that broke it, however long the message waits for answers."""
+    left, sender = asyncio.Event(), OneStage().sender
+
+    class Control:
+        def __init__(self, fails):
+            self.fails = fails
+
+        async def update_from_group(self, *described):
+            if self.fails:
+                raise ConnectionError("reset by peer")
+            await left.wait()
+
+        async def leave_group(self, name):
+            left.set()
+
+    def breaks(*tensor, **options):
+        eventually(lambda: sender._errors)
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(sender, "_controls", lambda: [Control(True), Control(False)])
+    monkeypatch.setattr("torch.distributed.broadcast", breaks)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda group: None)
+    sender.open("run:1", (Target("http://a", 0, 1, ()), Target("http://b", 0, 1, ())))
+    sender._group = object()
+    sender.send([("w", torch.zeros(2))])
+    failures = sender.finish().failures
+    assert failures["http://a"] == "ConnectionError: reset by peer"
+    assert failures["http://b"].endswith(
+        "engine http://a: ConnectionError: reset by peer; no answer by then from http://b"
+    )
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
