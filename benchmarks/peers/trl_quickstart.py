@@ -32,6 +32,15 @@ OWN_FOLDER = ("load", "save", "save-hf", "save-interval", "eval-config", "eval-i
 KEEPS = {"save-interval": 1_000_000}
 
 
+def enough_prompts(settings: dict[str, Any], steps: int, folder: Path) -> Path:
+    """The prompts, again and again: a checkpoint follows each pass over them, and none is to be measured."""
+    lines = Path(settings["prompt-data"]).read_text().splitlines(keepends=True)
+    times = -(-(steps + 1) * settings["rollout-batch-size"] // len(lines))
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(lines * times))
+    return path
+
+
 def run_ours(settings: dict[str, Any], steps: int, folder: Path) -> dict[str, Any]:
     own = {name: value for name, value in settings.items() if name not in OWN_FOLDER}
     own |= {"run-dir": str(folder / "run"), "save": str(folder / "checkpoints"), "num-rollout": steps} | KEEPS
@@ -95,6 +104,7 @@ def main() -> None:
     settings = yaml.safe_load((options.run_dir / "run.yaml").read_text())
     made: dict[str, list[dict[str, Any]]] = {"slime": [], "trl": []}
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
+        settings["prompt-data"] = str(enough_prompts(settings, options.steps, Path(name)))
         for pair in range(options.pairs):
             for peer in made:
                 folder = Path(name) / f"{peer}-{pair}"
