@@ -12,9 +12,9 @@ from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup, Sh
 from slime.engines.embedded.decode.norms import fuse_norms
 from slime.engines.embedded.decode.paged import can_read_pages
 from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
+from slime.engines.embedded.packed_matrices import PackedMatrices
 from slime.engines.embedded.request_images import FeatureCache, ImageRows
 from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.weight_update import store_by_column
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.machine import accelerator
 from slime.utils.models.fp8_config import block_size_of
@@ -69,8 +69,7 @@ class ModelRunner:
             model_path, dtype=self.dtype, attn_implementation=implementation, **how
         )
         self.model.to(self.device).eval().requires_grad_(False)
-        if self.device.type == "cpu":
-            store_by_column(self.model)
+        self._matrices = PackedMatrices(self.model)
         self.config = self.model.config.get_text_config()
         _refuse_unsupported(self.model, self.config)
         self.features = FeatureCache(self.model, self.device)
@@ -238,6 +237,7 @@ class ModelRunner:
     def release_weights(self) -> None:
         """Move parameters to host memory; on a CPU they already are there, and stay."""
         self.features.clear()
+        self._matrices.forget()
         self._graphs = None
         if self.device.type == "cuda":
             self.model.to("cpu")

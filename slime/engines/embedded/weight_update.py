@@ -25,8 +25,6 @@ from slime.utils.models.hub_names import Part, parts_of, saved_tensors
 from slime.wire.manifest import BucketManifest, WeightManifest, byte_checksum
 
 _MAX_INDEX_BYTES = 256 << 20
-_BLOCK_ROWS = 1024
-_LARGE_MATRIX = 1 << 16
 
 
 class BadWeights(ValueError):
@@ -212,7 +210,8 @@ class WeightStore:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, and buffers of the checkpoint (the balance of experts) that an update may leave out."""
-        return self._hub_views(dict(saved_tensors(self._model, tied=True)))
+        own = dict(saved_tensors(self._model, tied=True))
+        return self._hub_views({**own, **dict(self._model.named_parameters(remove_duplicate=False))})
 
     def _hub_views(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name in own.keys() - self._parts.keys():
@@ -222,7 +221,8 @@ class WeightStore:
                 raise BadWeights(
                     f"{type(self._model).__name__}: {error}; use --rollout-engine sglang"
                 ) from error
-        return {part.name: part.of(tensor.data) for n, tensor in own.items() for part in self._parts[n]}
+        # Not `data`, whose changes the parameter does not count: packed copies of it go by its count.
+        return {part.name: part.of(tensor.detach()) for n, tensor in own.items() for part in self._parts[n]}
 
     def check(self, source: Source) -> None:
         """Raise BadWeights unless the source has every parameter, each with its shape, and nothing else."""
@@ -272,7 +272,7 @@ class WeightStore:
         """Copy every tensor in; returns (tensors, bytes). Call `check` first: this must not fail half-way."""
         parameters, nbytes = self._tensors(), 0
         for name, tensor in self._plain(source).tensors():
-            copy_into(parameters[name], tensor)
+            parameters[name].copy_(tensor)
             nbytes += tensor.numel() * tensor.element_size()
         return len(source.shapes), nbytes
 
@@ -291,26 +291,6 @@ class WeightStore:
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
         return {name: byte_checksum(tensor_bytes(p)) for name, p in self._parameters().items()}
-
-
-def store_by_column(model: nn.Module) -> None:
-    """Lay out matrices as a CPU's library multiplies few rows with them, in half to three quarters of the
-    time. Shapes stay; small matrices gain nothing, and those of 16 bits it packs for itself.
-    """
-    for module in model.modules():
-        weight = module.weight if isinstance(module, nn.Linear) else None
-        if weight is not None and weight.dtype == torch.float32 and weight.numel() >= _LARGE_MATRIX:
-            weight.data = weight.data.T.contiguous().T
-
-
-def copy_into(own: torch.Tensor, new: torch.Tensor) -> None:
-    """In blocks where rows become columns: one that stays in a cache is turned five times as fast."""
-    if own.ndim != 2 or own.is_contiguous():
-        own.copy_(new)
-        return
-    for first in range(0, len(own), _BLOCK_ROWS):
-        rows = slice(first, first + _BLOCK_ROWS)
-        own[rows].copy_(new[rows])
 
 
 def refuse_non_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
