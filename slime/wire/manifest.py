@@ -47,13 +47,19 @@ def byte_checksum(data: torch.Tensor) -> int:
         body = body.contiguous().clone()
     words = body.view(torch.int64)
     longest = min(_CHUNK_WORDS, words.numel())
-    odd = torch.arange(longest, dtype=torch.int64, device=data.device).mul_(2).add_(1)
-    total = 0
+    # x * (2 (start + j) + 1) = x * (2 j + 1) + x * 2 start; int64 arithmetic wraps modulo 2^64. The words at
+    # place j of all chunks have the factor 2 j + 1 in common.
+    together = torch.zeros(longest, dtype=torch.int64, device=data.device)
+    sums = []
     for start in range(0, words.numel(), _CHUNK_WORDS):
         chunk = words[start : start + _CHUNK_WORDS]
-        # x * (2 (start + j) + 1) = x * (2 j + 1) + x * 2 start; int64 arithmetic wraps modulo 2^64.
-        inner = (chunk * odd[: chunk.numel()]).sum()
-        total += int(inner) + 2 * start * int(chunk.sum())
+        together[: chunk.numel()].add_(chunk)
+        sums.append(chunk.sum())
+    odd = torch.arange(longest, dtype=torch.int64, device=data.device).mul_(2).add_(1)
+    total = int(together.mul_(odd).sum())
+    if sums:
+        starts = torch.arange(len(sums), dtype=torch.int64, device=data.device).mul_(2 * _CHUNK_WORDS)
+        total += int(torch.stack(sums).mul_(starts).sum())
     if tail:
         last = int.from_bytes(bytes(data[data.numel() - tail :].tolist()), "little")
         total += last * (2 * words.numel() + 1)
