@@ -241,6 +241,24 @@ def add_rows_to_output_gradient(lm: HFModel) -> None:
     the logits; a gradient of the whole vocabulary, nearly all zeros, would be made and added otherwise.
     """
     embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    tied = isinstance(embedding, nn.Embedding) and embedding.weight is head.weight
+    tied = type(embedding) is nn.Embedding and embedding.weight is head.weight
     if tied and len(head.weight) >= _LARGE_VOCABULARY:
-        embedding.sparse = True
+        embedding.forward = functools.partial(_embed, embedding)
+
+
+def _embed(embedding: nn.Embedding, ids: Tensor) -> Tensor:
+    weight = embedding.weight
+    rows = nn.functional.embedding(ids, weight.detach())
+    if torch.is_grad_enabled() and weight.requires_grad:
+        # Its gradient comes last of all, when that of the logits is there.
+        rows.requires_grad_().register_hook(functools.partial(_add_rows, embedding, ids))
+    return rows
+
+
+def _add_rows(embedding: nn.Embedding, ids: Tensor, grad: Tensor) -> None:
+    weight, padding = embedding.weight, embedding.padding_idx
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    if padding is not None:
+        grad = grad.masked_fill((ids == padding)[..., None], 0.0)
+    weight.grad.index_add_(0, ids.flatten(), grad.flatten(0, -2))
