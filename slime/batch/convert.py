@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from slime.algorithms.reward_shaping import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
@@ -32,6 +33,7 @@ _DTYPES = {
     "rollout_top_p_token_ids": torch.int32,
     "rollout_top_p_token_offsets": torch.int32,
 }
+_NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 
 
 def samples_to_batch(
@@ -313,8 +315,10 @@ def _rows(values: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
     """A tensor of each list of numbers, all cut from one: a batch has hundreds, and each takes a while."""
     if not all(type(value) in (list, tuple) for value in values):
         return [torch.as_tensor(value, dtype=dtype) for value in values]
-    joined = torch.tensor(list(itertools.chain.from_iterable(values)), dtype=dtype)
-    return list(joined.split([len(value) for value in values]))
+    sizes = [len(value) for value in values]
+    # numpy reads a list of integers ten times as fast as torch does.
+    joined = np.fromiter(itertools.chain.from_iterable(values), _NUMPY_TYPES[dtype], sum(sizes))
+    return list(torch.from_numpy(joined).split(sizes))
 
 
 def _num_trained(sample: Sample) -> float:
