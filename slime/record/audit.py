@@ -31,6 +31,7 @@ class Audit:
     num_samples: int = 0  # trained
     redone: int = 0  # steps that were lost and taken again
     recalled: int = 0  # samples that were taken from the ledger instead of generated again
+    unrecorded: list[int] = field(default_factory=list)  # steps whose samples could not be written
     digest: str = ""  # of all that was trained, dropped and evaluated
     violations: list[str] = field(default_factory=list)
 
@@ -130,6 +131,13 @@ def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
             consumed = {step for step in consumed if step <= row.rollout}
             if not consumed:
                 base = row.rollout + 1
+            lost = sorted(set(range(base, row.rollout + 1)) - consumed)
+            if lost:  # told once: each later checkpoint would miss them as well
+                found.violations.append(
+                    f"start {row.start} went on from the checkpoint after step {row.rollout}, but the ledger "
+                    f"does not say that steps {lost[:5]} were trained: could it not be written (a full disk)?"
+                )
+                consumed |= set(lost)
         elif row.event == "consumed":
             if row.rollout in consumed:
                 found.violations.append(f"step {row.rollout} was trained twice")
@@ -157,8 +165,10 @@ def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
 
 def _compare_with_samples(record: Record, kept: dict[int, list[LedgerRow]], found: Audit) -> None:
     """The samples of a step that are still in the record are those that the ledger says were kept."""
-    pruned = {row.rollout_id for row in record.rollouts() if row.kind == "train" and row.pruned}
-    for step in set(found.steps) - pruned:
+    rows = [row for row in record.rollouts() if row.kind == "train"]
+    found.unrecorded = sorted(set(found.steps) - {row.rollout_id for row in rows})
+    pruned = {row.rollout_id for row in rows if row.pruned}
+    for step in set(found.steps) - pruned - set(found.unrecorded):
         select = Select(kind="train", rollout_id=step, outcome="trained", limit=_MOST)
         there = {a.sample_index for a in record.answers(select) if a.sample_index is not None}
         told = {sample for row in kept.get(step, []) for sample in json.loads(row.value or "[]")}

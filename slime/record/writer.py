@@ -4,8 +4,8 @@ What waits together is one transaction: transactions cost more than most of what
 waits 50 ms for the others, or up to a second where writing takes long; a batch that is complete is written at
 once, and the finished samples it is made of, if they were still waiting, not at all. The run waits for the
 disk only when several rollouts are waiting already. A write that fails (a full disk) is tried once more by
-its parts; a part that fails is told once and the run goes on; how many could not be written is noted in the
-file once it can be again.
+its parts; the first of each kind that fails is told, and the run goes on; how many could not be written is
+noted in the file once it can be again.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class RecordWriter:
         self._is_idle = False  # the thread waits for something to do
         self._gather_s = MIN_GATHER_S
         self._missed = self._missed_events = 0
+        self._told: set[type] = set()  # kinds of parts of which one could not be written
         self._closed = self._in_a_hurry = False  # the latter: what waits is written now
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
@@ -218,7 +219,8 @@ class RecordWriter:
         self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
 
     def _tell_missed(self, part: _Part, error: sqlite3.Error) -> None:
-        is_first = not self._missed and not self._missed_events
+        is_first = type(part) not in self._told
+        self._told.add(type(part))
         if isinstance(part, _Rollout):
             self._missed += 1
             what = f"the samples of {part.kind} {part.rollout_id}: not recorded"

@@ -327,6 +327,31 @@ def test_a_full_disk_is_told_once_and_the_audit_says_that_nothing_can_be_proven(
     assert len(told) == 1 and "after a crash more is made again" in told[0]
 
 
+def test_what_a_full_disk_took_from_the_ledger_is_told_once_and_missing_samples_are_no_loss(world, capsys):
+    world.start()
+    world.step(0, [group_of(0)], commit=True)
+    world.writer.flush()
+    world.writer._write = full_disk  # the samples of step 1: its events are there
+    world.step(1, [group_of(1)], commit=True)
+    world.make(2, [group_of(2)])
+    world.writer.flush()
+    world.writer._write_notes = full_disk  # that step 2 was trained
+    world.ledger.trained(2)
+    world.start(committed=2, last_made=2)
+    world.step(3, [group_of(3)], commit=True)
+    world.step(4, [group_of(4)], commit=True)
+    found = world.audit()
+    assert found.unrecorded == [1, 2] and len(found.violations) == 1
+    assert "start 2 went on from the checkpoint after step 2" in found.violations[0]
+    assert "does not say that steps [2] were trained" in found.violations[0]
+    assert command.main(["audit", str(world.path.parent)]) == 1
+    assert "the samples of steps [1, 2] are not in the record" in capsys.readouterr().out
+
+
+def full_disk(*what):
+    raise sqlite3.OperationalError("database or disk is full")
+
+
 def test_size_and_age_never_remove_what_no_checkpoint_covers(tmp_path):
     writer = RecordWriter(tmp_path / "record.db", "run", MIB, max_days=1e-9, keeps_uncommitted=True)
     ledger = Ledger(writer, "s")

@@ -42,6 +42,10 @@ def _audit(options: argparse.Namespace) -> int:
     print("groups: " + (", ".join(f"{n} {what}" for what, n in sorted(found.groups.items())) or "none"))
     if found.redone or found.recalled:
         print(f"after crashes: {found.redone} steps taken again, {found.recalled} samples from the ledger")
+    if found.unrecorded:
+        print(
+            f"the samples of steps {found.unrecorded} are not in the record (a full disk?), only their fates"
+        )
     for violation in found.violations:
         print(f"VIOLATION: {violation}")
     if not found.num_events:
