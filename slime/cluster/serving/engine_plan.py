@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from slime.arguments import Args
 from slime.catalog.engines import ENGINES, EngineKind
@@ -12,16 +13,19 @@ from slime.engines.engine_process import Command, LaunchPlan
 from slime.engines.launch_plan import EnginePlace, EngineSite, place_engines
 from slime.engines.sglang.router import router_command
 from slime.runtime.placement import Slot
+from slime.utils.files.safetensors_files import all_files
 from slime.utils.machine.processes import import_environment, thread_environment
 from slime.utils.machine.run_identity import Run
 from slime.utils.misc import load_function
 from slime.weight_sync.fp8 import served_config
 
+_TINY_BYTES = 4 << 20  # of all weights
+
 
 def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPlan]:
     """One plan per slot, in the order of the topology."""
     kind = ENGINES[args.rollout_engine]
-    threads = args.engine_threads or _default_threads(kind, slots)
+    share = _share_of_cores(kind, slots)
     # An engine with a Python of its own has its own modules, too.
     imports = import_environment() if kind.find_python is None else {}
     models = {model.name: model for model in args.engine_topology.models}
@@ -31,6 +35,7 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
         if path is None:
             raise ValueError("--hf-checkpoint is required: engines serve its model.")
         quantization = served_config(path) if args.rollout_quantization == "fp8" and pushed else None
+        threads = args.engine_threads or (1 if _is_tiny(Path(path)) else share)
         return EngineSite(path, pushed, place, slot.gpu_ids, slot.host, run.shm_prefix, threads, quantization)
 
     def command(site: EngineSite) -> Command:
@@ -47,7 +52,7 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
             name=place.name,
             command=command(site_of(place, slot)),
             env={
-                **thread_environment(threads),
+                **thread_environment(site_of(place, slot).threads),
                 **imports,
                 **environment(site_of(place, slot)),
                 **slot.env,
@@ -76,7 +81,12 @@ def plan_router_process(args: Args, run: Run, name: str, words: Sequence[str]) -
     )
 
 
-def _default_threads(kind: EngineKind, slots: Sequence[Slot]) -> int:
-    """A share of a machine's cores; one where the threads of an engine's processes would compete."""
+def _share_of_cores(kind: EngineKind, slots: Sequence[Slot]) -> int:
+    """For each engine of a machine; one where the threads of an engine's processes would compete."""
     crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
     return 1 if kind.several_processes else max(1, (os.cpu_count() or 1) // crowd)
+
+
+def _is_tiny(model: Path) -> bool:
+    """Whether a second thread would save nothing: to share out such small products costs what it saves."""
+    return model.is_dir() and 0 < sum(file.stat().st_size for file in all_files(model)) <= _TINY_BYTES
