@@ -149,7 +149,9 @@ def trace_stretch(sample: Sample, name: str, start_ts: float, attrs: Mapping[str
     if handle.carrier is not None:
         begin = _event(handle, "span_start", name, _new_id(), _current_parent(handle), start_ts)
         end = {**begin, "type": "span_end", "ts": time.time()}
-        handle.carrier["events"] += (begin, end | {"attrs": _plain(dict(attrs))} if attrs else end)
+        if attrs:
+            end["attrs"] = _plain(attrs)
+        handle.carrier["events"] += (begin, end)
 
 
 class trace_span:  # used like a function: with trace_span(sample, "reward_model") as span
@@ -305,8 +307,9 @@ def _completed(
 def _handles(target: Any) -> list[TraceHandle]:
     """Handles of everything traceable in the target, each trace once."""
     if isinstance(target, Sample):
-        found = [bind_trace(target)]
-    elif isinstance(target, TraceHandle):
+        handle = bind_trace(target)
+        return [] if handle.carrier is None else [handle]
+    if isinstance(target, TraceHandle):
         found = [target]
     elif isinstance(target, (list, tuple)):
         found = [handle for item in target for handle in _handles(item)]
@@ -331,7 +334,7 @@ def _write(
 ) -> None:
     event = _event(handle, kind, name, span_id, parent, time.time() if ts is None else ts)
     if attrs:
-        event["attrs"] = _plain(dict(attrs))
+        event["attrs"] = _plain(attrs)
     if handle.carrier is not None:
         handle.carrier["events"].append(event)
 
@@ -366,7 +369,7 @@ def _plain(value: Any) -> Any:
     """Traces travel in dumps that accept plain types only."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

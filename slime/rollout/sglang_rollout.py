@@ -8,10 +8,10 @@ import asyncio
 import functools
 import inspect
 import logging
+import os
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
@@ -55,9 +55,10 @@ from slime.rollout.prompt_groups import (
 )
 from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.rm_hub.hub import waits_for_group
+from slime.rollout.rm_hub.scoring import score_one
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.utils import http_utils, waits
-from slime.utils.async_utils import run
+from slime.utils.async_utils import run, side_by_side
 from slime.utils.errors import EpisodeEnded, RunStopped
 from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
@@ -320,7 +321,7 @@ async def generate_and_rm_group(
     if GenerateState(args).aborted:
         return group
     for sample in flatten_samples(group):
-        sample.session_id = sample.session_id or uuid4().hex
+        sample.session_id = sample.session_id or os.urandom(16).hex()
     group = await _generate_group(args, group, sampling_params, evaluation)
     if waits_for_group(args) and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
         await _score(
@@ -347,7 +348,7 @@ async def _generate_group(
     state = GenerateState(args)
     if not evaluation and _usual_way() and go_together(group, args, sampling_params, state.semaphore):
         ways = Ways(state.client, state.semaphore, state.scope, state.engine_of)
-        finish = functools.partial(_finish_sibling, args, attempt)
+        finish = functools.partial(_finish_siblings, args, attempt)
         return await generate_siblings(args, group, sampling_params, state.tokenizer, ways, finish, attempt)
     return await all_or_none([attempt(entry) for entry in group])
 
@@ -358,20 +359,31 @@ def _usual_way() -> bool:
     return (generate, generate_and_rm) == _OWN and not (durable is not None and durable.may_recall)
 
 
-async def _finish_sibling(
-    args: PluginArgs, again: Callable[[Sample], Coroutine[Any, Any, Entry]], sample: Sample
-) -> Entry:
-    try:
-        if not waits_for_group(args):
-            await _score(args, [sample], evaluation=False)
-    except Exception as error:
-        if is_permanent(error) or isinstance(error, (RunStopped, RewardConfigError)):
-            raise
-        logger.warning("%s begins again (%s: %s)", describe(sample), type(error).__name__, error)
-        return await again(without_response(sample))
-    if (durable := ledger.current()) is not None:
-        durable.finished_from_prompt(sample)
-    return sample
+def _lacks_reward(sample: Sample) -> bool:
+    unscored = sample.reward is None and sample.reward_failure is None
+    return unscored and sample.status is not Sample.Status.ABORTED
+
+
+async def _finish_siblings(
+    args: PluginArgs, again: Callable[[Sample], Coroutine[Any, Any, Entry]], samples: list[Sample]
+) -> list[Entry]:
+    scores, durable = not waits_for_group(args), ledger.current()
+
+    async def finish(sample: Sample) -> Entry:
+        try:
+            if scores and _lacks_reward(sample):
+                with not_trained():  # a reward may ask the policy itself
+                    await score_one(args, sample)
+        except Exception as error:
+            if is_permanent(error) or isinstance(error, (RunStopped, RewardConfigError)):
+                raise
+            logger.warning("%s begins again (%s: %s)", describe(sample), type(error).__name__, error)
+            return await again(without_response(sample))
+        if durable is not None:
+            durable.finished_from_prompt(sample)
+        return sample
+
+    return await side_by_side(finish, samples)
 
 
 async def _generate_with_retries(

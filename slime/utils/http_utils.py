@@ -19,7 +19,7 @@ import random
 import socket
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -351,19 +351,21 @@ async def stream_together(
         async with get_session().post(url, json=payload, headers=told, timeout=timeout) as response:
             if response.status >= 400:
                 raise HttpError(response.status, await response.text(errors="replace"), url)
-            async for texts, ended in _events(response.content):
-                chosen = texts[-1:] if newest else texts
-                events, unreadable = _decoded(chosen, response.headers.get(ANSWERED_BY))
-                if observer is not None:
-                    for event in events:
-                        observer.answered(url, event)
-                if events:
-                    yield events
-                if unreadable is not None:
-                    raise unreadable
-                if ended:
-                    await _read_to_end(response)
-                    return
+            # Closed here: one that is left to the collector costs the loop a wake-up and a task.
+            async with contextlib.aclosing(_events(response.content)) as told_of:
+                async for texts, ended in told_of:
+                    chosen = texts[-1:] if newest else texts
+                    events, unreadable = _decoded(chosen, response.headers.get(ANSWERED_BY))
+                    if observer is not None:
+                        for event in events:
+                            observer.answered(url, event)
+                    if events:
+                        yield events
+                    if unreadable is not None:
+                        raise unreadable
+                    if ended:
+                        await _read_to_end(response)
+                        return
     except (*_RETRYABLE, ValueError) as error:
         raise HttpError(0, f"the stream broke ({type(error).__name__}: {error})", url) from error
     raise HttpError(0, "the stream ended before its last event", url)
@@ -371,6 +373,11 @@ async def stream_together(
 
 def _decoded(texts: list[bytes], engine: str | None) -> tuple[list[Any], ValueError | None]:
     """The events before the first that cannot be read, and why that cannot."""
+    if len(texts) > 1:
+        with contextlib.suppress(ValueError):  # one by one, it is found out which
+            read = json.loads(b"[%s]" % b",".join(texts))
+            if len(read) == len(texts):
+                return [_with_engine(event, engine) for event in read], None
     events: list[Any] = []
     for text in texts:
         try:
@@ -380,7 +387,7 @@ def _decoded(texts: list[bytes], engine: str | None) -> tuple[list[Any], ValueEr
     return events, None
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[list[bytes], bool]]:
+async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[tuple[list[bytes], bool], None]:
     """The events that have come together, and whether [DONE] has.
 
     Of any length: the reader's own lines have a limit that one event of a long answer passes.

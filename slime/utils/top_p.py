@@ -22,6 +22,7 @@ REQUEST_FIELD = "return_top_p_token_ids"
 # What an answer's meta_info brings; the second names are those of older servers.
 _IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 _OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
+_ALL = frozenset(_IDS + _OFFSETS)
 
 
 def to_meta(kept: Sequence[np.ndarray]) -> dict[str, str]:
@@ -35,6 +36,8 @@ def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
     """(ids, offsets) of an answer, int32; None: it brings
     neither. ValueError where it brings one of them alone.
     """
+    if _ALL.isdisjoint(meta):  # most answers
+        return None
     found = [
         next((meta[name] for name in names if meta.get(name) is not None), None) for names in (_IDS, _OFFSETS)
     ]

@@ -10,7 +10,7 @@ from slime.utils import http_utils, waits
 from slime.utils.errors import EngineAnswerError
 from slime.wire.dialects import ID_IS_TAKEN
 from slime.wire.grouped import GroupedRequests
-from slime.wire.protocol import GenerateRequest, Generation
+from slime.wire.protocol import GenerateRequest, Generation, SiblingRequests
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +58,17 @@ class EngineClient:
             raise EngineAnswerError(str(error)) from error
 
     async def generate_together(
-        self, requests: Sequence[GenerateRequest]
+        self, requests: SiblingRequests
     ) -> AsyncGenerator[list[tuple[int, Generation]], None]:
-        """(place, answer) of requests that differ in their seeds alone, those together that came together.
+        """(place, answer) of each, those together that came together.
 
         A request that is not told of has to be sent by itself, whatever went wrong. Whoever calls this keeps
         to `max_running` itself.
         """
-        name = f"POST {self.base_url}/generate ({len(requests)} requests, the first: {requests[0].rid})"
+        first, count = requests.first, len(requests.rids)
+        name = f"POST {self.base_url}/generate ({count} requests, the first: {first.rid})"
         waited = waits.waiting(name, deadline_s=self.timeout_s, target=self.base_url)
-        headers = self._headers(requests[0], None)
+        headers = self._headers(first, None)
         with waited:
             async with contextlib.aclosing(self._grouped.answers(requests, headers)) as answers:
                 async for events in answers:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from slime.utils import http_utils
-from slime.wire.protocol import MAX_INT32, GenerateRequest
+from slime.wire.protocol import MAX_INT32, GenerateRequest, SiblingRequests
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +43,16 @@ class GroupedRequests:
         )
 
     async def answers(
-        self, requests: Sequence[GenerateRequest], headers: Mapping[str, str]
+        self, requests: SiblingRequests, headers: Mapping[str, str]
     ) -> AsyncGenerator[list[tuple[int, Any]], None]:
-        """(place, answer) of requests that differ in their seeds alone, as they are finished, those together
-        that came together; those that are missing at the end have to be sent alone.
+        """(place, answer) of each as they are finished, those together that came together; those that are
+        missing at the end have to be sent alone.
         """
-        if not self.takes(requests[0]):
+        if not self.takes(requests.first):
             return
-        for start in range(0, len(requests), MAX_MEMBERS):
+        for start in range(0, len(requests.rids), MAX_MEMBERS):
             # More than that in turns: whoever has such groups has enough others in flight.
-            part = requests[start : start + MAX_MEMBERS]
+            part = requests.part(start, start + MAX_MEMBERS)
             try:
                 told = http_utils.stream_together(
                     self._url, siblings_json(part), dict(headers), timeout_s=self._timeout_s
@@ -63,7 +63,7 @@ class GroupedRequests:
                         found = [
                             (start + place, event)
                             for place, event in zip(places, events, strict=True)
-                            if place is not None and place < len(part)
+                            if place is not None and place < len(part.rids)
                         ]
                         if found:
                             self._refusals = 0
@@ -157,8 +157,8 @@ class _Batch:
 
 def _finished_member(event: Any) -> int | None:
     """The place of the request whose whole answer this is; None: it is none."""
-    meta = event.get("meta_info") if isinstance(event, Mapping) else None
-    if not isinstance(meta, Mapping) or not isinstance(meta.get("finish_reason"), Mapping):
+    meta = event.get("meta_info") if isinstance(event, dict) else None
+    if not isinstance(meta, dict) or not isinstance(meta.get("finish_reason"), dict):
         return None
     place, count = event.get("index"), len(event.get("output_ids") or ())
     if type(place) is not int or place < 0 or meta["finish_reason"].get("status_code"):
@@ -167,15 +167,15 @@ def _finished_member(event: Any) -> int | None:
     return place if meta.get("completion_tokens", count) == count else None
 
 
-def siblings_json(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+def siblings_json(requests: SiblingRequests) -> dict[str, Any]:
     """`group_json` of requests that differ in seed and id alone."""
-    first = requests[0].to_json()
+    first = requests.first.to_json()
     sampling = {**first["sampling_params"], **_SILENT}
     return {
         **first,
-        "input_ids": [first["input_ids"]] * len(requests),
-        "sampling_params": [{**sampling, "sampling_seed": one.sampling.sampling_seed} for one in requests],
-        "rid": [one.rid for one in requests],
+        "input_ids": [first["input_ids"]] * len(requests.rids),
+        "sampling_params": [{**sampling, "sampling_seed": seed} for seed in requests.seeds],
+        "rid": list(requests.rids),
         "stream": True,
     }
 

@@ -245,6 +245,21 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class SiblingRequests:
+    """Requests that differ in seed and id alone: `first` is one of them, and the first of these lists.
+
+    Example: SiblingRequests(request, seeds=[7, 8], rids=["0-a", "1-b"]) asks for two answers.
+    """
+
+    first: GenerateRequest
+    seeds: Sequence[int | None]
+    rids: Sequence[str]
+
+    def part(self, start: int, end: int) -> "SiblingRequests":
+        return SiblingRequests(self.first, self.seeds[start:end], self.rids[start:end])
+
+
+@dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Output tokens `start <= i < end` were drawn from weights `version`."""
 
@@ -276,8 +291,8 @@ class Generation:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Generation":
         """Read one final answer of `/generate`; a list answer (batch, n > 1) is read item by item."""
-        meta = data.get("meta_info") if isinstance(data, Mapping) else None
-        if not isinstance(meta, Mapping):
+        meta = data.get("meta_info") if isinstance(data, (dict, Mapping)) else None
+        if not isinstance(meta, (dict, Mapping)):
             raise ValueError(
                 f"the engine answered /generate with something that is no generation: {shown(data)}"
             )
@@ -292,7 +307,7 @@ class Generation:
     @classmethod
     def _read(cls, data: Mapping[str, Any], meta: Mapping[str, Any]) -> "Generation":
         detail = meta.get("finish_reason")
-        if not isinstance(detail, Mapping) or detail.get("type") not in FINISH_TYPES:
+        if not isinstance(detail, (dict, Mapping)) or detail.get("type") not in FINISH_TYPES:
             raise ValueError(
                 f"finish_reason {shown(detail)} of request {shown(meta.get('id'))} is none of {FINISH_TYPES}"
             )

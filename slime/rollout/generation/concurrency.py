@@ -59,16 +59,18 @@ class Limit:
         held = 0
         try:
             async with self._entering:
+                if self.in_use + count <= self.limit and not self._waiters:
+                    self.in_use += count
+                    return
                 while held < count:
                     await self.__aenter__()
                     held += 1
         except BaseException:
-            for _ in range(held):
-                self.leave()
+            self.leave(held)
             raise
 
-    def leave(self) -> None:
-        self.in_use -= 1
+    def leave(self, count: int = 1) -> None:
+        self.in_use -= count
         self._wake()
 
     def resize(self, limit: int) -> None:

@@ -67,11 +67,14 @@ class RequestScope:
         return _now()
 
     def end(self, rid: str | None, began: float) -> None:
-        passed = _now() - began
+        self.end_all([rid], began)
+
+    def end_all(self, rids: Sequence[str | None], began: float) -> None:
+        """What `begin` gave is told of each once."""
+        passed = (_now() - began) * len(rids)
         for scope in self._with_parents():
             scope.seconds += passed
-            if rid is not None:
-                scope.rids.discard(rid)
+            scope.rids.difference_update(rids)  # type: ignore[arg-type]  # None is in no set
 
     def note_tokens(self, number: int) -> None:
         """Engines have made so many more."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -29,11 +29,10 @@ from slime.rollout.generation.sample_images import pictures_of
 from slime.rollout.generation.scope import RequestScope
 from slime.rollout.prompt_groups import Entry, Group, describe
 from slime.utils import http_utils
-from slime.utils.async_utils import side_by_side
 from slime.utils.errors import EngineAnswerError
 from slime.utils.types import Sample
 from slime.wire.client import EngineClient
-from slime.wire.protocol import GenerateRequest, Generation
+from slime.wire.protocol import Generation, SiblingRequests
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,7 @@ logger = logging.getLogger(__name__)
 _GROUPS_AT_LEAST = 4
 
 Work = Callable[[Sample], Coroutine[Any, Any, Entry]]
+WorkOfMany = Callable[[list[Sample]], Coroutine[Any, Any, list[Entry]]]
 
 
 def go_together(
@@ -93,7 +93,7 @@ async def generate_siblings(
     sampling_params: dict[str, Any],
     tokenizer: Any,
     ways: Ways,
-    finish: Work,
+    finish: WorkOfMany,
     alone: Work,
 ) -> Group:
     """All of them. `finish`: what comes after an answer; `alone`: the way of a sample that got none."""
@@ -102,8 +102,11 @@ async def generate_siblings(
     budget = token_budget(args, samples[0], sampling_params.get("max_new_tokens"), ways.scope.max_context_len)
     made: dict[int, Entry] = {}
 
-    async def follow(places: list[int], way: Work) -> None:
-        made.update(zip(places, await side_by_side(way, [samples[place] for place in places]), strict=True))
+    async def follow(places: list[int]) -> None:
+        made.update(zip(places, await finish([samples[place] for place in places]), strict=True))
+
+    async def go_alone(place: int) -> None:
+        made[place] = await alone(samples[place])
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -115,11 +118,11 @@ async def generate_siblings(
                     async for came in answers:
                         missing.difference_update(came)
                         whole = [place for place, is_whole in came.items() if is_whole]
-                        tasks.create_task(follow(whole, finish))
+                        tasks.create_task(follow(whole))
                         for place in came.keys() - whole:
-                            tasks.create_task(follow([place], alone))
+                            tasks.create_task(go_alone(place))
             for place in sorted(missing):
-                tasks.create_task(follow([place], alone))
+                tasks.create_task(go_alone(place))
     except BaseExceptionGroup as several:
         first = several.exceptions[0]  # its failure ended the others
         raise first from first.__cause__
@@ -129,7 +132,7 @@ async def generate_siblings(
 async def _answers(
     args: PluginArgs,
     samples: list[Sample],
-    requests: Sequence[GenerateRequest],
+    requests: SiblingRequests,
     ways: Ways,
 ) -> AsyncGenerator[dict[int, bool], None]:
     """By place, whether a sample has its answer, as they come; a sample that is not told of got none."""
@@ -142,38 +145,38 @@ async def _answers(
                 sample.status = Sample.Status.ABORTED
             yield dict.fromkeys(range(len(samples)), True)
             return
-        began, started = scope.begin([request.rid for request in requests]), time.time()
+        began, started = scope.begin(requests.rids), time.time()
         async with contextlib.aclosing(ways.client.generate_together(requests)) as answers:
             async for came in answers:
                 fresh = {place: answer for place, answer in came if place in waiting}
                 waiting.difference_update(fresh)
+                limit.leave(len(fresh))
+                scope.end_all([requests.rids[place] for place in fresh], began)
+                scope.note_tokens(sum(len(one.ids) for one in fresh.values()) if is_trained() else 0)
                 for place, answer in fresh.items():
-                    limit.leave()
-                    scope.end(requests[place].rid, began)
-                    scope.note_tokens(len(answer.ids) if is_trained() else 0)
                     attrs = {"tokens": len(answer.ids), **ways.engine_of(answer)}
                     trace_stretch(samples[place], "generate", started, attrs)
                 yield {
-                    place: _take(args, requests[place], samples[place], answer, scope)
+                    place: _take(args, requests, place, samples[place], answer, scope)
                     for place, answer in fresh.items()
                 }
     finally:
-        for place in waiting:
-            limit.leave()
-            if began is not None:
-                scope.end(requests[place].rid, began)
+        limit.leave(len(waiting))
+        if began is not None:
+            scope.end_all([requests.rids[place] for place in waiting], began)
 
 
 def _take(
     args: PluginArgs,
-    request: GenerateRequest,
+    requests: SiblingRequests,
+    place: int,
     sample: Sample,
     answer: Generation,
     scope: RequestScope,
 ) -> bool:
     """Write an answer into its sample; False: it goes on alone, from what it has then."""
     try:
-        check_answer(args, request, answer)
+        check_answer(args, requests.first, answer, requests.rids[place])
     except EngineAnswerError as error:
         logger.warning("%s is asked for again: %s", describe(sample), error)
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import difflib
+import functools
 import importlib.util
 import inspect
 import threading
@@ -126,7 +127,7 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
     def telling_mistakes() -> AbstractContextManager[None]:
         return plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,))
 
-    if inspect.iscoroutinefunction(function) and not takes_columns(function):
+    if _is_async(function) and not takes_columns(function):
         with telling_mistakes():
             ended, rest = loop_watch.begin(name, function(args, subject, **kwargs))
         if ended:
@@ -145,6 +146,12 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
         if not deadline.expired():
             raise  # a time-out of the function's own
         return infra_error(f"{path} did not return within --generate-timeout-s {args.generate_timeout_s:g}")
+
+
+@functools.lru_cache(maxsize=128)
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Remembered: it is asked for every sample."""
+    return inspect.iscoroutinefunction(function)
 
 
 async def _call_with_columns(

@@ -25,7 +25,11 @@ class RewardFailuresExceeded(RunStopped):
 
 def settle_reward(args: PluginArgs, sample: Sample, value: Any, *, evaluation: bool = False) -> None:
     """Store what a reward function returned: the score in `reward`, or the reason in `reward_failure`."""
-    outcome = judge(args, value, evaluation=evaluation)
+    store(sample, judge(args, value, evaluation=evaluation))
+
+
+def store(sample: Sample, outcome: Any) -> None:
+    """`outcome`: a score or a failure, as `judge` tells them apart."""
     if isinstance(outcome, RewardFailure):
         sample.reward, sample.reward_failure = None, outcome
     else:

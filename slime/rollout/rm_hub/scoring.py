@@ -20,7 +20,7 @@ from slime.rollout.rm_hub.hub import (
     rm_type_of,
     scores_groups,
 )
-from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, settle_reward
+from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, store
 from slime.utils.async_utils import side_by_side
 from slime.utils.errors import RunStopped
 from slime.utils.plugin_errors import may_pass, place_of, wrong_return
@@ -45,17 +45,21 @@ async def score_samples(args: PluginArgs, samples: Sequence[Any], *, evaluation:
             await _score_group(args, flat, evaluation)
         return
     pending = [sample for sample in flat if sample.reward is None]
-    await side_by_side(lambda sample: _score_one(args, sample, evaluation), pending)
+    await side_by_side(lambda sample: score_one(args, sample, evaluation=evaluation), pending)
 
 
-async def _score_one(args: PluginArgs, sample: Sample, evaluation: bool) -> None:
+async def score_one(args: PluginArgs, sample: Sample, *, evaluation: bool = False) -> None:
+    """The same of one sample, whose reward does not wait for its group."""
+
     async def attempt() -> list[Any]:
         value = await _guarded(async_rm(args, sample), custom_path_of(args, sample))
         return [_judged(args, sample, value, evaluation)]
 
     with trace_span(sample, "reward_model"):
-        [outcome] = await _with_retries(args, [sample], attempt)
-    _conclude(args, sample, outcome, evaluation)
+        outcomes = await attempt()
+        if isinstance(outcomes[0], RewardFailure):
+            outcomes = await _with_retries(args, [sample], outcomes, attempt)
+    _conclude(args, sample, outcomes[0])
 
 
 async def _score_group(args: PluginArgs, samples: list[Sample], evaluation: bool) -> None:
@@ -66,9 +70,9 @@ async def _score_group(args: PluginArgs, samples: list[Sample], evaluation: bool
         return [_judged(args, *pair, evaluation) for pair in zip(samples, values, strict=True)]
 
     with trace_span(samples, "group_reward_model"):
-        outcomes = await _with_retries(args, samples, attempt)
+        outcomes = await _with_retries(args, samples, await attempt(), attempt)
     for sample, outcome in zip(samples, outcomes, strict=True):
-        _conclude(args, sample, outcome, evaluation)
+        _conclude(args, sample, outcome)
 
 
 async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> Any:
@@ -107,9 +111,12 @@ def _judged(args: PluginArgs, sample: Sample, value: Any, evaluation: bool) -> A
 
 
 async def _with_retries(
-    args: PluginArgs, samples: list[Sample], attempt: Callable[[], Coroutine[Any, Any, list[Any]]]
+    args: PluginArgs,
+    samples: list[Sample],
+    outcomes: list[Any],
+    attempt: Callable[[], Coroutine[Any, Any, list[Any]]],
 ) -> list[Any]:
-    outcomes = await attempt()
+    """What the first attempt gave, or a later one where that may help."""
     for retry in range(args.reward_retries):
         failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
         if not any(_worth_retrying(args, samples[0], failure) for failure in failures):
@@ -131,8 +138,9 @@ def _is_remote(args: PluginArgs, sample: Sample) -> bool:
     return reward is not None and reward.is_remote
 
 
-def _conclude(args: PluginArgs, sample: Sample, outcome: Any, evaluation: bool) -> None:
-    settle_reward(args, sample, outcome, evaluation=evaluation)
+def _conclude(args: PluginArgs, sample: Sample, outcome: Any) -> None:
+    """`outcome`: as `judge` gave it."""
+    store(sample, outcome)
     if sample.reward_failure is None:
         _breaker.success()
         return
@@ -149,8 +157,9 @@ class _Breaker:
         self._in_a_row = 0
 
     def success(self) -> None:
-        with self._lock:
-            self._in_a_row = 0
+        if self._in_a_row:
+            with self._lock:
+                self._in_a_row = 0
 
     def failure(self, sample: Sample, failure: RewardFailure, limit: int, action: str) -> None:
         with self._lock:
