@@ -16,6 +16,7 @@ import logging
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 _MAX_WAITING = 4  # rollouts
 _KEEP_SHARE = 0.9  # of the limit, after rows were removed
 _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode  # `json.dumps` makes one for each call
-_PAGES_BACK = 20_000  # returned to the file system at a time
+_PAGES_BACK = 20_000  # returned to the file system at a time, where more than this is free:
+_FREE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ _Part = _Rollout | _Work | list[Note | Finished]  # what is written, or fails, a
 # takes long, as with hundreds of samples a second, more are gathered: writing is a small part of the time.
 MIN_GATHER_S, MAX_GATHER_S = 0.05, 1.0
 _GATHERED_PER_WRITING = 20.0
+_RECENT = 8  # transactions, of which the longest counts: small ones come between the rollouts
 
 
 class RecordWriter:
@@ -92,6 +95,7 @@ class RecordWriter:
         self._news = threading.Condition()
         self._is_idle = False  # the thread waits for something to do
         self._gather_s = MIN_GATHER_S
+        self._took: deque[float] = deque(maxlen=_RECENT)  # seconds of the last transactions
         self._missed = self._missed_events = 0
         self._told: set[type] = set()  # kinds of parts of which one could not be written
         self._closed = self._in_a_hurry = False  # the latter: what waits is written now
@@ -129,7 +133,7 @@ class RecordWriter:
         """Hand over events of the ledger. Never waits: the event loop calls it."""
         with self._news:
             self._waiting.extend(notes)
-            if any(isinstance(note, Note) and isinstance(note.also, ForgetEntries) for note in notes):
+            if isinstance(notes[-1], Note) and isinstance(notes[-1].also, ForgetEntries):
                 self._in_a_hurry = True
             if self._is_idle or self._in_a_hurry:  # to wake it for each would cost more than to write it
                 self._news.notify_all()
@@ -166,8 +170,8 @@ class RecordWriter:
             if parts:
                 began = time.perf_counter()
                 self._write_parts(parts)
-                wanted = _GATHERED_PER_WRITING * (time.perf_counter() - began)
-                self._gather_s = min(max(wanted, MIN_GATHER_S), MAX_GATHER_S)
+                self._took.append(time.perf_counter() - began)
+                self._gather_s = min(max(_GATHERED_PER_WRITING * max(self._took), MIN_GATHER_S), MAX_GATHER_S)
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
@@ -276,7 +280,8 @@ class RecordWriter:
         if self._max_days is not None:
             while self._prune_oldest(before=time.time() - self._max_days * 86400):
                 pass
-        self._connection.execute(f"PRAGMA incremental_vacuum({_PAGES_BACK})").fetchall()
+        if self._free_bytes() > _FREE_BYTES:  # what is left is soon used again
+            self._connection.execute(f"PRAGMA incremental_vacuum({_PAGES_BACK})").fetchall()
 
     def _prune_oldest(self, before: float | None = None) -> bool:
         """Whether there was one to prune. In the order they were written: a clock may have gone backwards."""
@@ -303,11 +308,13 @@ class RecordWriter:
         return True
 
     def _used_bytes(self) -> int:
-        pages, free, size = (
-            self._connection.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("page_count", "freelist_count", "page_size")
-        )
-        return int((pages - free) * size)
+        return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
+
+    def _free_bytes(self) -> int:
+        return self._pragma("freelist_count") * self._pragma("page_size")
+
+    def _pragma(self, name: str) -> int:
+        return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
 
 
 def _write_entries(

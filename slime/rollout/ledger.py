@@ -165,7 +165,7 @@ class Ledger:
         key = _key(origin)
         if key is not None and not is_finished(origin):
             assert isinstance(origin, Sample), "only these have a key"
-            self._finished(key, origin.group_index, made)
+            self._writer.note(self._finished(key, origin.group_index, made, time.time()))
 
     def finished_from_prompt(self, sample: Sample) -> None:
         """The same of a sample that began with its prompt and is one still."""
@@ -176,26 +176,28 @@ class Ledger:
             try:  # whoever waits for the sample comes after this: nobody has changed it until then
                 asyncio.get_running_loop().call_soon(self.write_down)
             except RuntimeError:  # no loop: a rollout function of the user's
-                self._finished((key[0], key[1], 0), sample.group_index, sample)
+                note = self._finished((key[0], key[1], 0), sample.group_index, sample, time.time())
+                self._writer.note(note)
                 return
         self._finished_now.append((time.time(), (key[0], key[1], 0), sample))
 
     def write_down(self) -> None:
         """The samples that were finished in this round: together they cost half as much as one by one."""
         finished, self._finished_now = self._finished_now, []
-        for when, key, sample in finished:
-            self._finished(key, sample.group_index, sample, when)
+        if finished:
+            self._writer.note(*[self._finished(key, s.group_index, s, when) for when, key, s in finished])
 
-    def _finished(self, key: Key, group_index: int | None, made: Entry, when: float | None = None) -> None:
+    def _finished(self, key: Key, group_index: int | None, made: Entry, when: float) -> Finished:
         samples = [made] if isinstance(made, Sample) else flatten_samples([made])
         whole, is_scored, size = self._keeps, False, 0
         for sample in samples:  # with its own reward, if any
-            whole = whole and sample.status in FINISHED and sample.reward_failure is None
-            is_scored = is_scored or sample.reward is not None or sample.reward_failure is not None
+            failed = sample.reward_failure is not None
+            whole = whole and sample.status in FINISHED and not failed
+            is_scored = is_scored or failed or sample.reward is not None
             size += len(sample.tokens)
         version = _newest_version(samples)
-        note = Finished(
-            time.time() if when is None else when,
+        return Finished(
+            when,
             self._rollout,
             group_index,
             *key,
@@ -209,7 +211,6 @@ class Ledger:
             isinstance(made, list),
             size <= _FEW_TOKENS,
         )
-        self._writer.note(note)
 
     def scored(self, group: Group) -> None:
         """The samples of a group got their rewards together."""
@@ -317,9 +318,11 @@ def _groups(groups: Sequence[Group]) -> list[tuple[int, int]]:
 
 def _key(entry: Entry) -> Key | None:
     """What a sample is known by; None where it cannot be told from others, or is not for training."""
-    if isinstance(entry, list) or entry.index is None or entry.metadata.get(_GREEDY):
+    if isinstance(entry, list) or entry.index is None:
         return None
-    return entry.index, attempt_of(entry), entry.response_length
+    if not entry.metadata:  # of most
+        return entry.index, 0, entry.response_length
+    return None if entry.metadata.get(_GREEDY) else (entry.index, attempt_of(entry), entry.response_length)
 
 
 def _own_fields(sample: Sample) -> dict[str, Any]:
@@ -329,8 +332,8 @@ def _own_fields(sample: Sample) -> dict[str, Any]:
         if (value := fields[name]) is not None:
             fields[name] = value[:] if type(value) is list else _own(value)
     for name in _CONTAINERS:
-        if type(value := fields[name]) not in (list, dict) or value:
-            fields[name] = _own(value)
+        if (value := fields[name]) or type(value) not in (list, dict):
+            fields[name] = value[:] if _is_flat(value) else _own(value)
     fields["spec_info"] = sample.spec_info.__dict__.copy()
     fields["prefix_cache_info"] = sample.prefix_cache_info.__dict__.copy()
     if not _UNCHANGING.issuperset(map(type, _more_values(fields))):
@@ -381,6 +384,11 @@ def _newest_of(spans: tuple[tuple[str, int, int], ...]) -> int | None:
 def _from_kept(fields: dict[str, Any]) -> Sample:
     spans = fields["version_spans"]
     return Sample.from_dict({**fields, "version_spans": json.loads(spans) if spans else []})
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is a list of what nobody changes, as the versions of weights are."""
+    return type(value) is list and _UNCHANGING.issuperset(map(type, value))
 
 
 def _own(value: Any) -> Any:
