@@ -206,11 +206,11 @@ def _raw_reward(args: Flags, sample: Sample) -> float:
     return check_reward(sample, None if sample.reward is None else sample.get_reward_value(args))
 
 
-def mask_sums_by_rollout(loss_masks: Sequence[torch.Tensor], rollout_ids: Sequence[int]) -> list[float]:
-    """Per sample: the mask total of all samples of its rollout."""
+def mask_sums_by_rollout(mask_sums: Iterable[float], rollout_ids: Sequence[int]) -> list[float]:
+    """Per sample: the mask total of all samples of its rollout, from the total of each sample."""
     totals: dict[int, float] = defaultdict(float)
-    for mask, rollout_id in zip(loss_masks, rollout_ids, strict=True):
-        totals[rollout_id] += float(mask.sum())
+    for mask_sum, rollout_id in zip(mask_sums, rollout_ids, strict=True):
+        totals[rollout_id] += mask_sum
     return [totals[rollout_id] for rollout_id in rollout_ids]
 
 
@@ -226,7 +226,7 @@ def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
         "raw_reward": _shown_rewards(samples, raw_reward),
         "group_index": [-1 if sample.group_index is None else sample.group_index for sample in samples],
         "rollout_ids": rollout_ids,
-        "rollout_mask_sums": mask_sums_by_rollout(loss_masks, rollout_ids),
+        "rollout_mask_sums": mask_sums_by_rollout(map(_num_trained, samples), rollout_ids),
         "sample_indices": [position if s.index is None else s.index for position, s in enumerate(samples)],
         "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
     }
@@ -380,5 +380,6 @@ def _complete(made: dict[str, Any]) -> RolloutBatch:
     batch.setdefault("truncated", [0] * num_samples)
     batch.setdefault("sample_indices", list(range(num_samples)))
     batch.setdefault("rollout_ids", list(range(num_samples)))
-    batch.setdefault("rollout_mask_sums", mask_sums_by_rollout(batch["loss_masks"], batch["rollout_ids"]))
+    sums = [float(mask.sum()) for mask in batch["loss_masks"]]
+    batch.setdefault("rollout_mask_sums", mask_sums_by_rollout(sums, batch["rollout_ids"]))
     return cast(RolloutBatch, batch)  # `validate_batch` looks at what the converter made

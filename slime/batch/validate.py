@@ -75,6 +75,8 @@ def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> No
     sound = _is_mask(torch.cat(batch["loss_masks"]))
     if "rollout_log_probs" in batch:
         sound = sound and bool(torch.cat(batch["rollout_log_probs"]).isfinite().all())
+    if sound and "rollout_top_p_token_ids" not in batch and all(map(math.isfinite, batch["rewards"])):
+        return
     for position in range(num_samples):
         _check_values(batch, position, source, sound=sound)
 
@@ -91,17 +93,17 @@ def _is_mask(values: torch.Tensor) -> bool:
 
 def _check_lengths(batch: RolloutBatch, position: int, source: str) -> None:
     length = batch["response_lengths"][position]
-    name = _name(batch, position, source)
-    total = len(batch["tokens"][position])
+    total = batch["tokens"][position].shape[0]  # `len` of a tensor takes several times as long
     if not 0 <= length <= total - 1:
         raise ValueError(
-            f"{name} has response length {length} but {total} tokens: it must be at least 0 and below "
-            f"{total}."
+            f"{_name(batch, position, source)} has response length {length} but {total} tokens: it must be "
+            f"at least 0 and below {total}."
         )
     for key in PER_TOKEN_KEYS:
-        if key in batch and len(batch[key][position]) != length:
+        if key in batch and batch[key][position].shape[0] != length:
             raise ValueError(
-                f"{key} has {len(batch[key][position])} entries for {length} response tokens in {name}."
+                f"{key} has {len(batch[key][position])} entries for {length} response tokens in "
+                f"{_name(batch, position, source)}."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -390,6 +391,7 @@ def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
     return flat
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
 def version_number(version: str | int | None) -> int | None:
     """The n of a weight version "run:n"; None where it ends in no number: an engine that has none yet."""
     tail = str(version).rpartition(":")[2]

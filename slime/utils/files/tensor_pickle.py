@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+_LAYOUT = operator.attrgetter("dtype", "ndim", "is_cpu", "requires_grad")
 
 
 class _TensorPickler(pickle.Pickler):
@@ -27,7 +30,7 @@ class Rows:
     """
 
     def __init__(self, tensors: list[torch.Tensor]):
-        self._joined, self._lengths = torch.cat(tensors), [len(tensor) for tensor in tensors]
+        self._joined, self._lengths = torch.cat(tensors), [tensor.numel() for tensor in tensors]
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._joined.split(self._lengths))
@@ -43,17 +46,9 @@ def unpack_rows(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _can_be_joined(value: Any) -> bool:
-    if type(value) is not list or len(value) < 2 or type(value[0]) is not torch.Tensor:
+    if type(value) is not list or len(value) < 2 or set(map(type, value)) != {torch.Tensor}:
         return False
-    dtype = value[0].dtype
-    return all(
-        type(t) is torch.Tensor
-        and t.dtype is dtype
-        and t.dim() == 1
-        and t.device.type == "cpu"
-        and not t.requires_grad
-        for t in value
-    )
+    return set(map(_LAYOUT, value)) == {(value[0].dtype, 1, True, False)}
 
 
 def dumps(value: Any) -> bytes:
