@@ -132,6 +132,8 @@ class RolloutManager:
         self._args, self._run, self._engines, self._recording = args, run, engines, recording
         self._ledger = durable
         self._told_of_others = False
+        # That engines had spent in forward passes after the last rollout; None: they worked for others since.
+        self._forward_s: float | None = None
         info = RunInfo(
             run_id=run.run_id,
             run_dir=str(run.run_dir),
@@ -181,7 +183,9 @@ class RolloutManager:
     # -- generation
 
     def generate(self, rollout_id: int) -> Generated:
-        started, forward_before = time.monotonic(), self._engines.forward_seconds()
+        started = time.monotonic()
+        if (forward_before := self._forward_s) is None:
+            forward_before = self._engines.forward_seconds()
         version = self._engines.weights.version
         if self._ledger is not None:
             self._ledger.begin(rollout_id, version)
@@ -194,7 +198,8 @@ class RolloutManager:
         dropped = journal.take_dropped() if isinstance(journal, CountingJournal) else []
         self._recording.rollout(rollout_id, output, dropped, version)
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
-        metrics["perf/engine_forward_time"] = max(0.0, self._engines.forward_seconds() - forward_before)
+        self._forward_s = self._engines.forward_seconds()
+        metrics["perf/engine_forward_time"] = max(0.0, self._forward_s - forward_before)
         self._tell_of_other_clients()
         batch = None
         if not self._args.debug_rollout_only:
@@ -299,6 +304,7 @@ class RolloutManager:
     # -- evaluation
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
+        self._forward_s = None
         output = self._engines.guard(lambda: self._evaluate(rollout_id))
         if self._args.save_debug_rollout_data:
             samples = [sample for result in output.data.values() for sample in result["samples"]]

@@ -17,7 +17,7 @@ from slime.runtime.placement import Placement
 from slime.utils.async_utils import run
 from slime.utils.machine.run_identity import Run
 from slime.utils.processing_utils import load_tokenizer
-from slime.wire.control import EngineControl
+from slime.wire.control import EngineControl, EngineCounters
 from slime.wire.protocol import EngineInfo
 
 R = TypeVar("R")
@@ -28,6 +28,7 @@ class EnginePlane:
 
     def __init__(self, args: Args, run_: Run, placement: Placement, runtime: Runtime):
         self._args, self._run = args, run_
+        self._told: list[EngineCounters] = []
         policy, servers = args.engine_topology.policy, make_servers(args, run_, placement.engines, runtime)
         engines = servers.pop(policy.name, [])
         reserved = args.eval_num_engines if engines else 0
@@ -99,14 +100,16 @@ class EnginePlane:
 
         It begins anew with an engine that is started again.
         """
-        counts = self._ask_each(EngineControl.forward_seconds)
-        return max((count for count in counts if isinstance(count, float)), default=0.0)
+        answers = self._ask_each(EngineControl.counters)
+        self._told = [answer for answer in answers if isinstance(answer, EngineCounters)]
+        return max((told.forward_s for told in self._told if told.forward_s is not None), default=0.0)
 
     def requests_of_others(self) -> tuple[int, str | None] | None:
-        """Requests that another client than slime's sent with other sampling: how many, and what differs."""
-        answers = self._ask_each(EngineControl.bent_by_others)
-        found = [answer for answer in answers if isinstance(answer, tuple) and answer[0]]
-        return (sum(count for count, _ in found), found[0][1]) if found else None
+        """Requests that another client than slime's sent with other sampling: how many, and what differs; as
+        engines said when they were last asked for their forward seconds.
+        """
+        found = [told for told in self._told if told.num_bent]
+        return (sum(told.num_bent for told in found), found[0].why_bent) if found else None
 
     def _ask_each(
         self, question: Callable[[EngineControl], Coroutine[Any, Any, R]]
