@@ -38,6 +38,7 @@ from slime.wire.control import PAUSE_MODES
 from slime.wire.protocol import shown
 
 logger = logging.getLogger(__name__)
+_as_json = json.JSONEncoder(check_circular=False).encode  # `json.dumps` makes one for each call
 
 _DIALECT = ENGINES["embedded"].dialect
 
@@ -199,7 +200,7 @@ class Server:
                         waiting.pop(sequence, None)
                     elif sequence in waiting:
                         chunk = answer_json(sequence, self.engine.detokenizer) | waiting[sequence]
-                        chunks.append(f"data: {json.dumps(chunk)}\n\n")
+                        chunks.append(f"data: {_as_json(chunk)}\n\n")
                         if chunk["meta_info"]["finish_reason"] is not None:
                             del waiting[sequence]
                 if not chunks and waiting:
