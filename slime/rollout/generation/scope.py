@@ -74,7 +74,7 @@ class RequestScope:
         passed = (_now() - began) * len(rids)
         for scope in self._with_parents():
             scope.seconds += passed
-            scope.rids.difference_update(rids)  # type: ignore[arg-type]  # None is in no set
+            scope.rids.difference_update(rids)
 
     def note_tokens(self, number: int) -> None:
         """Engines have made so many more."""
