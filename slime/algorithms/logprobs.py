@@ -23,7 +23,7 @@ from slime.algorithms.nucleus import Nucleus
 # Elements of one block of logits: 128 Mi x 2 bytes = 256 MiB in bf16, and half as many in fp32.
 MAX_CHUNK_ELEMENTS = 1 << 26
 _FUSED_ELEMENTS = 1 << 27
-_CACHED_ELEMENTS = 1 << 18  # of a block that a CPU goes over several times
+_CACHED_ELEMENTS = 1 << 20  # of a block that a CPU goes over several times
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -67,11 +67,15 @@ def _statistics(
     for rows in _cached_rows(logits):
         part = logits[rows].to(log_sums.dtype)
         part = part if temperature == 1.0 else part / temperature
-        log_sums[rows] = torch.logsumexp(part, dim=-1)
-        chosen[rows] = part.gather(1, targets[rows, None]).squeeze(1) - log_sums[rows]
+        top = part.amax(dim=-1, keepdim=True)
+        lower = part - top
+        masses = lower.exp()
+        total = masses.sum(dim=-1)
+        logs = total.log()
+        log_sums[rows] = logs + top[:, 0]
+        chosen[rows] = lower.gather(1, targets[rows, None]).squeeze(1) - logs
         if entropy is not None:
-            log_dist = part - log_sums[rows, None]
-            entropy[rows] = -torch.linalg.vecdot(log_dist.exp(), log_dist)
+            entropy[rows] = logs - torch.linalg.vecdot(masses, lower) / total
 
 
 def _cached_rows(logits: Tensor) -> list[slice]:
