@@ -44,6 +44,8 @@ class PackedMatrices:
     def _multiply(self, layer: nn.Linear, rows: Tensor) -> Tensor:
         written, packed = self._packed.get(layer, (-1, None))
         if packed is None or written != layer.weight._version:
+            packed = None
+            self._packed.pop(layer, None)  # its memory is that of the next
             packed = torch.ops.mkl._mkl_reorder_linear_weight(layer.weight.detach(), _PACKED_FOR)
             self._packed[layer] = layer.weight._version, packed
         # Told that it was packed for this many rows, torch takes the copy, which is as right for any number.
