@@ -9,7 +9,6 @@ import torch
 from slime.algorithms.vision.towers import attention_by_tower, family_of, run_text
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup, ShapeProbe
-from slime.engines.embedded.decode.norms import fuse_norms
 from slime.engines.embedded.decode.paged import can_read_pages
 from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
 from slime.engines.embedded.packed_matrices import PackedMatrices
@@ -19,6 +18,7 @@ from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.machine import accelerator
 from slime.utils.models.fp8_config import block_size_of
 from slime.utils.models.hub_names import folder_of
+from slime.utils.models.norms import fuse_norms
 
 _CPU_POOL_BYTES = 256 << 20
 _CUDA_POOL_SHARE = 0.4  # of the memory that is free once the weights are loaded

@@ -1,4 +1,4 @@
-"""RMS norms as one kernel each: as transformers has them they are eight, and a model has a hundred norms."""
+"""RMS norms as one function each: as transformers has them they are eight operations."""
 
 import functools
 from collections.abc import Callable

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tiny_model import make_tiny_model
 
-from slime.engines.embedded.decode.norms import fuse_norms
 from slime.engines.embedded.decode.paged import _from_copies, attend_to_pages
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.graphs import bucket_of, decides_on_host
@@ -15,6 +14,7 @@ from slime.engines.embedded.sampler import _draw_in_chunks, _find
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weight_update import DiskSource
+from slime.utils.models.norms import fuse_norms
 from slime.wire.protocol import SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
