@@ -24,6 +24,7 @@ def _alone():
 def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch):
     from transformers import Qwen3Config
 
+    from slime.backends.attention.shared_prompts import PromptShare
     from slime.step.training_step import TrainingStep
 
     config = Qwen3Config(
@@ -35,10 +36,14 @@ def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch):
     run = TrainingStep.run
     monkeypatch.setattr(TrainingStep, "run", lambda step: (seen.append(step), run(step))[1])
     monkeypatch.setattr(warm_up, "_LONG", 2048)
+    shares = []
+    of = PromptShare.of
+    monkeypatch.setattr(PromptShare, "of", lambda batch: shares.append(of(batch)) or shares[-1])
     args = default_args(hf_checkpoint=str(tmp_path), dtype="float32", compile=False)
     with _alone():
         warm_up._train_one_layer(args, str(tmp_path / "layer"), torch.device("cpu"))
     assert [len(step.batch["tokens"]) for step in seen] == [4, 2]
+    assert [share is not None for share in shares] == [True, False]  # layers are compiled for both
     shape = seen[0].backend.model.lm.config
     assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (1, 32, 512)
 

@@ -26,7 +26,8 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 _WORDS = 512
-_LONG, _SHORT, _ANSWER = 8192, 1024, 448  # tokens of two micro-batches, and of an answer in them
+_LONG, _SHORT = 8192, 1024  # tokens of two micro-batches
+_PROMPT, _ANSWER = 128, 384  # tokens of a sample in them: prompts that are worth sharing
 # Flags that decide what a layer computes.
 _KEPT = (
     "train_backend",
@@ -89,8 +90,11 @@ def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
         **{name: getattr(args, name) for name in _KEPT},
     )
     backend = create_backend(own, rank=0, world_size=1, device=device, random_weights=True)
-    for tokens in (_LONG, _SHORT):
-        share = split_for_ranks(own, samples_to_batch(own, _samples(tokens)), 1)[0]
+    for tokens, siblings in (
+        (_LONG, 8),
+        (_SHORT, 1),
+    ):  # a layer is compiled for shared prompts, and for others
+        share = split_for_ranks(own, samples_to_batch(own, _samples(tokens, siblings)), 1)[0]
         with _quiet():
             TrainingStep(backend, own, 0, share).run()
 
@@ -110,12 +114,12 @@ def _lock_host_memory(args: Args) -> None:
     lock_ahead(_PUSHED_BYTES * numbers, args.update_weight_buffer_size)
 
 
-def _samples(tokens: int) -> list[Sample]:
-    """Answers of about that many tokens together, eight to a prompt."""
+def _samples(tokens: int, siblings: int) -> list[Sample]:
+    """Answers of about that many tokens together, so many to a prompt, eight to a group."""
     generator = torch.Generator().manual_seed(0)
     samples = []
-    for index in range(tokens // (_ANSWER + 64)):
-        prompt = [2 + (index // 8 + place) % 64 for place in range(64)]
+    for index in range(tokens // (_PROMPT + _ANSWER)):
+        prompt = [2 + (index // siblings + place) % _PROMPT for place in range(_PROMPT)]
         answer = torch.randint(2, _WORDS, (_ANSWER,), generator=generator).tolist()
         sample = Sample(group_index=index // 8, index=index, tokens=prompt + answer, response_length=_ANSWER)
         sample.reward, sample.status = float(index % 2), Sample.Status.COMPLETED
