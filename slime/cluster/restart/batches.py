@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import cast
 
 from slime.utils.files import tensor_pickle
 from slime.utils.types import RolloutBatch
@@ -25,7 +26,7 @@ class Batches:
         if self._read is not None:
             return
         if self._gone is None:
-            self._kept[rollout_id] = tensor_pickle.dumps(batch)
+            self._kept[rollout_id] = tensor_pickle.dumps(tensor_pickle.pack_rows(batch))
             self._num_bytes += len(self._kept[rollout_id])
         if self._gone is not None or self._num_bytes > self._most_bytes:
             self._kept, self._num_bytes, self._gone = {}, 0, rollout_id
@@ -42,5 +43,4 @@ class Batches:
         if self._read is not None:
             return self._read(rollout_id)
         data = self._kept.get(rollout_id)
-        batch: RolloutBatch | None = None if data is None else pickle.loads(data)
-        return batch
+        return None if data is None else cast(RolloutBatch, tensor_pickle.unpack_rows(pickle.loads(data)))
