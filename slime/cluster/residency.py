@@ -49,6 +49,7 @@ class Residency:
         self._held = _ENGINE_HOLDS[GENERATE]  # engines start with everything in place
         self._phase: Phase | None = None
         self._peaks: dict[str, float] = {}
+        self._has_device = True  # until ranks say that they have none whose memory could be full
 
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -69,10 +70,13 @@ class Residency:
 
     def _take_peak(self) -> int | None:
         """The peak memory of the device that was fullest since the last call; None on a CPU machine."""
+        if not self._has_device:
+            return None
         try:
             peaks = [peak for peak in self._ranks.call(TrainActor.take_peak_memory) if peak is not None]
         except WorkerDied:  # told to whoever needs the rank
             return None
+        self._has_device = bool(peaks)
         return max(peaks, default=None)
 
     def _note_peak(self, name: str) -> None:

@@ -243,10 +243,12 @@ def test_the_peak_of_each_phase_is_told_once():
     assert residency.take_peaks() == {"perf/peak_memory_rollout_gib": 91.0}
 
 
-def test_a_cpu_machine_reports_no_device_memory():
-    residency = Residency(SimpleNamespace(offload_rollout=True, offload_train=True), Recorder(), Recorder())
-    with residency.phase(TRAIN):
-        pass
+def test_a_cpu_machine_reports_no_device_memory_and_is_asked_once():
+    ranks = Recorder(peaks=[None, 1 << 30])
+    residency = Residency(SimpleNamespace(offload_rollout=True, offload_train=True), Recorder(), ranks)
+    for phase in (TRAIN, SYNC):
+        with residency.phase(phase):
+            pass
     assert residency.take_peaks() == {}
 
 
