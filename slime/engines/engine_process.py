@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -79,6 +80,7 @@ class EngineServer:
         self.plan = plan
         self.port = port
         self.bootstrap_port: int | None = None  # of an engine that prefills for others
+        self._held_port: socket.socket | None = None
         self._process: Child | None = None
         self._life = LifePipe()
         self._ready_file: Path | None = None
@@ -99,8 +101,7 @@ class EngineServer:
         """Start the process without waiting for it. A restart gets the port it had, which clients know."""
         if self._process is not None:
             _kill_group(self._process)  # what an earlier life may have left
-        if self.port:
-            self._reclaim_port()
+        self._take_port()
         self._drop_ready_file()  # of a start that failed
         self._last_look = self._last_moved = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="slime-engine-"))
@@ -118,10 +119,22 @@ class EngineServer:
                 start_new_session=True,  # Ctrl-C goes to the driver alone, which stops the engine in order
             )
 
-    def _reclaim_port(self) -> None:
+    def _take_port(self) -> None:
+        """From the first start on it is held, also between two lives, where a connection could get it."""
+        if self.port:
+            self._wait_for_port()
+        if self._held_port is None:
+            self._held_port = http_utils.hold_port(self.plan.host, self.port)
+        if self._held_port is not None:
+            self.port = self._held_port.getsockname()[1]
+
+    def _wait_for_port(self) -> None:
+        """Other addresses of the machine may use its number."""
         try:
             waits.until(
-                lambda: http_utils.is_port_available(self.port), f"port {self.port}", _PORT_PATIENCE_S
+                lambda: http_utils.is_port_available(self.port, self.plan.host),
+                f"port {self.port}",
+                _PORT_PATIENCE_S,
             )
         except waits.WaitTimeout as error:
             raise EngineStartError(
@@ -221,6 +234,8 @@ class EngineServer:
             _kill_group(self._process)
         self._drop_ready_file()
         self._life.close()
+        if self._held_port is not None:
+            self._held_port.close()
 
 
 def _kill_group(process: Child) -> None:

@@ -418,14 +418,38 @@ def find_available_port(base_port: int = 0) -> int:
     raise OSError(f"no free port from {base_port} up")
 
 
-def is_port_available(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def is_port_available(port: int, host: str = "") -> bool:
+    """Whether a server may listen there now. `host`: on this address of the machine; empty: on all of them."""
+    with _bindable() as probe:
         try:
-            probe.bind(("", port))
+            probe.bind((host, port))
         except OSError:
             return False
         return True
+
+
+def hold_port(host: str, port: int = 0) -> socket.socket | None:
+    """Keeps a port (0: any) for servers that come and go there, until the socket is closed.
+
+    It is bound and never listens: a server that asks for this port gets it, while the system gives it to
+    nobody who asks for any port, nor to a connection. None: it is taken, or this system knows no such thing.
+    """
+    held = _bindable()
+    try:
+        held.bind((host, port))
+    except OSError:
+        held.close()
+        return None
+    if not is_port_available(held.getsockname()[1], host):
+        held.close()
+        return None
+    return held
+
+
+def _bindable() -> socket.socket:
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return made
 
 
 def get_host_info() -> tuple[str, str]:

@@ -80,6 +80,11 @@ class Fleet:
         self.fleet.launch()
         return self.fleet.wait_ready()
 
+    def wait_for_restart(self) -> None:
+        eventually(lambda: self.fleet.num_restarts == 1 or self.fleet.failure.done())
+        if self.fleet.failure.done():
+            self.fleet.failure.result()
+
 
 @pytest.fixture
 def engines(runtime, tmp_path):
@@ -108,7 +113,7 @@ def test_an_engine_comes_back_on_its_machine_and_all_are_gone_at_the_end(engines
     assert [run(http_utils.get(url)) for url in urls] == [{"weight_version": "well"}] * len(urls)
     first = engines.engines[-1].pid
     os.kill(first, signal.SIGKILL)
-    eventually(lambda: engines.fleet.num_restarts == 1)
+    engines.wait_for_restart()
     assert engines.fleet.urls == urls
     assert engines.engines[-1].alive() and engines.engines[-1].pid != first
     assert run(http_utils.get(urls[-1])) == {"weight_version": "well"}
@@ -148,7 +153,7 @@ def test_an_engine_ends_with_its_owner_and_gets_another_on_the_same_port(tmp_pat
         first = engines.engines[1].pid
         psutil.Process(first).parent().kill()  # the actor
         eventually(lambda: not psutil.pid_exists(first))
-        eventually(lambda: engines.fleet.num_restarts == 1)
+        engines.wait_for_restart()
         assert engines.fleet.urls == urls and node_of(engines.engines[1].pid) == SECOND_HOST
     finally:
         engines.fleet.stop()

@@ -219,6 +219,27 @@ def test_a_port_taken_while_the_engine_was_down_is_told_and_nothing_hangs(make, 
         thief.close()
 
 
+def test_nobody_gets_the_port_by_chance_while_the_engine_is_down(make):
+    fleet = make()
+    [url] = fleet.start()
+    port = int(url.rpartition(":")[2])
+    with fleet.fleet.frozen():
+        fleet.kill()
+        eventually(lambda: not fleet.servers[0].alive())
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))  # as a connection does, whose number the system chooses
+    eventually(lambda: fleet.joined == [url])
+
+
+def test_another_address_of_the_machine_may_use_the_number_of_its_port(make):
+    fleet = make()
+    [url] = fleet.start()
+    with socket.create_server(("127.0.0.2", int(url.rpartition(":")[2]))):
+        fleet.kill()
+        eventually(lambda: fleet.fleet.failure.done() or fleet.joined == [url])
+    assert not fleet.fleet.failure.done()
+
+
 def test_nobody_joins_while_membership_is_frozen(make):
     fleet = make(size=2)
     urls = fleet.start()

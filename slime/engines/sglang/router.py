@@ -61,8 +61,7 @@ class SGLangRouter(WorkerRegistry):
         silence_limit_s: float = _SILENCE_LIMIT_S,
     ):
         super().__init__(worker_urls)
-        self._server = EngineServer(plan)
-        self._server.port = port
+        self._server = EngineServer(plan, port)
         self._stopping, self._watches_silence = threading.Event(), silence_limit_s > 0
         self._serves = False
         self._pulse = PulseWatch(
@@ -85,10 +84,10 @@ class SGLangRouter(WorkerRegistry):
 
     def start(self) -> int:
         """Serves with all workers known; returns the port."""
-        if self._server.port and not http_utils.is_port_available(self._server.port):
+        port, host = self._server.port, self._server.plan.host
+        if port and not http_utils.is_port_available(port, host):
             raise ValueError(
-                f"--sglang-router-port is {self._server.port}: another program has it; choose another, or "
-                "leave it out."
+                f"--sglang-router-port is {port}: another program has it; choose another, or leave it out."
             )
         self._bring_up()
         threading.Thread(target=self._watch, name="router-watch", daemon=True).start()
