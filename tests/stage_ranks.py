@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stage_rank import DEADLINE_S
 
-from slime.utils.http_utils import find_available_port, token_of
+from slime.utils.http_utils import hold_port, token_of
 
 SCRIPT = Path(__file__).with_name("stage_rank.py")
 
@@ -17,7 +17,8 @@ class StageRanks:
     """One process per rank; a push is told to all of them, and each answers."""
 
     def __init__(self, num_stages: int, world: int, deadline_s: int = DEADLINE_S):
-        port = find_available_port()
+        self._held = hold_port("127.0.0.1")
+        port = self._held.getsockname()[1]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.processes = [
             subprocess.Popen(
@@ -55,6 +56,7 @@ class StageRanks:
         return self.hear_all()
 
     def stop(self) -> None:
+        self._held.close()
         for process in self.processes:
             process.stdin.close()
         for process in self.processes:

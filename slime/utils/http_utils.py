@@ -419,7 +419,7 @@ def find_available_port(base_port: int = 0) -> int:
 
 
 def is_port_available(port: int, host: str = "") -> bool:
-    """Whether a server may listen there now. `host`: on this address of the machine; empty: on all of them."""
+    """Whether a server may listen there now. `host`: an address of this machine; empty: all of them."""
     with _bindable() as probe:
         try:
             probe.bind((host, port))

@@ -9,7 +9,7 @@ from patience import PATIENCE_S
 
 from slime.utils.files.checksums import files_below
 from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spread
-from slime.utils.http_utils import find_available_port
+from slime.utils.http_utils import hold_port
 
 MACHINES = (0, 0, 1, 2)  # of four ranks
 
@@ -47,11 +47,13 @@ def write_and_lose(rank, folder, port, answers):
 @pytest.mark.timeout(600)
 def test_a_lost_machine_and_a_damaged_file_are_made_good_by_the_others(tmp_path):
     context = mp.get_context("spawn")
-    answers, port = context.Queue(), find_available_port()
-    ranks = [context.Process(target=write_and_lose, args=(r, tmp_path, port, answers)) for r in range(4)]
-    for rank in ranks:
-        rank.start()
-    found = sorted(answers.get(timeout=PATIENCE_S) for _ in ranks)
+    answers = context.Queue()
+    with hold_port("127.0.0.1") as held:
+        port = held.getsockname()[1]
+        ranks = [context.Process(target=write_and_lose, args=(r, tmp_path, port, answers)) for r in range(4)]
+        for rank in ranks:
+            rank.start()
+        found = sorted(answers.get(timeout=PATIENCE_S) for _ in ranks)
     for rank in ranks:
         rank.join(PATIENCE_S)
     names = [f"sub/{rank}.distcp" for rank in range(4)]
