@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime.record.ledger_rows import LedgerReader, LedgerRow
+from slime.record.missed import EVENTS, missed_steps
 from slime.record.reader import Record, Select
 from slime.utils.types import version_number
 
@@ -39,7 +40,7 @@ class Audit:
 def audit(path: Path, *, finished: bool) -> Audit:
     """`finished`: the run came to its end, so that no group may still be on its way."""
     with LedgerReader(path) as reader:
-        rows, missed = reader.events(), reader.meta("missed_events")
+        rows, missed, noted = reader.events(), reader.meta(EVENTS), missed_steps(reader.meta)
     found = Audit(num_events=len(rows), num_starts=len({row.start for row in rows}))
     if missed:
         found.violations.append(f"{missed} events could not be written (a full disk?): nothing can be proven")
@@ -51,7 +52,7 @@ def audit(path: Path, *, finished: bool) -> Audit:
     kept = _walk_groups(_history_of_groups(rows, found), found, finished)
     _walk_steps(rows, kept, found)
     with Record(path) as record:
-        _compare_with_samples(record, kept, found)
+        _compare_with_samples(record, kept, noted, found)
         found.digest = digest(record, found.steps, rows)
     return found
 
@@ -163,12 +164,23 @@ def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
     found.num_samples = len(trained)
 
 
-def _compare_with_samples(record: Record, kept: dict[int, list[LedgerRow]], found: Audit) -> None:
-    """The samples of a step that are still in the record are those that the ledger says were kept."""
+def _compare_with_samples(
+    record: Record, kept: dict[int, list[LedgerRow]], noted: set[int], found: Audit
+) -> None:
+    """The samples of a step that are still in the record are those that the ledger says were kept.
+
+    `noted`: steps whose samples the run could not write, and said so in the record.
+    """
     rows = [row for row in record.rollouts() if row.kind == "train"]
-    found.unrecorded = sorted(set(found.steps) - {row.rollout_id for row in rows})
+    absent = set(found.steps) - {row.rollout_id for row in rows}
+    found.unrecorded = sorted(absent & noted)
+    for step in sorted(absent - noted):
+        found.violations.append(
+            f"step {step} was trained, but its samples are not in the record, nor a note that they could not "
+            "be written"
+        )
     pruned = {row.rollout_id for row in rows if row.pruned}
-    for step in set(found.steps) - pruned - set(found.unrecorded):
+    for step in set(found.steps) - pruned - absent:
         select = Select(kind="train", rollout_id=step, outcome="trained", limit=_MOST)
         there = {a.sample_index for a in record.answers(select) if a.sample_index is not None}
         told = {sample for row in kept.get(step, []) for sample in json.loads(row.value or "[]")}

@@ -177,6 +177,7 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
             with connection:
                 for table in ("ledger", "ledger_finished", "ledger_rollouts", "spans", "actions"):
                     connection.execute(f"DELETE FROM {table}")
+                connection.execute("DELETE FROM meta WHERE key LIKE 'missed%'")
                 connection.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run_id,))
     except sqlite3.Error as error:
         connection.close()

@@ -24,6 +24,7 @@ from typing import Any
 
 from slime.record.entries import Entry, prompt_hash, prompt_text
 from slime.record.ledger_rows import MILESTONES, Finished, ForgetEntries, Note, write_notes
+from slime.record.missed import Missed
 from slime.record.numbers import pack_alone, pack_group
 from slime.record.schema import create_or_open
 from slime.utils.types import Sample
@@ -96,7 +97,7 @@ class RecordWriter:
         self._is_idle = False  # the thread waits for something to do
         self._gather_s = MIN_GATHER_S
         self._took: deque[float] = deque(maxlen=_RECENT)  # seconds of the last transactions
-        self._missed = self._missed_events = 0
+        self._missed = Missed(self._connection)
         self._told: set[type] = set()  # kinds of parts of which one could not be written
         self._closed = self._in_a_hurry = False  # the latter: what waits is written now
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
@@ -226,28 +227,26 @@ class RecordWriter:
         is_first = type(part) not in self._told
         self._told.add(type(part))
         if isinstance(part, _Rollout):
-            self._missed += 1
+            self._missed.rollouts += 1
+            self._missed.steps |= {part.rollout_id} if part.kind == "train" else set()
             what = f"the samples of {part.kind} {part.rollout_id}: not recorded"
         elif isinstance(part, _Work):
             what = f"{part.what}: not recorded"
         else:
-            self._missed_events += len(part)
+            self._missed.events += len(part)
             what = f"{len(part)} events of rollout {part[-1].rollout}: not recorded, so that after a crash "
             what += "more is made again than needed, and `slime ledger audit` can prove nothing"
+        with contextlib.suppress(sqlite3.Error), self._connection:  # so few bytes may still fit
+            self._missed.note(self._connection)
         if is_first:
             logger.warning("%s cannot be written (%s): %s; the run goes on.", self._path, error, what)
 
     def _write_notes(self, notes: Sequence[Note | Finished]) -> None:
         write_notes(self._connection, notes, self._start)
-        self._note_missed(self._connection)
+        self._missed.note(self._connection)
         if self._committed is not None:
             done = [note.rollout for note in notes if note.event in ("committed", "resumed")]
             self._committed = done[-1] if done else self._committed
-
-    def _note_missed(self, connection: sqlite3.Connection) -> None:
-        for key, count in (("missed_rollouts", self._missed), ("missed_events", self._missed_events)):
-            if count:
-                connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, str(count)))
 
     def _write(self, rollout: _Rollout) -> None:
         connection, key_of_reward = self._connection, rollout.reward_key
@@ -270,7 +269,7 @@ class RecordWriter:
         ).lastrowid
         assert row is not None
         _write_entries(connection, row, rollout.entries, found)
-        self._note_missed(connection)
+        self._missed.note(connection)
 
     def _prune(self) -> None:
         """Remove groups and samples of the oldest rollouts until the file fits; the newest one stays."""

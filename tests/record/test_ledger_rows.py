@@ -1,5 +1,6 @@
 """The ledger: what is finished is given back after a crash, and conservation is proven or refuted."""
 
+import contextlib
 import json
 import re
 import sqlite3
@@ -319,7 +320,7 @@ def test_a_full_disk_is_told_once_and_the_audit_says_that_nothing_can_be_proven(
 
     world.writer._write_notes = full
     ledger.issued([group_of(0)], from_buffer=False)
-    while world.writer._missed_events == 0 and world.writer._thread.is_alive():
+    while world.writer._missed.events == 0 and world.writer._thread.is_alive():
         pass
     ledger.issued([group_of(1)], from_buffer=False)
     assert "could not be written" in "\n".join(world.audit().violations)
@@ -341,11 +342,36 @@ def test_what_a_full_disk_took_from_the_ledger_is_told_once_and_missing_samples_
     world.step(3, [group_of(3)], commit=True)
     world.step(4, [group_of(4)], commit=True)
     found = world.audit()
-    assert found.unrecorded == [1, 2] and len(found.violations) == 1
-    assert "start 2 went on from the checkpoint after step 2" in found.violations[0]
-    assert "does not say that steps [2] were trained" in found.violations[0]
+    assert found.unrecorded == [1, 2] and len(found.violations) == 2
+    assert "1 events could not be written" in found.violations[0]
+    assert "start 2 went on from the checkpoint after step 2" in found.violations[1]
+    assert "does not say that steps [2] were trained" in found.violations[1]
     assert command.main(["audit", str(world.path.parent)]) == 1
     assert "the samples of steps [1, 2] are not in the record" in capsys.readouterr().out
+
+
+def test_samples_that_are_missing_without_a_note_are_a_violation(world):
+    world.start()
+    for step in range(2):
+        world.step(step, [group_of(step)], commit=True)
+    world.writer.close()
+    with contextlib.closing(sqlite3.connect(world.path)) as connection, connection:
+        connection.execute("DELETE FROM rollouts WHERE rollout_id = 1")
+    found = audit(world.path, finished=True)
+    assert found.unrecorded == [] and len(found.violations) == 1
+    assert "step 1 was trained, but its samples are not in the record, nor a note" in found.violations[0]
+
+
+def test_what_could_not_be_written_is_counted_over_all_starts(world):
+    for start in range(2):
+        world.start(committed=start - 1, last_made=start - 1)
+        world.writer._write = full_disk
+        world.step(start, [group_of(start)], commit=True)
+        world.writer.close()
+    found = world.audit()
+    assert found.violations == [] and found.unrecorded == [0, 1]
+    with LedgerReader(world.path) as reader:
+        assert reader.meta("missed_rollouts") == "2"
 
 
 def full_disk(*what):
