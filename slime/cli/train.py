@@ -23,12 +23,19 @@ def main(
     """
     with user_errors():
         args = parse_args(argv, training_loop=training_loop)
+        # Here, because a misspelt flag needs nothing of it.
+        from slime.cluster.run_opening import nothing_left, refuse_taken
+
+        if told := nothing_left(args):
+            print(told)
+            return 0
         if args.dry_run:
             return dry_run(args, overlapped=training_loop == ASYNCHRONOUS)
         # Before the checks, which take a while, and the screen, which shows what is logged in the folder.
         refuse_locked(Path(args.run_dir), "--run-dir")
         if args.save is not None:
             refuse_locked(Path(args.save), "--save")
+        refuse_taken(args)
     with user_errors(traceback_file=Path(args.run_dir) / "error.txt"):
         # Here, because --help and a misspelt flag need no screen.
         from slime.cli.inspect.page_process import page_beside

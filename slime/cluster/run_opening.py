@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.record.schema import RECORD_FILE, RecordError, refuse_foreign
+from slime.utils.errors import FolderTaken
 from slime.utils.files.run_file import (
     add_restart,
     changed_settings,
     close_run_file,
     open_run_file,
     resumption_of,
+    run_of_folder,
 )
-from slime.utils.files.step_folders import StepFolder
+from slime.utils.files.step_folders import StepFolder, find_step, step_folders
 from slime.utils.machine import shm
 from slime.utils.machine.run_identity import Run
 
@@ -44,6 +48,33 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
         told = [f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items()]
         logger.warning("this run goes on with other settings than before: %s", "; ".join(told))
     return Run(record.id, run_dir, shm.make_prefix(), record.num_starts)
+
+
+def refuse_taken(args: Args) -> None:
+    """FolderTaken where the run folder, or the record in it, is another run's; nothing is written."""
+    folder = Path(args.run_dir)
+    run_id = run_of_folder(folder, resumption_of(args.load, args.ckpt_step, args.finetune))
+    if args.record_max_mib:
+        try:
+            refuse_foreign(folder / RECORD_FILE, run_id or "")
+        except RecordError as error:
+            raise FolderTaken(str(error)) from None
+
+
+def nothing_left(args: Args) -> str | None:
+    """Why a resumed run has no step to take; None: it has, or must be started to know."""
+    steps = step_folders(args.load) if args.load is not None and not args.finetune else {}
+    if not steps or not args.num_rollout or max(steps) < args.num_rollout:
+        return None
+    with contextlib.suppress(ValueError):  # told where it is loaded
+        found = find_step(args.load or "", args.ckpt_step)
+        done = found.manifest.rollout_id + 1 if found is not None else 0
+        if done > args.num_rollout:
+            return (
+                f"nothing is left to do: --num-rollout is {args.num_rollout}, and the checkpoint in --load "
+                f"{args.load} has {done} steps already. Give a larger --num-rollout to go on."
+            )
+    return None
 
 
 def note_restart(run: Run, rollout_id: int, cause: str, begins_from: str) -> None:

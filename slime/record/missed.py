@@ -1,4 +1,4 @@
-"""What could not be written to a record, as on a full disk: counted, and noted in it as soon as that works."""
+"""What could not be written to a record, as on a full disk: counted, and noted there once it works again."""
 
 from __future__ import annotations
 

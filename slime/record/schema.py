@@ -155,7 +155,7 @@ class RecordError(ValueError):
 
 def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
     """Open it for the one writer. A file of another run or schema is a RecordError, and is never changed."""
-    _refuse_foreign(path, run_id)
+    refuse_foreign(path, run_id)
     connection = _connect(f"{path.resolve().as_uri()}?mode=rwc", path)
     try:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
@@ -188,8 +188,13 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
     return connection
 
 
-def _refuse_foreign(path: Path, run_id: str) -> None:
-    """Before it is opened for writing, which by itself changes counters in the first page of a file."""
+def refuse_foreign(path: Path, run_id: str) -> None:
+    """A RecordError where a file of another run or schema is in the place; nothing of it is changed.
+
+    To open one for writing changes counters in its first page.
+    """
+    if path.exists() and not path.is_file():
+        raise RecordError(f"{path} is no file: the record of the run has its place there; move it away.")
     if not path.is_file() or not path.stat().st_size:
         return
     connection = _connect(f"{path.resolve().as_uri()}?mode=ro", path)
@@ -206,7 +211,10 @@ def _check_owner(connection: sqlite3.Connection, path: Path, run_id: str) -> str
     """The run whose record it is; a RecordError where that is another and has samples in it."""
     (owner,) = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
     if owner != run_id and connection.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone():
-        raise RecordError(f"{path} is the record of run {owner}, this is run {run_id}; use another folder.")
+        raise RecordError(
+            f"{path} is the record of run {owner}, this is {f'run {run_id}' if run_id else 'a new run'}; use "
+            "another folder, or move the file away."
+        )
     return str(owner)
 
 

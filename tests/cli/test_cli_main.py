@@ -10,7 +10,9 @@ from argument_helpers import base_argv
 from slime.arguments.all_flags import GROUPS, all_specs
 from slime.cli import main as cli
 from slime.cli import train as cli_train
+from slime.cluster.checkpoints.checkpoint import write_checkpoint
 from slime.utils.files.folder_lock import FolderLock
+from slime.utils.files.step_folders import Manifest
 
 
 def run(*words):
@@ -124,6 +126,24 @@ def test_a_folder_in_use_is_refused_before_anything_is_checked_or_shown(capsys, 
     shown = capsys.readouterr()
     assert (stop.value.code, shown.out, seen) == (2, "", [])
     assert f"--run-dir {tmp_path} is in use by process {os.getpid()}" in shown.err
+
+
+def test_a_record_of_another_run_is_refused_before_anything_is_checked_or_shown(capsys, tmp_path):
+    (tmp_path / "record.db").mkdir()
+    seen = []
+    with pytest.raises(SystemExit) as stop:
+        cli_train.main([*base_argv(), "--run-dir", str(tmp_path)], train=seen.append)
+    shown = capsys.readouterr()
+    assert (stop.value.code, shown.out, seen) == (2, "", [])
+    assert "record.db is no file" in shown.err and not (tmp_path / "error.txt").exists()
+
+
+def test_a_run_that_is_past_its_last_step_is_told_so_and_ends_well(capsys, tmp_path):
+    write_checkpoint(tmp_path, Manifest(87, "run", 1), {}, lambda path: path.mkdir(), 0)
+    words = [*base_argv(), "--save", str(tmp_path), "--load", str(tmp_path), "--num-rollout", "12"]
+    seen = []
+    assert cli_train.main(words, train=seen.append) == 0 and seen == []
+    assert capsys.readouterr().out.startswith("nothing is left to do: --num-rollout is 12")
 
 
 def test_user_mistake_while_training_is_one_line_and_keeps_the_details(capsys, tmp_path):

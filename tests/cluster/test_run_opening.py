@@ -10,13 +10,16 @@ import pytest
 from argument_helpers import parse
 from small_disk import mounted
 
+from slime.cli.inspect.status import status_main
 from slime.cluster.checkpoints.checkpoint import write_checkpoint
-from slime.cluster.run_opening import close_run, open_run
+from slime.cluster.run_opening import close_run, nothing_left, open_run, refuse_taken
 from slime.observability.tracking import Tracker, read_metrics
+from slime.record import RecordWriter, group_entries
 from slime.utils.errors import FolderTaken, RunStopped
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.run_file import read_run
 from slime.utils.files.step_folders import Manifest, find_step
+from slime.utils.types import Sample
 
 
 def start(folder, *, log=True, error=None, **flags):
@@ -168,6 +171,59 @@ def test_metrics_on_a_full_disk_are_told(tmp_path):
             for step in range(200):
                 tracker.log({"text": "x" * 1000}, "train/step", step)
         tracker.finish()
+
+
+def test_how_a_run_ended_is_told_on_a_full_disk_too(tmp_path, capsys):
+    with mounted(tmp_path / "disk", "size=1m") as disk:
+        run = open_run(parse(run_dir=str(disk)))
+        (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
+        close_run(run, RunStopped("metrics cannot be written: the disk is full"))
+        assert read_run(disk).last.exit == "RunStopped: metrics cannot be written: the disk is full"
+        assert sorted(path.name for path in disk.iterdir()) == ["filler", "run.json"]
+        assert status_main([str(disk)]) == 0
+        assert "metrics cannot be written: the disk is full" in capsys.readouterr().out
+
+
+def test_room_for_the_last_words_of_a_killed_start_is_used_again(tmp_path):
+    args = parse(run_dir=str(tmp_path))
+    open_run(args)
+    run = open_run(args)
+    room = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert len(room) == 2 and max(room.values()) > room["run.json"] + 30_000
+    close_run(run, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_run_that_is_past_its_last_step_has_nothing_left_to_do(tmp_path):
+    flags = {"save": str(tmp_path / "ckpt"), "load": str(tmp_path / "ckpt")}
+    for rollout in (3, 87):
+        write_checkpoint(tmp_path / "ckpt", Manifest(rollout, "run", 1), {}, lambda path: path.mkdir(), 0)
+    told = nothing_left(parse(**flags, num_rollout=12))
+    assert "nothing is left to do: --num-rollout is 12" in told and "has 88 steps already" in told
+    assert nothing_left(parse(**flags, num_rollout=88)) is None, "an evaluation may be left"
+    assert nothing_left(parse(**flags, num_rollout=12, ckpt_step=3)) is None
+    assert nothing_left(parse(**flags, num_rollout=12, finetune=True)) is None
+    assert nothing_left(parse(save=str(tmp_path / "ckpt"), num_rollout=12)) is None
+    for file in (tmp_path / "ckpt" / "step_0000087").iterdir():
+        file.write_text("") if file.is_file() else file.rmdir()
+    assert nothing_left(parse(**flags, num_rollout=12)) is None, "it goes on from the one before"
+
+
+def test_a_record_of_another_run_is_refused_and_left_as_it_is(tmp_path):
+    file = tmp_path / "run" / "record.db"
+    file.parent.mkdir()
+    writer = RecordWriter(file, "another", 1 << 20)
+    writer.add("train", 0, group_entries([[Sample(index=0, group_index=0, prompt="a")]], "trained"))
+    writer.close()
+    before = file.read_bytes()
+    with pytest.raises(FolderTaken, match="is the record of run another, this is a new run; use another"):
+        refuse_taken(parse(run_dir=str(file.parent)))
+    assert file.read_bytes() == before
+    refuse_taken(parse(run_dir=str(file.parent), record_max_mib=0))
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(FolderTaken, match="is no file"):
+        refuse_taken(parse(run_dir=str(file.parent)))
 
 
 def test_the_same_command_goes_on_with_a_run_that_did_not_finish(tmp_path):

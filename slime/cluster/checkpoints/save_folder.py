@@ -12,10 +12,10 @@ from pathlib import Path
 
 from slime.arguments import Args
 from slime.cluster.checkpoints.checkpoint import resolve_load
+from slime.cluster.run_opening import refuse_taken
 from slime.preflight.findings import Finding, error_of
 from slime.utils.errors import FolderTaken, RunStopped
 from slime.utils.files.folder_lock import FolderLock, refuse_locked
-from slime.utils.files.run_file import refuse_other_run, resumption_of
 from slime.utils.files.step_folders import same_folder, step_folders
 from slime.utils.machine import shm
 
@@ -170,11 +170,10 @@ def _why(error: OSError) -> str:
 def look_at_folders(args: Args) -> Iterator[Finding]:
     """Why a run with these settings would not get its folders; nothing is written to find out."""
     run_dir, save = Path(args.run_dir), Path(args.save or "")
-    resumption = resumption_of(args.load, args.ckpt_step, args.finetune)
     looks: list[tuple[str, Callable[[], object]]] = [
         ("--run-dir", lambda: _refuse_unwritable("--run-dir", run_dir)),
         ("--run-dir", lambda: refuse_locked(run_dir, "--run-dir")),
-        ("--run-dir", lambda: refuse_other_run(run_dir, resumption)),
+        ("--run-dir", lambda: refuse_taken(args)),
         ("--load", lambda: resolve_load(args.load, args.save, args.ckpt_step)),
     ]
     if args.save is not None:

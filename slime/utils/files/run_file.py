@@ -31,6 +31,8 @@ from slime.utils.files.step_folders import read_step, same_folder, step_folders
 
 _NAMED = 5  # runs in a message
 RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
+_RESERVE = ".run.json.room"  # written over, and renamed, where a full disk has no room for how a run ended
+_RESERVE_BYTES = 32 << 10  # beyond the size at the start: restarts, and why it ended
 _PACKAGES = (
     "slime",
     "torch",
@@ -200,6 +202,14 @@ def refuse_other_run(folder: Path, resumption: Resumption | None) -> tuple[RunRe
     return before, goes_on
 
 
+def run_of_folder(folder: Path, resumption: Resumption | None) -> str | None:
+    """The run that a start in this folder goes on with; None: it is a new one."""
+    before, goes_on = refuse_other_run(folder, resumption)
+    if not goes_on or resumption is None:
+        return None
+    return before.id if before is not None else resumption.run_id if is_used(folder) else None
+
+
 def open_run_file(
     folder: Path,
     settings: dict[str, Any],
@@ -215,9 +225,11 @@ def open_run_file(
     if goes_on and before is not None:
         record = replace(before, last=start, earlier=(*before.earlier, _as_ended(before.last)))
     else:
-        known = resumption.run_id if resumption is not None and goes_on and is_used(folder) else None
-        record = RunRecord(known or secrets.token_hex(4), folder.name, start)
+        run_id = run_of_folder(folder, resumption) or secrets.token_hex(4)
+        record = RunRecord(run_id, folder.name, start)
     write_run(folder, record)
+    with contextlib.suppress(OSError):  # without it the last words need room of their own
+        (folder / _RESERVE).write_bytes(bytes((folder / RUN_FILE).stat().st_size + _RESERVE_BYTES))
     return record
 
 
@@ -226,7 +238,15 @@ def close_run_file(folder: Path, error: BaseException | None, stopped: str | Non
     record = read_run(folder)
     if record is not None:
         cause = stopped if error is None and stopped else _cause(error)
-        write_run(folder, replace(record, last=replace(record.last, end=_now(), exit=cause)))
+        record = replace(record, last=replace(record.last, end=_now(), exit=cause))
+        try:
+            write_run(folder, record)
+        except OSError:  # a full disk: into what was set aside for it at the start
+            with open(folder / _RESERVE, "r+b") as file:
+                file.write(_as_json(record).encode())
+                file.truncate()
+            (folder / _RESERVE).rename(folder / RUN_FILE)
+        (folder / _RESERVE).unlink(missing_ok=True)
 
 
 def add_restart(folder: Path, restart: dict[str, Any]) -> None:
@@ -263,15 +283,23 @@ def no_run(folder: Path) -> str:
 
 def write_run(folder: Path, record: RunRecord) -> None:
     """Writes the file by one rename: whoever reads it finds a whole one."""
+    temporary = folder / f"{RUN_FILE}.tmp"
+    try:
+        temporary.write_text(_as_json(record))
+        temporary.rename(folder / RUN_FILE)
+    except OSError:  # what was written of it takes room
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _as_json(record: RunRecord) -> str:
     data = {
         "id": record.id,
         "name": record.name,
         **asdict(record.last),
         "earlier": [asdict(s) for s in record.earlier],
     }
-    temporary = folder / f"{RUN_FILE}.tmp"
-    temporary.write_text(json.dumps(data, indent=1, default=str))
-    temporary.rename(folder / RUN_FILE)
+    return json.dumps(data, indent=1, default=str)
 
 
 def _as_ended(start: Start) -> Start:
