@@ -13,6 +13,7 @@ from slime.utils.files.run_file import (
     add_restart,
     changed_settings,
     close_run_file,
+    is_used,
     open_run_file,
     resumption_of,
     run_of_folder,
@@ -47,6 +48,12 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
     if changed := changed_settings(record):
         told = [f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items()]
         logger.warning("this run goes on with other settings than before: %s", "; ".join(told))
+    if record.earlier and args.record_max_mib and is_used(run_dir) and not (run_dir / RECORD_FILE).exists():
+        logger.warning(
+            "%s is not there: earlier samples are not in the record, and what was generated since the "
+            "checkpoint is made again",
+            run_dir / RECORD_FILE,
+        )
     return Run(record.id, run_dir, shm.make_prefix(), record.num_starts)
 
 

@@ -92,7 +92,7 @@ class Record:
 
     def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         try:
-            return self._connection.execute(query, values).fetchall()
+            return self._connection.execute(query, [_within(value) for value in values]).fetchall()
         except sqlite3.Error as error:  # a damaged file, found only now
             raise RecordError(f"{self._path} cannot be read: {error}.") from error
 
@@ -166,6 +166,11 @@ class Record:
 def open_record(run_dir: str | Path) -> Record:
     """The record in the folder of a run; a RecordError says why there is none."""
     return Record(Path(run_dir) / RECORD_FILE)
+
+
+def _within(value: object) -> object:
+    """A number that SQLite can hold: no row has the outermost ones."""
+    return max(-(1 << 63), min(value, (1 << 63) - 1)) if isinstance(value, int) else value
 
 
 def _conditions(select: Select) -> tuple[str, list[object]]:

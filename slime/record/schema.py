@@ -178,10 +178,10 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
                 for table in ("ledger", "ledger_finished", "ledger_rollouts", "spans", "actions"):
                     connection.execute(f"DELETE FROM {table}")
                 connection.execute("DELETE FROM meta WHERE key LIKE 'missed%'")
-                connection.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run_id,))
+                connection.execute("INSERT OR REPLACE INTO meta VALUES ('run', ?)", (run_id,))
     except sqlite3.Error as error:
         connection.close()
-        raise RecordError(f"{path} cannot be written: {error}.") from error
+        raise _unusable(path, "written", error) from error
     except RecordError:
         connection.close()
         raise
@@ -193,23 +193,24 @@ def refuse_foreign(path: Path, run_id: str) -> None:
 
     To open one for writing changes counters in its first page.
     """
-    if path.exists() and not path.is_file():
-        raise RecordError(f"{path} is no file: the record of the run has its place there; move it away.")
-    if not path.is_file() or not path.stat().st_size:
+    _refuse_no_file(path)
+    if not path.exists() or not path.stat().st_size:
         return
     connection = _connect(f"{path.resolve().as_uri()}?mode=ro", path)
     try:
         _check_schema(connection, path)
         _check_owner(connection, path, run_id)
-    except sqlite3.Error:  # told by whoever opens it for writing
+    except sqlite3.OperationalError:  # told by whoever opens it for writing
         pass
+    except sqlite3.Error as error:
+        raise _unusable(path, "written", error) from error
     finally:
         connection.close()
 
 
 def _check_owner(connection: sqlite3.Connection, path: Path, run_id: str) -> str:
     """The run whose record it is; a RecordError where that is another and has samples in it."""
-    (owner,) = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
+    (owner,) = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone() or ("unknown",)
     if owner != run_id and connection.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone():
         raise RecordError(
             f"{path} is the record of run {owner}, this is {f'run {run_id}' if run_id else 'a new run'}; use "
@@ -218,9 +219,15 @@ def _check_owner(connection: sqlite3.Connection, path: Path, run_id: str) -> str
     return str(owner)
 
 
+def _refuse_no_file(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise RecordError(f"{path} is no file: the record of the run has its place there; move it away.")
+
+
 def open_for_reading(path: Path) -> sqlite3.Connection:
     """Open it for a reader, while the run goes on or after it; its folder need not be writable."""
-    if not path.is_file():
+    _refuse_no_file(path)
+    if not path.exists():
         raise RecordError(
             f"{path} does not exist: the run has recorded no rollout yet, or this is not its folder."
         )
@@ -235,11 +242,21 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
             _check_schema(connection, path)
     except sqlite3.Error as error:
         connection.close()
-        raise RecordError(f"{path} cannot be read: {error}.") from error
+        raise _unusable(path, "read", error) from error
     except RecordError:
         connection.close()
         raise
     return connection
+
+
+def _unusable(path: Path, what: str, error: sqlite3.Error) -> RecordError:
+    """Also says what can be done about a file that is damaged."""
+    damaged = not isinstance(error, sqlite3.OperationalError)
+    fix = (
+        f" The file is damaged: put a copy of it back, or move {path.name}* away; then the run goes on from "
+        "its checkpoints, and makes again what it generated since."
+    )
+    return RecordError(f"{path} cannot be {what}: {error}.{fix if damaged else ''}")
 
 
 def open_for_asking(path: Path) -> sqlite3.Connection:

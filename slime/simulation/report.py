@@ -123,6 +123,8 @@ def _splits(
         shares = [(options.gpus or own, 0)]
     elif options.gpus is None:
         shares = [(own, rollout)]
+    elif options.gpus == 1:
+        raise ValueError("--gpus 1 cannot be split: give two or more, or --colocate to let both take turns.")
     else:
         parts = [options.gpus * part // _PARTS for part in range(1, _PARTS)]
         shares = [(options.gpus - part, part) for part in dict.fromkeys(parts) if 0 < part < options.gpus]

@@ -43,7 +43,7 @@ class LengthModel:
         counts = {"fixed": 1, "uniform": 2, "lognormal": 2, "exponential": 1}
         try:
             values = tuple(float(word) for word in rest.split(":"))
-            if len(values) != counts[kind] or min(values) <= 0:
+            if len(values) != counts[kind] or not all(0 < value < math.inf for value in values):
                 raise ValueError
         except (KeyError, ValueError):
             raise ValueError(

@@ -223,6 +223,8 @@ def test_mistake_in_a_file_names_the_file(tmp_path, text, message):
 def test_missing_config_file_is_told():
     with pytest.raises(ValueError, match=r"--config is nowhere.yaml: there is no such file"):
         parse("--config", "nowhere.yaml")
+    with pytest.raises(ValueError, match=r"--config is /: it is a folder; give a file"):
+        parse("--config", "/")
 
 
 @pytest.mark.parametrize(

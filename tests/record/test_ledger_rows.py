@@ -413,7 +413,11 @@ def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_
     assert "tokens    [5, 6, 7]" in capsys.readouterr().out
     assert command.main(["show", str(tmp_path), "--step", "0", "--sample", "9"]) == 2
     assert "step 0 has no sample 9; it has 0 to 1." in capsys.readouterr().err
-    assert command.main(["show", str(tmp_path), "--step", "4"]) == 2
+    for step in ("4", "-1", str(1 << 70), str(-(1 << 70))):
+        assert command.main(["show", str(tmp_path), "--step", step]) == 2
+        assert f"there is no step {step}; it has 0 to 0." in capsys.readouterr().err
+    assert command.main(["audit", str(world.path)]) == 2
+    assert "record.db is a file; give the folder of a run." in capsys.readouterr().err
     world.start()
     world.ledger.trained(0)
     world.ledger.trained(0)

@@ -1,5 +1,6 @@
 """The record of a run: what is written is read back, the file stays within its size, errors are clear."""
 
+import contextlib
 import sqlite3
 import threading
 
@@ -196,7 +197,21 @@ def test_what_is_no_record_is_named(tmp_path):
     (tmp_path / "record.db").write_bytes(b"not a database at all, but some text of enough length" * 40)
     with pytest.raises(RecordError, match="cannot be read"):
         open_record(tmp_path)
-    with pytest.raises(RecordError, match="cannot be written"):
+    with pytest.raises(RecordError, match=r"cannot be written: .* damaged: .* move record.db\* away"):
+        RecordWriter(tmp_path / "record.db", "run-1", MIB)
+    (tmp_path / "record.db").unlink()
+    (tmp_path / "record.db").mkdir()
+    with pytest.raises(RecordError, match="is no file"):
+        open_record(tmp_path)
+
+
+def test_a_record_that_does_not_say_whose_it_is_is_not_taken(tmp_path):
+    writer = RecordWriter(tmp_path / "record.db", "run-1", MIB)
+    writer.add("train", 0, group_entries([[make_sample(0)]], "trained"))
+    writer.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "record.db")) as connection, connection:
+        connection.execute("DELETE FROM meta WHERE key = 'run'")
+    with pytest.raises(RecordError, match="is the record of run unknown, this is run run-1"):
         RecordWriter(tmp_path / "record.db", "run-1", MIB)
 
 

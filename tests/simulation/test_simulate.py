@@ -211,6 +211,36 @@ def test_a_model_that_nobody_knows_is_an_error_with_the_names(capsys):
     assert "qwen3-4b" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--gpus 0",
+        "--gpus 1",
+        "--gpus 100000000",
+        "--steps 0",
+        "--steps x",
+        "--fuzz -1",
+        "--prompt-tokens -4",
+        "--lengths lognormal:nan:1",
+        "--lengths fixed:inf",
+        "--reward-s -1",
+        "--reward-s 1:x",
+        "--reward-failures 2",
+        "--engine-faults -1",
+        "--engine-faults nan",
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused_by_the_name_of_its_flag(words, capsys, tmp_path):
+    file = tmp_path / "run.yaml"  # how long to train is said by --steps
+    file.write_text(
+        "hf_checkpoint: qwen3-4b\nrm_type: math\nrollout_batch_size: 4\nn_samples_per_prompt: 2\n"
+    )
+    with pytest.raises(SystemExit) as stop:
+        main(["simulate", str(file), "--rollout-max-response-len", "64", *words.split()])
+    assert stop.value.code == 2
+    assert words.split()[0] in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_the_pool_of_a_killed_run_is_not_that_of_the_next(args):
     faults = FaultPlan((Fault(4.0, "driver"),), run_restart_s=1.0)
     pool = args.replace(rollout_function_path=FULLY_ASYNC, save_interval=1)

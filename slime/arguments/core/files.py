@@ -30,7 +30,8 @@ def read_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
     """The mapping in a YAML (or JSON) file that a flag names; every mistake names the flag and the file."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"{flag} is {path}: there is no such file.")
+        why = "it is a folder; give a file." if file.is_dir() else "there is no such file."
+        raise ValueError(f"{flag} is {path}: {why}")
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except RecursionError:

@@ -273,7 +273,11 @@ def read_run(folder: Path) -> RunRecord | None:
 def no_run(folder: Path) -> str:
     """Why there is no run in this folder; runs that lie in it, as those of a quick start do, are named."""
     if not folder.is_dir():
-        return f"{folder}: there is no such folder."
+        return (
+            f"{folder} is a file; give the folder of a run."
+            if folder.exists()
+            else f"{folder}: there is no such folder."
+        )
     text = f"{folder} is no folder of a run: run.json is missing or cannot be read"
     inside = sorted(str(file.parent) for file in folder.glob(f"*/{RUN_FILE}"))
     if not inside:
