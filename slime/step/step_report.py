@@ -85,7 +85,7 @@ def rollout_metrics(
     sums = {"samples": float(len(batch["tokens"])), "trained": float(weights.sum())}
     for key in PER_TOKEN_METRICS:
         if key in batch:
-            sums[key] = float((torch.cat([*batch[key], weights.new_zeros(0)]) * weights).sum())
+            sums[key] = float((_joined(batch[key]) * weights).sum())
     for name in PER_SAMPLE_METRICS:
         if name in batch:
             sums[name] = float(sum(value for value in batch[name] if is_score(value)))
@@ -117,10 +117,14 @@ def _correct_entropy(backend: TrainBackend, batch: RolloutBatch) -> dict[str, fl
 
 def _weights_in_rollouts(masks: Sequence[Tensor], mask_sums: Sequence[float]) -> Tensor:
     """[R] of all tokens, fp64: the sum of values times these is that of their means over each rollout."""
-    lengths = torch.tensor([len(mask) for mask in masks], dtype=torch.int64)
+    lengths = torch.tensor([mask.numel() for mask in masks], dtype=torch.int64)
     shares = torch.tensor(mask_sums, dtype=torch.float64).clamp(min=1.0)
-    flat = torch.cat([*masks, lengths.new_zeros(0)])
-    return flat.double() / torch.repeat_interleave(shares, lengths)
+    return _joined(masks) / torch.repeat_interleave(shares, lengths)
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    """[R] of all tokens, fp64. Of one type when they are joined: rows that differ are converted one by one."""
+    return torch.cat([*rows]).double() if rows else torch.zeros(0, dtype=torch.float64)
 
 
 def explained_variance(backend: TrainBackend, batch: RolloutBatch) -> float:

@@ -22,6 +22,7 @@ from torch import Tensor
 from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix, variant_of
 from slime.backends.attention import flash4, long_documents
 from slime.backends.attention.attention_operator import Operator
+from slime.backends.attention.short_products import attend_with_mask
 from slime.backends.attention.trial import first_right, unobserved
 
 ATTENTION_NAME = "slime_packed"
@@ -177,23 +178,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
 def _short_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """The same by three operations."""
     length, count = query.shape[1], query.shape[2] // key.shape[2]
-    later = query.new_full((length, length), -torch.inf).triu_(1).repeat(count, 1)
+    later = query.new_full((length, length), -torch.inf).triu_(1).repeat_interleave(count, 0)
     return attend_with_mask(query, key, value, later, scale)
-
-
-def attend_with_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[B, L, H, D] of [B, L, H, D] and [B, K, G, D]; all query heads of a key head are rows of one product.
-
-    `mask`, for [B x G, H / G x L, K], is added to the scores.
-    """
-    batch, length, heads, width = query.shape
-    groups, count = key.shape[2], heads // key.shape[2]
-    rows = query.view(batch, length, groups, count, width).permute(0, 2, 3, 1, 4)
-    keys, values = (x.transpose(1, 2).reshape(batch * groups, x.shape[1], -1) for x in (key, value))
-    rows = rows.reshape(batch * groups, count * length, width)
-    scores = torch.baddbmm(mask, rows, keys.transpose(1, 2), alpha=scale)
-    out = torch.bmm(scores.softmax(-1), values)
-    return out.view(batch, groups, count, length, -1).permute(0, 3, 1, 2, 4).reshape(batch, length, heads, -1)
 
 
 # Operators for packed attention on CUDA, the fastest first; which of them runs for query heads per key head

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slime.backends.attention.packed_documents import attend_with_mask
+from slime.backends.attention.short_products import attend_with_mask
 
 # Keys of a part, up to which scores of a whole batch are kept; and of how many scores a batch is at most.
 LONGEST = 512
@@ -29,8 +29,8 @@ class _Batch:
     def mask(self, groups: int, count: int) -> Tensor:
         if (groups, count) not in self.masks:
             size, rows, columns = self.hidden.shape
-            wide = self.hidden[:, None, None].expand(size, groups, count, rows, columns)
-            self.masks[groups, count] = wide.reshape(size * groups, count * rows, columns)
+            wide = self.hidden[:, None, :, None].expand(size, groups, rows, count, columns)
+            self.masks[groups, count] = wide.reshape(size * groups, rows * count, columns)
         return self.masks[groups, count]
 
 

@@ -133,38 +133,41 @@ def _build(
     cls: type[PromptShare], mb: MicroBatch, families: list[list[int]], prompt_sizes: list[int]
 ) -> PromptShare:
     lengths, starts = mb.documents.lengths, mb.documents.bounds.tolist()
-    # In numpy, whose small arrays cost a tenth of small tensors.
-    picked: list[np.ndarray] = []  # by part of the stream: places in the documents
-    keys: list[np.ndarray] = []  # by part: places in the stream
-    expand: list[np.ndarray] = [np.empty(0, np.int64)] * len(lengths)
+    # Ranges as (start, size), which numpy fills in together: hundreds of small arrays would cost more.
+    picked: list[tuple[int, int]] = []  # by part of the stream: places in the documents
+    keys: list[
+        tuple[int, int]
+    ] = []  # places in the stream: of prompts, or of a part and before it its prompt
+    num_keys: list[int] = []  # by part
+    expand: list[tuple[tuple[int, int], ...]] = [()] * len(lengths)  # by document: places in the stream
     end = 0  # of the stream so far
     for family in families:
         first, size = family[0], prompt_sizes[family[0]]
-        if len(family) == 1:
-            picked.append(np.arange(starts[first], starts[first + 1]))
-            expand[first] = np.arange(end, end + lengths[first])
-            keys.append(expand[first])
-            end += lengths[first]
-            continue
-        prompt = np.arange(end, end + size)
-        picked.append(np.arange(starts[first], starts[first] + size))
-        keys.append(prompt)
-        end += size
+        prompt: tuple[tuple[int, int], ...] = ()
+        if len(family) > 1:
+            picked.append((starts[first], size))
+            prompt = ((end, size),)
+            keys += prompt
+            num_keys.append(size)
+            end += size
         for member in family:
-            own = lengths[member] - size
-            picked.append(np.arange(starts[member] + size, starts[member + 1]))
-            expand[member] = np.concatenate((prompt, np.arange(end, end + own)))
-            keys.append(expand[member])
+            shared = size if prompt else 0
+            own = lengths[member] - shared
+            picked.append((starts[member] + shared, own))
+            expand[member] = (*prompt, (end, own))
+            keys += expand[member]
+            num_keys.append(lengths[member])
             end += own
-    places, whole, read = np.concatenate(picked), np.concatenate(expand), np.concatenate(keys)
+    places, read = _ranges(picked), _ranges(keys)
+    whole = _ranges([part for parts in expand for part in parts])
     readers, reader_ends = prompt_operator.readers_of(read, end)
-    longest = max(map(len, keys))
+    longest = max(num_keys)
     documents = PromptTree(
         whole=mb.documents,
         expand=torch.from_numpy(whole),
         own=torch.from_numpy(places),
-        cu_query=_bounds(picked),
-        cu_key=_bounds(keys),
+        cu_query=_bounds([size for _, size in picked]),
+        cu_key=_bounds(num_keys),
         keys=torch.from_numpy(read),
         readers=readers,
         reader_ends=reader_ends,
@@ -182,6 +185,13 @@ def _build(
     )
 
 
-def _bounds(parts: Sequence[np.ndarray]) -> Tensor:
-    sizes = torch.tensor([0, *(len(part) for part in parts)])
-    return sizes.cumsum(0).to(torch.int32)
+def _ranges(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The numbers from start to start + size for each pair, joined."""
+    starts, sizes = np.array(pairs, np.int64).reshape(-1, 2).T
+    ends = sizes.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(starts - ends + sizes, sizes)
+
+
+def _bounds(sizes: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
