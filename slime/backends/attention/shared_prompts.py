@@ -135,9 +135,7 @@ def _build(
     lengths, starts = mb.documents.lengths, mb.documents.bounds.tolist()
     # Ranges as (start, size), which numpy fills in together: hundreds of small arrays would cost more.
     picked: list[tuple[int, int]] = []  # by part of the stream: places in the documents
-    keys: list[
-        tuple[int, int]
-    ] = []  # places in the stream: of prompts, or of a part and before it its prompt
+    keys: list[tuple[int, int]] = []  # places in the stream: of each part, its prompt's first
     num_keys: list[int] = []  # by part
     expand: list[tuple[tuple[int, int], ...]] = [()] * len(lengths)  # by document: places in the stream
     end = 0  # of the stream so far
