@@ -119,26 +119,29 @@ def subtract_baselines(
     greedy answer: otherwise its samples get 0.
     """
     compute = BASELINES[baseline]
-    lengths = [0.0] * len(rewards) if lengths is None else lengths
     members: dict[int, list[int]] = defaultdict(list)
     for position, index in enumerate(group_index):
         members[index].append(position)
     result = [0.0] * len(rewards)
     for positions in members.values():
-        siblings: dict[int, list[int]] = defaultdict(list)
+        siblings: dict[int, list[int]] = {}
         for p in positions:
-            siblings[rollout_ids[p]].append(p)
+            siblings.setdefault(rollout_ids[p], []).append(p)
         if len(siblings) == 1 and baseline != "greedy":
             continue
         group = GroupRollouts(
-            rewards=[math.fsum(rewards[p] for p in own) / len(own) for own in siblings.values()],
-            lengths=[math.fsum(lengths[p] for p in own) for own in siblings.values()],
+            rewards=[_total(rewards, own) / len(own) for own in siblings.values()],
+            lengths=[] if lengths is None else [_total(lengths, own) for own in siblings.values()],
             greedy_reward=None if greedy_rewards is None else greedy_rewards[positions[0]],
         )
         for own, (shift, scale) in zip(siblings.values(), compute(group), strict=True):
             for p in own:
                 result[p] = (rewards[p] - shift) / scale
     return result
+
+
+def _total(values: Sequence[float], places: Sequence[int]) -> float:
+    return values[places[0]] if len(places) == 1 else math.fsum(values[p] for p in places)
 
 
 def normalize_group_rewards(

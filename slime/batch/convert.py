@@ -94,6 +94,8 @@ def post_process_rewards(
 
 
 def _shaped(args: Flags, samples: Sequence[Sample], raw: Sequence[float]) -> list[float]:
+    if args.overlong_buffer_len is None:
+        return list(raw)
     pairs = zip(raw, samples, strict=True)
     return [reward + _length_penalty(args, sample.response_length) for reward, sample in pairs]
 
@@ -123,7 +125,7 @@ def compare_in_groups(
         _split_by_role(groups, samples),
         rollout_ids,
         baseline="mean_std" if scaled else estimator.baseline,
-        lengths=[_num_trained(sample) for sample in samples],
+        lengths=[_num_trained(s) for s in samples] if estimator.baseline == "length_weighted" else None,
         greedy_rewards=[sample.metadata.get(GREEDY_REWARD_KEY) for sample in samples],
     )
 
@@ -188,8 +190,7 @@ def _custom_rewards(path: str, args: Flags, samples: Sequence[Sample]) -> tuple[
 
 
 def _length_penalty(args: Flags, length: int) -> float:
-    if args.overlong_buffer_len is None:
-        return 0.0
+    assert args.overlong_buffer_len is not None, "without it no answer is too long"
     longest = args.rollout_max_response_len
     assert longest is not None, "parsing asks for --rollout-max-response-len with --overlong-buffer-len"
     return overlong_penalty(length, longest, args.overlong_buffer_len, args.overlong_penalty_factor)
@@ -247,9 +248,9 @@ def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
             batch[key] = _rows([getattr(s, key) for s in samples], torch.float32)
     if _all_or_none(samples, "rollout_routed_experts"):
         batch["routed_experts"] = [torch.tensor(s.rollout_routed_experts) for s in samples]
-    versions = [_token_versions(sample) for sample in samples]
-    if any(max(numbers, default=-1) >= 0 for numbers in versions):
-        batch["versions"] = _rows(versions, torch.int32)
+    versions = _versions(samples)
+    if versions is not None:
+        batch["versions"] = versions
     if any(sample.train_metadata is not None for sample in samples):
         batch["metadata"] = [sample.train_metadata for sample in samples]
     if any(sample.multimodal_train_inputs is not None for sample in samples):
@@ -333,6 +334,20 @@ def _shown_rewards(samples: list[Sample], raw_reward: list[Any]) -> list[Any]:
     if not any("raw_reward" in sample.metadata for sample in samples):
         return raw_reward
     return [sample.metadata.get("raw_reward", raw) for sample, raw in zip(samples, raw_reward, strict=True)]
+
+
+def _versions(samples: Sequence[Sample]) -> list[torch.Tensor] | None:
+    """`_token_versions` of each sample; None where no token names one."""
+    lengths = [sample.response_length for sample in samples]
+    spans = [sample.version_spans for sample in samples]
+    if all(len(own) == 1 and tuple(own[0][1:]) == (0, n) for own, n in zip(spans, lengths, strict=True)):
+        # The usual case: one version wrote the whole answer.
+        numbers = {version: version_number(version) for version in {own[0][0] for own in spans}}
+        of_samples = [-1 if (n := numbers[version]) is None else n for [(version, _, _)] in spans]
+        joined = np.repeat(np.array(of_samples, np.int32), lengths)
+        return list(torch.from_numpy(joined).split(lengths)) if (joined >= 0).any() else None
+    rows = [_token_versions(sample) for sample in samples]
+    return _rows(rows, torch.int32) if any(max(row, default=-1) >= 0 for row in rows) else None
 
 
 def _token_versions(sample: Sample) -> list[int]:

@@ -23,6 +23,7 @@ from slime.cluster.restart.redo import Deed, Redo, SafeState
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_requests import Requests
+from slime.cluster.training.rank_notes import RankNotes
 from slime.cluster.training.release import OF_THE_FIRST_START, TrainerRelease
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import TrainGroup
@@ -31,7 +32,7 @@ from slime.observability import phases
 from slime.observability.advisories import Advisor
 from slime.observability.tracking import Tracker
 from slime.preflight.run_plan import RunPlan
-from slime.runtime.base import Future, Handle, Ready
+from slime.runtime.base import Future, Handle, Ready, WorkerDied
 from slime.step.step_report import StepReport
 from slime.utils.errors import RunStopped
 from slime.utils.files.step_folders import TRAINER, Manifest, step_path
@@ -70,6 +71,7 @@ class Cluster:
     release: TrainerRelease | None = None  # --release-train; None: the trainer's processes stay
     plan: RunPlan | None = None  # what a look before the start predicted
     stopped: str | None = None  # why the loop ended early, on request
+    _notes: list[Future[RankNotes]] = field(default_factory=list)  # of ranks that are gone
     _pushes_at_training: int = 0  # what a checkpoint of the trained weights says
     _step_times: list[float] = field(default_factory=list)
     _step_started: float = field(default_factory=time.monotonic)
@@ -91,6 +93,7 @@ class Cluster:
 
     def collect(self, rollout_id: int, future: Future[Generated]) -> Generated:
         with self.timeline.doing("generating", rollout_id) as wait:
+            self.timeline.tell_step()
             generated = future.result()
         waited = {"perf/train_wait_time": wait.age_s}
         _tell("rollout %d: %s", rollout_id, _headline(generated.metrics, _ROLLOUT_HEADLINE))
@@ -105,10 +108,15 @@ class Cluster:
             with self.residency.phase(TRAIN), self.timeline.doing("training", rollout_id):
                 if self.release is not None and self.release.come_back():
                     self.requests.tell_again(self)
-                return self.trainer.train(rollout_id, batch)
+                return self.trainer.train(rollout_id, batch, meanwhile=lambda: self._keep(rollout_id, batch))
 
         report = self.recovery.run(train, rollout_id)
         self._note_trained(rollout_id, batch)
+        if (
+            self.release is not None and self.args.record_max_mib
+        ):  # its processes end before they can be asked
+            told = self.recovery.run(lambda: self.trainer.ranks.call(TrainActor.take_notes), rollout_id)
+            self._notes = [Ready(notes) for notes in told]
         self.rollout.call_control(RolloutManager.note_trained, rollout_id)
         self._pushes_at_training = self.weight_push.num_pushes if self.weight_push is not None else 0
         copies = self.copies
@@ -117,9 +125,6 @@ class Cluster:
                 self.recovery.run(lambda: copies.write(rollout_id), rollout_id)
             self.batches.forget(self.redo.oldest.rollout_id)
             self._log({"perf/peer_copy_time": copying.age_s}, "rollout", rollout_id)
-        if self.args.record_max_mib:
-            notes = self.recovery.run(lambda: self.trainer.ranks.call(TrainActor.take_notes), rollout_id)
-            self.timeline.add(notes)
         if self.saver is not None:
             saver = self.saver
             self.recovery.run(lambda: saver.finish(wait=False), rollout_id)
@@ -138,11 +143,24 @@ class Cluster:
         if len(self._step_times) == _STEPS_MEASURED and self.plan is not None:
             self._tell_prediction(self.plan, peaks.get("perf/peak_memory_train_gib"))
 
+    def _keep(self, rollout_id: int, batch: RolloutBatch | None) -> None:
+        """Its batch, to do a step again; while the ranks are at it, since nobody else is at work then."""
+        if batch is not None and self.recovery.is_on:
+            self.batches.keep(rollout_id, batch)
+
+    def _ask_for_notes(self) -> list[Future[RankNotes]]:
+        """What ranks tell the record of a step; they make it up while engines generate."""
+        notes, self._notes = self._notes, []
+        if notes or not self.args.record_max_mib:
+            return notes
+        with contextlib.suppress(WorkerDied):  # whoever needs them next notices, and restarts them
+            return [*self.trainer.ranks.begin(TrainActor.take_notes)]
+        return []
+
     def _note_trained(self, rollout_id: int, batch: RolloutBatch | None) -> None:
         """It can be done again, should the trainer be lost before this step is in a checkpoint."""
         if batch is None or not self.recovery.is_on:
             return
-        self.batches.keep(rollout_id, batch)
         self.recovery.trained(rollout_id)
         self.redo.note(Deed(f"step {rollout_id + 1}", lambda: self._train_again(rollout_id)))
 
@@ -242,7 +260,9 @@ class Cluster:
     ) -> bool:
         """Between two steps: does what was asked of the run meanwhile. True: it is to end here."""
         self.stopped = self.requests.take(self, rollout_id, rollout, in_flight)
-        self.timeline.end_step(rollout_id)
+        self.timeline.end_step(rollout_id, self._ask_for_notes())
+        if self.stopped is not None or not self.schedule.has_next(rollout_id):
+            self.timeline.tell_step()
         return self.stopped is not None
 
     def _log(self, metrics: dict[str, Any], axis: str, step: int) -> None:

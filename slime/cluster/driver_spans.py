@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from slime.cluster.recording import Recording
 from slime.cluster.training.rank_notes import RankNotes
 from slime.observability import phases
 from slime.record.spans import LOOP, PUSH, Span, spans_of_waits
-from slime.runtime.base import Handle
+from slime.runtime.base import Future, Handle, WorkerDied, gather
 from slime.utils import waits
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A step that is over."""
+
+    rollout_id: int
+    spans: list[Span]
+    notes: Sequence[Future[RankNotes]]
 
 
 class Timeline:
@@ -21,7 +31,7 @@ class Timeline:
     def __init__(self, recording: Handle[Recording] | None):
         self._recording = recording
         self._spans: list[Span] = []
-        self._notes: list[RankNotes] = []
+        self._untold: _Ended | None = None  # the last step
         if recording is not None:
             waits.keep_ended()
             waits.take_ended()  # of the start, which is no part of a step
@@ -46,14 +56,21 @@ class Timeline:
         """The parts of a weight push: name, start and end."""
         self._spans += [Span(rollout_id, PUSH, *part) for part in parts]
 
-    def add(self, notes: list[RankNotes]) -> None:
-        """What the trainer's ranks tell of a step."""
-        self._notes += notes
+    def end_step(self, rollout_id: int, notes: Sequence[Future[RankNotes]]) -> None:
+        """`notes`: what the trainer's ranks will tell of it."""
+        self.tell_step()
+        spans, self._spans = self._spans + spans_of_waits(rollout_id), []
+        self._untold = _Ended(rollout_id, spans, notes)
 
-    def end_step(self, rollout_id: int) -> None:
-        spans = self._spans + [span for notes in self._notes for span in notes.spans]
-        advantages = [advantage for notes in self._notes for advantage in notes.advantages]
-        self._spans, self._notes = [], []
-        if self._recording is not None:
-            spans += spans_of_waits(rollout_id)
-            self._recording.call_control(Recording.step, rollout_id, spans, advantages)
+    def tell_step(self) -> None:
+        """Hands the last step to the record, with what ranks tell of it; called when that delays nobody."""
+        ended, self._untold = self._untold, None
+        if ended is None or self._recording is None:
+            return
+        try:
+            notes = gather(ended.notes)
+        except WorkerDied:  # who needs that rank next restarts it; the record has the step without its notes
+            notes = []
+        spans = ended.spans + [span for told in notes for span in told.spans]
+        advantages = [advantage for told in notes for advantage in told.advantages]
+        self._recording.call_control(Recording.step, ended.rollout_id, spans, advantages)

@@ -188,26 +188,34 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 def version_metrics(samples: Sequence[Sample], current_version: str | int | None) -> dict[str, float]:
     """Which weights made the tokens, and how many versions behind they are: mean over tokens, and worst."""
-    versions = [(v, end - start) for s in samples for v, start, end in s.version_spans if end > start]
-    versions = versions or [(v, 1) for s in samples for v in s.weight_versions]
-    spans = [(number, weight) for v, weight in versions if (number := version_number(v)) is not None]
-    if not spans:
+    weights: Counter[Any] = Counter()  # tokens by version: there are few, and many samples
+    wrote: list[int] = []  # versions that each sample's tokens come from
+    for sample in samples:
+        spans = sample.version_spans
+        for version, start, end in spans:
+            if end > start:
+                weights[version] += end - start
+        if spans:
+            wrote.append(1 if len(spans) == 1 else len({version for version, _, _ in spans}))
+    weights = weights or Counter(version for sample in samples for version in sample.weight_versions)
+    by_number: Counter[int] = Counter()
+    for version, weight in weights.items():
+        if (number := version_number(version)) is not None:
+            by_number[number] += weight
+    if not by_number:
         return {}
-    numbers = [number for number, _ in spans]
-    metrics: dict[str, float] = {"weight_version/min": min(numbers), "weight_version/max": max(numbers)}
+    metrics: dict[str, float] = {"weight_version/min": min(by_number), "weight_version/max": max(by_number)}
     current = version_number(current_version)
     if current is not None:
-        total = sum(weight for _, weight in spans)
-        metrics["staleness/mean"] = sum((current - number) * weight for number, weight in spans) / total
-        metrics["staleness/max"] = current - min(numbers)
-        for number, weight in spans:
+        total = sum(by_number.values())
+        metrics["staleness/mean"] = sum((current - number) * n for number, n in by_number.items()) / total
+        metrics["staleness/max"] = current - min(by_number)
+        for number, weight in by_number.items():
             name = f"staleness/{lag_name(max(0, current - number))}"
             metrics[name] = metrics.get(name, 0.0) + weight / total
-    wrote = [len({v for v, _, _ in s.version_spans}) for s in samples if s.version_spans]
     if wrote:
         metrics["versions_per_sample"] = statistics.fmean(wrote)
-    mixed = sum(len({v for v, _, _ in s.version_spans}) > 1 for s in samples)
-    metrics["mixed_version_frac"] = mixed / len(samples)
+    metrics["mixed_version_frac"] = sum(count > 1 for count in wrote) / len(samples)
     return metrics
 
 
@@ -283,9 +291,11 @@ def _request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     seen: dict[str, list[float]] = {}
     for sample in samples:
         for event in (sample.__dict__.get("trace") or {}).get("events", ()):
-            attrs = event.get("attrs") or {}
+            attrs = event.get("attrs") if event.get("type") == "span_end" else None
+            if not attrs:
+                continue
             for key, name in names.items():
-                if event.get("type") == "span_end" and isinstance(attrs.get(key), (int, float)):
+                if isinstance(attrs.get(key), (int, float)):
                     seen.setdefault(name, []).append(attrs[key])
     metrics: dict[str, float] = {}
     for name, values in seen.items():

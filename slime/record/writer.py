@@ -1,11 +1,11 @@
 """The one writer of a run's record: a thread writes what is handed over, in that order.
 
 What waits together is one transaction: transactions cost more than most of what is in them. The first of it
-waits 50 ms for the others, or up to a second where writing takes long; a batch that is complete is written at
-once, and the finished samples it is made of, if they were still waiting, not at all. The run waits for the
-disk only when several rollouts are waiting already. A write that fails (a full disk) is tried once more by
-its parts; the first of each kind that fails is told, and the run goes on; how many could not be written is
-noted in the file once it can be again.
+waits 50 ms for the others, or up to a second where writing takes long; a batch that is complete is written as
+soon as the trainer has it, and the finished samples it is made of, if they were still waiting, not at all.
+The run waits for the disk only when several rollouts are waiting already. A write that fails (a full disk) is
+tried once more by its parts; the first of each kind that fails is told, and the run goes on; how many could
+not be written is noted in the file once it can be again.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ _Part = _Rollout | _Work | list[Note | Finished]  # what is written, or fails, a
 # How long the first of several waits for the others; a killed process loses as much. Where a transaction
 # takes long, as with hundreds of samples a second, more are gathered: writing is a small part of the time.
 MIN_GATHER_S, MAX_GATHER_S = 0.05, 1.0
+_HANDED_ON_S = 0.03  # in which a complete batch of small samples is with the trainer
 _GATHERED_PER_WRITING = 20.0
 _RECENT = 8  # transactions, of which the longest counts: small ones come between the rollouts
 
@@ -100,6 +101,7 @@ class RecordWriter:
         self._missed = Missed(self._connection)
         self._told: set[type] = set()  # kinds of parts of which one could not be written
         self._closed = self._in_a_hurry = False  # the latter: what waits is written now
+        self._is_complete = False  # a batch is: what waits is written soon
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
@@ -135,8 +137,8 @@ class RecordWriter:
         with self._news:
             self._waiting.extend(notes)
             if isinstance(notes[-1], Note) and isinstance(notes[-1].also, ForgetEntries):
-                self._in_a_hurry = True
-            if self._is_idle or self._in_a_hurry:  # to wake it for each would cost more than to write it
+                self._is_complete = True
+            if self._is_idle or self._is_complete:  # to wake it for each would cost more than to write it
                 self._news.notify_all()
 
     def flush(self) -> None:
@@ -183,13 +185,17 @@ class RecordWriter:
             self._is_idle = True
             self._news.wait_for(lambda: self._waiting or self._closed)
             self._is_idle = False
-            self._news.wait_for(
-                lambda: self._closed or self._in_a_hurry or self._rollouts_waiting > 1, self._gather_s
-            )
+            self._news.wait_for(lambda: self._is_due() or self._is_complete, self._gather_s)
+            if self._is_complete:  # whoever hands it on would share the interpreter with this thread
+                self._news.wait_for(self._is_due, _HANDED_ON_S)
             items, self._waiting = self._waiting, []
-            self._rollouts_waiting, self._in_a_hurry = 0, False
+            self._rollouts_waiting, self._in_a_hurry, self._is_complete = 0, False, False
             self._news.notify_all()
         return items
+
+    def _is_due(self) -> bool:
+        """Whether what waits is to be written now."""
+        return self._closed or self._in_a_hurry or self._rollouts_waiting > 1
 
     def _write_parts(self, parts: list[_Part]) -> None:
         try:

@@ -23,7 +23,7 @@ class Batches:
 
     def keep(self, rollout_id: int, batch: RolloutBatch) -> None:
         """Keeps a batch until the trainer's state after it is safe, or there is no more room."""
-        if self._read is not None:
+        if self._read is not None or rollout_id in self._kept:  # the latter: the step was begun again
             return
         if self._gone is None:
             self._kept[rollout_id] = tensor_pickle.dumps(tensor_pickle.pack_rows(batch))

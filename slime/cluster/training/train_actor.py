@@ -147,7 +147,7 @@ class TrainActor:
         self._recording: concurrent.futures.Future[dict[str, FileRecord]] | None = None  # of its checksums
         self._version: int | None = None  # of the current weights; None: engines never got any
         self._agreement = Agreement()
-        self._notes = RankNotes()
+        self._noted: TrainingStep | None = None  # the last step, until somebody asks for its notes
         if args.record_max_mib:
             waits.keep_ended()
 
@@ -176,7 +176,7 @@ class TrainActor:
         started = time.monotonic()
         with self._profiler.rollout(rollout_id):
             report = step.run()
-        self._notes = notes_of(step, self._rank, self.layout) if self._args.record_max_mib else RankNotes()
+        self._noted = step if self._args.record_max_mib else None
         seconds = time.monotonic() - started
         logger.info("rollout %d: %d step(s) in %.2f s", rollout_id, len(report.steps), seconds)
         if self._version is not None:
@@ -201,8 +201,8 @@ class TrainActor:
 
     def take_notes(self) -> RankNotes:
         """The notes of the last step for the record; a second call has none."""
-        notes, self._notes = self._notes, RankNotes()
-        return notes
+        step, self._noted = self._noted, None
+        return RankNotes() if step is None else notes_of(step, self._rank, self.layout)
 
     def change_setting(self, name: str, value: float) -> None:
         """Changes a setting from the next step on, also for plug-ins."""

@@ -234,9 +234,12 @@ class TrainGroup:
     def __init__(self, args: Args, runtime: Runtime, ranks: Ranks[TrainActor], layouts: Sequence[Layout]):
         self._args, self._runtime, self.ranks, self.layouts = args, runtime, ranks, layouts
 
-    def train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
+    def train(
+        self, rollout_id: int, batch: RolloutBatch | None, *, meanwhile: Callable[[], None] = lambda: None
+    ) -> StepReport:
         """Splits the batch over the ranks, which train on it; returns the report, which is the same on all.
 
+        `meanwhile` is called while they do.
         `batch` None, or no ranks: rollouts are made and nothing learns from them (--debug-rollout-only).
         """
         if batch is None or not self.layouts:
@@ -249,6 +252,7 @@ class TrainGroup:
                 handle.call(TrainActor.train, rollout_id, refs[layout.dp_rank])
                 for handle, layout in zip(self.ranks.handles, self.layouts, strict=True)
             ]
+            meanwhile()
             return gather(futures)[0]
         finally:
             for ref in refs:
