@@ -207,8 +207,8 @@ def measure_run(command: list[str], options: argparse.Namespace) -> int:
     meter.watch_writer()
     end_step = Timeline.end_step
 
-    def end_and_measure(timeline: Timeline, rollout_id: int) -> None:
-        end_step(timeline, rollout_id)
+    def end_and_measure(timeline: Timeline, *about: Any) -> None:
+        end_step(timeline, *about)
         steps_of[timeline].append(meter.now())
 
     Timeline.end_step = end_and_measure  # type: ignore[method-assign]
