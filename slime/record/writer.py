@@ -32,6 +32,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 4  # rollouts
+_LOCKED_S = 600.0  # how long another process may hold the file before what waits is given up
 _KEEP_SHARE = 0.9  # of the limit, after rows were removed
 _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode  # `json.dumps` makes one for each call
 _PAGES_BACK = 20_000  # returned to the file system at a time, where more than this is free:
@@ -99,6 +100,7 @@ class RecordWriter:
         self._gather_s = MIN_GATHER_S
         self._took: deque[float] = deque(maxlen=_RECENT)  # seconds of the last transactions
         self._missed = Missed(self._connection)
+        self._locked_since: float | None = None  # by another process
         self._told: set[type] = set()  # kinds of parts of which one could not be written
         self._closed = self._in_a_hurry = False  # the latter: what waits is written now
         self._is_complete = False  # a batch is: what waits is written soon
@@ -203,15 +205,33 @@ class RecordWriter:
             with self._connection:
                 for part in parts:
                     self._write_part(part)
-            if any(isinstance(part, _Rollout) for part in parts):
-                self._prune()
         except sqlite3.Error as error:
             self._connection.rollback()
-            if len(parts) == 1:
+            if self._waits_for_lock(error):
+                self._write_parts(parts)
+            elif len(parts) == 1:
                 self._tell_missed(parts[0], error)
-                return
-            for part in parts:
-                self._write_parts([part])
+            else:
+                for part in parts:
+                    self._write_parts([part])
+            return
+        self._locked_since = None
+        if any(isinstance(part, _Rollout) for part in parts):
+            try:
+                self._prune()
+            except sqlite3.Error:  # what was written stays written; the next rollout prunes again
+                self._connection.rollback()
+
+    def _waits_for_lock(self, error: sqlite3.Error) -> bool:
+        """Whether to try again: another process (a backup, a shell) holds the file, and will let go of it."""
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
+            return False
+        if self._locked_since is None:
+            self._locked_since = time.monotonic()
+            logger.warning(
+                "%s is locked by another process: the ledger waits for it, up to %d s", self._path, _LOCKED_S
+            )
+        return not self._closed and time.monotonic() - self._locked_since < _LOCKED_S
 
     def _write_part(self, part: _Part) -> None:
         """Writes one part; the caller has begun the transaction."""

@@ -350,6 +350,16 @@ def test_what_a_full_disk_took_from_the_ledger_is_told_once_and_missing_samples_
     assert "the samples of steps [1, 2] are not in the record" in capsys.readouterr().out
 
 
+def test_events_are_written_once_where_old_samples_cannot_be_removed(world):
+    world.start()
+    world.writer._prune = full_disk
+    world.step(0, [group_of(0)], commit=True)
+    found = world.audit()
+    assert found.violations == [] and found.groups == {"kept": 1}
+    with LedgerReader(world.path) as reader:
+        assert [row.event for row in reader.events()].count("kept") == 1
+
+
 def test_samples_that_are_missing_without_a_note_are_a_violation(world):
     world.start()
     for step in range(2):

@@ -7,7 +7,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patience import LONG_S
+from patience import LONG_S, eventually
 
 from slime.record import RecordError, RecordWriter, Select, group_entries, open_record
 from slime.record.packed import pack_floats, pack_ids, pack_mask, unpack_floats, unpack_ids, unpack_mask
@@ -203,6 +203,20 @@ def test_what_is_no_record_is_named(tmp_path):
     (tmp_path / "record.db").mkdir()
     with pytest.raises(RecordError, match="is no file"):
         open_record(tmp_path)
+
+
+def test_what_another_process_locks_is_waited_for(writer, caplog):
+    writer.flush()
+    writer._connection.execute("PRAGMA busy_timeout = 10")
+    with contextlib.closing(sqlite3.connect(writer._path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        writer.add("train", 0, group_entries([[make_sample(0)]], "trained"))
+        eventually(lambda: "is locked by another process" in caplog.text)
+        other.execute("COMMIT")
+    writer.flush()
+    with record_of(writer) as record:
+        assert [row.rollout_id for row in record.rollouts()] == [0]
+    assert caplog.text.count("is locked by another process") == 1 and "not recorded" not in caplog.text
 
 
 def test_a_record_that_does_not_say_whose_it_is_is_not_taken(tmp_path):
