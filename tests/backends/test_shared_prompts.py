@@ -1,5 +1,6 @@
-"""Samples that share their prompt's tokens train as if each had its own: outputs, gradients, whole steps."""
+"""Samples that share what they begin with train as if each had its own: outputs, gradients, whole steps."""
 
+import itertools
 import json
 
 import pytest
@@ -19,22 +20,40 @@ from slime.utils.types import Sample
 
 
 def families_of_samples(groups, *, vocab=128, seed=0):
-    """`groups`: for each prompt its length and the lengths of its answers."""
+    """`groups`: for each prompt its length (or itself) and the lengths of its answers (or themselves)."""
     generator = torch.Generator().manual_seed(seed)
+
+    def tokens(wanted):
+        made = (
+            torch.randint(4, vocab, (wanted,), generator=generator).tolist()
+            if type(wanted) is int
+            else wanted
+        )
+        return list(made)
+
     samples = []
-    for number, (prompt_length, answers) in enumerate(groups):
-        prompt = torch.randint(4, vocab, (prompt_length,), generator=generator).tolist()
-        for length in answers:
-            answer = torch.randint(4, vocab, (length,), generator=generator).tolist()
+    for number, (prompt, answers) in enumerate(groups):
+        prompt = tokens(prompt)
+        for answer in map(tokens, answers):
             sample = Sample(group_index=number, index=len(samples), tokens=prompt + answer)
-            sample.response_length, sample.status = length, Sample.Status.COMPLETED
+            sample.response_length, sample.status = len(answer), Sample.Status.COMPLETED
             sample.reward = float(torch.rand((), generator=generator))
-            sample.rollout_log_probs = [-1.0] * length
+            sample.rollout_log_probs = [-1.0] * len(answer)
             samples.append(sample)
     return samples
 
 
 GROUPS = [(7, [3, 5, 1, 4]), (1, [2, 2]), (9, [6]), (12, [1, 1, 8])]
+SYSTEM = range(20, 29)
+# Prompts that begin alike; answers that begin alike, are the same or go on from another; and the second turn
+# of an agent, whose prompt is the prompt and answer of its first.
+TURN = [*SYSTEM, 40, 41, 50, 51, 52, 60]
+ALIKE = [
+    ([*SYSTEM, 40, 41], [[50, 51, 52], [50, 51, 52], [50, 51, 53], [50], [50, 51, 52, 53, 54], [55, 51]]),
+    (TURN, [[61, 62], [61, 63, 64], 4]),
+    ([*SYSTEM, 42], [[50, 51, 52], 5]),
+    (6, [2]),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,27 +69,49 @@ def micro_batch(groups):
     return build_micro_batch(samples_to_batch(args, samples), range(len(samples)))
 
 
-def test_the_stream_holds_each_prompt_once_and_predicts_the_same_tokens():
-    mb = micro_batch(GROUPS)
-    share = PromptShare.of(mb)
-    assert share.input_ids.shape[1] == sum(p + sum(answers) for p, answers in GROUPS)
-    assert torch.equal(share.input_ids[0][share.documents.expand], mb.input_ids[0])
-    assert torch.equal(share.position_ids[0][share.documents.expand], mb.position_ids[0])
-    assert torch.equal(share.input_ids[0][share.rows], mb.input_ids[0][mb.logit_positions])
+def prefixes_of(mb):
+    """For each token of the documents the whole of what it ends."""
+    bounds, ids = mb.documents.bounds.tolist(), mb.input_ids[0].tolist()
+    return [tuple(ids[a : end + 1]) for a, b in itertools.pairwise(bounds) for end in range(a, b)]
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+@pytest.mark.parametrize("groups", [GROUPS, ALIKE])
+def test_the_stream_holds_each_prefix_once_and_predicts_the_same_tokens(groups, all_tokens):
+    mb = micro_batch(groups)
+    share, prefixes = PromptShare.of(mb, all_tokens=all_tokens), prefixes_of(mb)
+    tree, stream = share.documents, share.input_ids[0]
+    last = set() if all_tokens else {end - 1 for end in mb.documents.bounds.tolist()}
+    expected = {prefix for place, prefix in enumerate(prefixes) if place not in last}
+    cu_key, cu_query = tree.whole.cu_seqlens.tolist(), tree.cu_query.tolist()
+    found = []
+    for part in range(len(cu_query) - 1):
+        keys = tree.keys[cu_key[part] : cu_key[part + 1]]
+        own = cu_query[part + 1] - cu_query[part]
+        assert keys[-own:].tolist() == list(range(cu_query[part], cu_query[part + 1]))
+        assert tree.own[keys[-own:]].tolist() == list(range(cu_key[part + 1] - own, cu_key[part + 1]))
+        seen = stream[keys].tolist()
+        found += [tuple(seen[: end + 1]) for end in range(len(seen) - own, len(seen))]
+    assert len(found) == len(set(found)) == len(expected) and set(found) == expected
+    assert share.position_ids[0].tolist() == [len(prefix) - 1 for prefix in found]
+    assert share.copies.tolist() == [prefixes.count(prefix) for prefix in found]
+    predicted = [prefixes[place + 1] for place in mb.logit_positions.tolist()]
+    assert len(share.rows) == len(set(predicted)), "each once"
+    told = [(*found[row], int(mb.targets[at])) for row, at in zip(share.rows, share.places, strict=True)]
+    assert [told[which] for which in share.which] == predicted
 
 
 LONG_PROMPTS = [(70, [3, 5, 1, 4]), (64, [2, 30]), (9, [6]), (80, [1, 1, 8])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS])
+@pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS, ALIKE])
 def test_attention_and_its_gradients_equal_those_of_whole_documents(dtype, groups):
-    mb = micro_batch(groups)
-    assert PromptShare.of(mb).documents._saves_queries == (groups is LONG_PROMPTS)
-    tree = PromptShare.of(mb).documents
+    tree = PromptShare.of(micro_batch(groups)).documents
+    assert tree._saves_queries == (groups is LONG_PROMPTS)
     torch.manual_seed(0)
     heads = [torch.randn(len(tree.own), n, 8, dtype=dtype, requires_grad=True) for n in (4, 2, 2)]
-    whole = packed_attention(*(x[tree.expand] for x in heads), mb.documents)[tree.own]
+    whole = packed_attention(*(x[tree.keys] for x in heads), tree.whole)[tree.own]
     shared = tree.attend(*heads, None)
     direction = torch.randn_like(whole)
     torch.testing.assert_close(shared, whole)
@@ -96,7 +137,7 @@ def test_on_a_gpu_attention_to_shared_prompts_equals_that_of_whole_documents(hea
     torch.manual_seed(0)
     exact = [torch.randn(len(tree.own), n, 64, requires_grad=True) for n in (heads[0], heads[1], heads[1])]
     ours = [x.detach().cuda().bfloat16().requires_grad_() for x in exact]
-    whole = packed_attention(*(x[tree.expand] for x in exact), mb.documents)[tree.own]
+    whole = packed_attention(*(x[tree.keys] for x in exact), tree.whole)[tree.own]
     shared = tree.to(torch.device("cuda")).attend(*ours, None)
     direction = torch.randn_like(whole)
     expected = [whole, *torch.autograd.grad((whole * direction).sum(), exact)]
@@ -139,11 +180,11 @@ def step_of(folder, share, groups=GROUPS, **changes):
 
 
 @pytest.mark.parametrize(("name", "size"), [("dense", 32), ("dense", 3), ("mixture", 32), ("window", 32)])
-@pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS])
-def test_a_step_with_shared_prompts_equals_one_without(folders, name, size, groups, monkeypatch):
+@pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS, ALIKE])
+def test_a_step_with_shared_prefixes_equals_one_without(folders, name, size, groups, monkeypatch):
     plain, plain_weights = step_of(folders / name, False, groups, micro_batch_size=size)
     made, build = [], PromptShare.of
-    monkeypatch.setattr(PromptShare, "of", lambda mb: made.append(build(mb)) or made[-1])
+    monkeypatch.setattr(PromptShare, "of", lambda *a, **k: made.append(build(*a, **k)) or made[-1])
     shared, weights = step_of(folders / name, None, groups, micro_batch_size=size)
     assert any(share is not None for share in made)
     for key in ("train/loss", "train/grad_norm", "train/entropy_loss"):

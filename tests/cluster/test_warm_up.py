@@ -38,7 +38,7 @@ def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(warm_up, "_LONG", 2048)
     shares = []
     of = PromptShare.of
-    monkeypatch.setattr(PromptShare, "of", lambda batch: shares.append(of(batch)) or shares[-1])
+    monkeypatch.setattr(PromptShare, "of", lambda *a, **k: shares.append(of(*a, **k)) or shares[-1])
     args = default_args(hf_checkpoint=str(tmp_path), dtype="float32", compile=False)
     with _alone():
         warm_up._train_one_layer(args, str(tmp_path / "layer"), torch.device("cpu"))

@@ -1,13 +1,15 @@
-"""Samples of one prompt share its tokens: a packed stream in which each prompt stands once.
+"""Documents that begin alike share it: a packed stream in which each prefix stands once.
 
-    documents  [P A1] [P A2] [Q B1]        ->  stream  [P] [A1] [A2] [Q B1]
+    documents  [P A1] [P A2] [Q B1]        ->  stream  [P A1] [A2] [Q B1]
 
-What a layer computes for a prompt's tokens depends on the prompt alone, so it is computed once, forward and
-backward. Attention alone looks further: a token of A2 attends to P and to A2. The gradients of the samples
-meet in the prompt's keys and values. Results equal those of the whole documents to rounding.
+What a layer computes for a token depends on the tokens up to it alone, so it is computed once for all
+documents that begin with these, forward and backward: a prompt of several samples, the system prompt of
+several prompts, the turns that samples of an agent have in common, the words with which answers begin. A
+document's last token predicts nothing and is left out. Attention alone looks further: a token of A2 attends
+to P and to A2. The gradients of the documents meet in the keys and values of what they share. Results equal
+those of the whole documents to rounding.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,68 +30,68 @@ _SAVED_OF_PART = 16
 
 @dataclass(frozen=True, slots=True)
 class PromptTree:
-    """Which tokens of a stream with shared prompts see each other."""
+    """Which tokens of a stream with shared prefixes see each other.
 
-    whole: PackedDocuments  # the documents, each with its prompt
-    expand: Tensor  # [sum of lengths] for each token of the documents its place in the stream
-    own: Tensor  # [T] for each token of the stream its place in the documents
-    # Parts of the stream, and of the keys that each part attends to.
-    cu_query: Tensor  # [parts + 1] int32
-    cu_key: Tensor  # [parts + 1] int32
-    keys: Tensor  # [sum of keys] places in the stream
-    # The same the other way round: by token of the stream the places in `keys` where it stands.
+    A part is what a document adds to the stream; its keys are the document up to there.
+    """
+
+    keys: Tensor  # [sum of keys] places in the stream, part by part
+    own: Tensor  # [T] for each token of the stream its place in `keys`, as a query of its part
+    whole: PackedDocuments  # the bounds of the parts in `keys`
+    cu_query: Tensor  # [parts + 1] int32, in the stream
+    # By token of the stream the places in `keys` where it stands.
     readers: Tensor  # [sum of keys] int32
     reader_ends: Tensor  # [T + 1] int32
-    longest: Tensor  # [] int64, on the host: of the longest part with its prompt
-    bound: int  # at least that; a power of two
+    longest: Tensor  # [] int64, on the host: of the part with the most keys
     parts: PartBatches = field(default_factory=PartBatches)
 
     @property
     def _saves_queries(self) -> bool:
         """Whether attending by part saves so many tokens of each that laying parts out pays."""
-        saved = len(self.expand) - len(self.own)
-        return self.bound <= LONGEST and saved >= _SAVED_OF_PART * (len(self.cu_query) - 1)
+        saved = len(self.keys) - len(self.own)
+        return self.whole.bound <= LONGEST and saved >= _SAVED_OF_PART * (len(self.cu_query) - 1)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
     ) -> Tensor:
         """[T, H, D]; a part's last token sees all keys of the part, the one before it one less, and so on."""
+        chosen = query.shape[-1] ** -0.5 if scale is None else scale
+        cu_key, bound = self.whole.cu_seqlens, self.whole.bound
         if (kernel := varlen_for(query, variant)) is not None:
             if variant is PLAIN and value.shape[-1] == query.shape[-1]:
-                layout = (self.keys, self.readers, self.reader_ends, self.cu_query, self.cu_key, self.longest)
-                chosen = query.shape[-1] ** -0.5 if scale is None else scale
+                layout = (self.keys, self.readers, self.reader_ends, self.cu_query, cu_key, self.longest)
                 return prompt_operator.attend(query, key, value, *layout, chosen)
             key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
             return kernel(
-                query, key, value, self.cu_query, self.cu_key, self.bound, self.bound, scale,
-                window=variant.window,
-            )  # fmt: skip
+                query, key, value, self.cu_query, cu_key, bound, bound, scale, window=variant.window
+            )
         if (
             variant is PLAIN
             and query.device.type == "cpu"
             and query.dtype.itemsize >= 4
             and self._saves_queries
         ):
-            chosen = query.shape[-1] ** -0.5 if scale is None else scale
-            return self.parts.attend(query, key, value, self.cu_query, self.cu_key, self.keys, chosen)
-        places = (self.expand, self.own)
+            return self.parts.attend(query, key, value, self.cu_query, cu_key, self.keys, chosen)
+        places = (self.keys, self.own)
         return packed_attention(query, key, value, self.whole, scale=scale, variant=variant, places=places)
 
     def to(self, device: torch.device) -> "PromptTree":
-        names = ("expand", "own", "cu_query", "cu_key", "keys", "readers", "reader_ends")
+        names = ("keys", "own", "cu_query", "readers", "reader_ends")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         return replace(self, whole=self.whole.to(device), **moved)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptShare:
-    """A micro-batch whose samples share prompts, in place of its own stream; a view like a rank's share."""
+    """A micro-batch whose samples share prefixes, in place of its own stream; a view like a rank's share."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
     documents: PromptTree
-    rows: Tensor  # [R] where in the stream the logits of each response token stand
-    places: Tensor  # [R] which response token that is: all of them, in order
+    # What is predicted: a token after a prefix, once for all samples that have it there.
+    rows: Tensor  # [N] where in the stream its logits stand
+    places: Tensor  # [N] a response token that it is
+    which: Tensor  # [R] for each response token which of these it is
     nucleus: Nucleus | None
     copies: Tensor  # [T] for how many samples each token stands
 
@@ -99,97 +101,121 @@ class PromptShare:
         return True
 
     def join(self, values: Tensor, _count: int) -> Tensor:
-        return values
+        return values.index_select(0, self.which)
 
     def to(self, device: torch.device) -> "PromptShare":
-        names = ("input_ids", "position_ids", "rows", "places", "copies")
+        names = ("input_ids", "position_ids", "rows", "places", "which", "copies")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         nucleus = None if self.nucleus is None else self.nucleus.to(device)
         return replace(self, **moved, documents=self.documents.to(device), nucleus=nucleus)
 
     @classmethod
-    def of(cls, mb: MicroBatch) -> "PromptShare | None":
-        """The micro-batch, on the CPU, with each prompt once; None where that saves too little."""
-        lengths = mb.documents.lengths
-        if not mb.positions or len(lengths) < 2:
+    def of(cls, mb: MicroBatch, *, all_tokens: bool = False) -> "PromptShare | None":
+        """The micro-batch, on the CPU, with each prefix once; None where that saves too little.
+
+        `all_tokens`: also those that predict nothing.
+        """
+        if not mb.positions or len(mb.documents.lengths) < 2:
             return None
-        prompt_sizes = [n - r for n, r in zip(lengths, mb.response_lengths, strict=True)]
-        families = _same_prompts(mb.input_ids[0].numpy(), mb.documents.bounds.tolist(), prompt_sizes)
-        saved = sum(prompt_sizes[family[0]] * (len(family) - 1) for family in families)
-        if saved < _PAYS_FROM * sum(lengths):
+        ids, bounds = mb.input_ids[0].numpy(), mb.documents.bounds.numpy()
+        trie = _Trie.of(ids, bounds)
+        looked_at = trie.nodes if all_tokens else np.delete(trie.nodes, bounds[1:] - 1)
+        read = np.zeros(trie.size, bool)
+        read[looked_at] = True
+        if len(looked_at) - read.sum() < _PAYS_FROM * len(ids):
             return None
-        return _build(cls, mb, families, prompt_sizes)
+        return _build(cls, mb, trie, read)
 
 
-def _same_prompts(ids: np.ndarray, starts: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Samples by prompt, in the order of their first."""
-    found: dict[bytes, list[int]] = {}
-    for index, (start, size) in enumerate(zip(starts, sizes, strict=False)):
-        found.setdefault(ids[start : start + size].tobytes(), []).append(index)
-    return list(found.values())
+@dataclass(frozen=True, slots=True)
+class _Trie:
+    """Prefixes of the documents, numbered as they first come up in the order of `order`."""
+
+    nodes: np.ndarray  # [sum of lengths] for each token of the documents: the prefix that ends with it
+    order: np.ndarray  # [documents]
+    known: np.ndarray  # [documents], in that order: tokens that were in the document before it
+    size: int
+
+    @classmethod
+    def of(cls, ids: np.ndarray, bounds: np.ndarray) -> "_Trie":
+        # Sorted, documents that begin alike are neighbours, and have the most in common with these.
+        data, step = ids.tobytes(), ids.itemsize
+        starts, ends = bounds.tolist()[:-1], bounds.tolist()[1:]
+        texts = [data[step * a : step * b] for a, b in zip(starts, ends, strict=True)]
+        order = sorted(range(len(texts)), key=texts.__getitem__)
+        nodes, count = np.empty(len(ids), np.int64), np.arange(len(ids))
+        known, size, last = [], 0, slice(0, 0)
+        for number in order:
+            document = slice(starts[number], ends[number])
+            same = _length_of_common(ids[last], ids[document])
+            middle = document.start + same
+            nodes[document.start : middle] = nodes[last.start : last.start + same]
+            nodes[middle : document.stop] = count[size : size + document.stop - middle]
+            size += document.stop - middle
+            known.append(same)
+            last = document
+        return cls(nodes, np.array(order), np.array(known), size)
 
 
-def _build(
-    cls: type[PromptShare], mb: MicroBatch, families: list[list[int]], prompt_sizes: list[int]
-) -> PromptShare:
-    lengths, starts = mb.documents.lengths, mb.documents.bounds.tolist()
-    # Ranges as (start, size), which numpy fills in together: hundreds of small arrays would cost more.
-    picked: list[tuple[int, int]] = []  # by part of the stream: places in the documents
-    keys: list[tuple[int, int]] = []  # places in the stream: of each part, its prompt's first
-    num_keys: list[int] = []  # by part
-    expand: list[tuple[tuple[int, int], ...]] = [()] * len(lengths)  # by document: places in the stream
-    end = 0  # of the stream so far
-    for family in families:
-        first, size = family[0], prompt_sizes[family[0]]
-        prompt: tuple[tuple[int, int], ...] = ()
-        if len(family) > 1:
-            picked.append((starts[first], size))
-            prompt = ((end, size),)
-            keys += prompt
-            num_keys.append(size)
-            end += size
-        for member in family:
-            shared = size if prompt else 0
-            own = lengths[member] - shared
-            picked.append((starts[member] + shared, own))
-            expand[member] = (*prompt, (end, own))
-            keys += expand[member]
-            num_keys.append(lengths[member])
-            end += own
-    places, read = _ranges(picked), _ranges(keys)
-    whole = _ranges([part for parts in expand for part in parts])
-    readers, reader_ends = prompt_operator.readers_of(read, end)
-    longest = max(num_keys)
+def _length_of_common(a: np.ndarray, b: np.ndarray) -> int:
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    first = int(differ.argmax()) if size else 0
+    return first if size and differ[first] else size
+
+
+def _build(cls: type[PromptShare], mb: MicroBatch, trie: _Trie, read: np.ndarray) -> PromptShare:
+    # In numpy, whose small arrays cost a tenth of small tensors.
+    bounds = mb.documents.bounds.numpy()
+    starts, lengths = bounds[trie.order], np.diff(bounds)[trie.order]
+    new = lengths - trie.known
+    # A document's last token is in the stream if a longer document goes on from it.
+    new -= (new > 0) & ~read[trie.nodes[starts + lengths - 1]]
+    parts = new > 0
+    starts, known, new = starts[parts], trie.known[parts], new[parts]
+    place = np.cumsum(read) - 1  # of a node in the stream
+    keys = place[trie.nodes[_ranges(starts, known + new)]]
+    key_ends = np.cumsum(known + new)
+    added = _ranges(starts + known, new)  # for each token of the stream its place in the documents
+    readers, reader_ends = prompt_operator.readers_of(keys, len(added))
     documents = PromptTree(
-        whole=mb.documents,
-        expand=torch.from_numpy(whole),
-        own=torch.from_numpy(places),
-        cu_query=_bounds([size for _, size in picked]),
-        cu_key=_bounds(num_keys),
-        keys=torch.from_numpy(read),
+        keys=torch.from_numpy(keys),
+        own=torch.from_numpy(_ranges(key_ends - new, new)),
+        whole=PackedDocuments.from_lengths((known + new).tolist()),
+        cu_query=torch.from_numpy(np.concatenate(([0], np.cumsum(new))).astype(np.int32)),
         readers=readers,
         reader_ends=reader_ends,
-        longest=torch.tensor(longest),
-        bound=1 << (longest - 1).bit_length(),
+        longest=torch.tensor(int((known + new).max())),
     )
+    positions = mb.logit_positions.numpy()
+    places, which = _once(trie.nodes[positions + 1], trie.size, mb.nucleus is not None)
     return cls(
-        input_ids=torch.from_numpy(mb.input_ids.numpy()[:, places]),
-        position_ids=torch.from_numpy(mb.position_ids.numpy()[:, places]),
+        input_ids=torch.from_numpy(mb.input_ids.numpy()[:, added]),
+        position_ids=torch.from_numpy(mb.position_ids.numpy()[:, added]),
         documents=documents,
-        rows=torch.from_numpy(whole[mb.logit_positions.numpy()]),
-        places=torch.arange(len(mb.logit_positions)),
+        rows=torch.from_numpy(place[trie.nodes[positions[places]]]),
+        places=torch.from_numpy(places),
+        which=torch.from_numpy(which),
         nucleus=mb.nucleus,
-        copies=torch.from_numpy(np.bincount(whole)),
+        copies=torch.from_numpy(np.bincount(trie.nodes, minlength=trie.size)[read]),
     )
 
 
-def _ranges(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The numbers from start to start + size for each pair, joined."""
-    starts, sizes = np.array(pairs, np.int64).reshape(-1, 2).T
-    ends = sizes.cumsum()
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - ends + sizes, sizes)
+def _once(predicted: np.ndarray, size: int, each: bool) -> tuple[np.ndarray, np.ndarray]:
+    """One response token for each node that is predicted, and for each response token which of these it is.
+
+    `each`: all of them, because what a token was drawn from is kept by sample.
+    """
+    count = np.arange(len(predicted))
+    if each:
+        return count, count
+    first = np.full(size, -1)
+    first[predicted[::-1]] = count[::-1]
+    found = first >= 0
+    return first[found], (np.cumsum(found) - 1)[predicted]
 
 
-def _bounds(sizes: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Concatenation of arange(start, start + size) for each pair."""
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)

@@ -268,7 +268,10 @@ class FSDPBackend(TrainerBase):
         context parallelism, or one in which samples share their prompt.
         """
         if self.mesh.context_group is None:
-            prompts = PromptShare.of(mb) if self._shares_prompts(mb, model, loss) else None
+            # How evenly experts are used is told of all tokens.
+            counted = families.has_experts(model.lm.config.get_text_config())
+            shares = self._shares_prompts(mb, model, loss)
+            prompts = PromptShare.of(mb, all_tokens=counted) if shares else None
             sent = vision.with_images(mb, model.lm.config).to(self.device)
             return sent, None if prompts is None else prompts.to(self.device)
         after = isinstance(model, PackedScalarLM) and bool(model.offset)

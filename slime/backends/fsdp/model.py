@@ -104,6 +104,7 @@ class PackedCausalLM(nn.Module):
         if share is not None:
             assert not logits, "a micro-batch whose logits are asked for keeps its stream"
             assert share.is_whole or at_head is None, "hidden states of all tokens are not on one rank"
+            chosen = chosen if at_head is None else share.join(chosen, len(mb.targets))
             log_probs = share.join(log_probs, len(mb.targets))
             entropies = share.join(entropies, len(mb.targets)) if entropies is not None else None
         full = self._whole_logits(hidden, weight) if logits else None
