@@ -26,6 +26,7 @@ class PackedMatrices:
     """
 
     def __init__(self, model: nn.Module):
+        self.any = False  # some products are computed with copies
         self._packed: dict[nn.Linear, tuple[int, Tensor]] = {}  # with how often the weight had been written
         layers = [m for m in model.modules() if type(m) is nn.Linear and _gains(m.weight)]
         size = sum(layer.weight.nbytes for layer in layers)
@@ -35,6 +36,7 @@ class PackedMatrices:
         right = {shape: self._is_right(layer) for shape, layer in one_of_each.items()}
         for layer in layers:
             if right[tuple(layer.weight.shape)]:
+                self.any = True
                 layer.forward = functools.partial(self._multiply, layer)  # type: ignore[method-assign]
 
     def forget(self) -> None:

@@ -13,7 +13,9 @@ from slime.engines.embedded.decode.paged import can_read_pages
 from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
 from slime.engines.embedded.packed_matrices import PackedMatrices
 from slime.engines.embedded.request_images import FeatureCache, ImageRows
+from slime.engines.embedded.sampler import PlainDraw, draw_plainly
 from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.traced import TracedPasses, gains
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.machine import accelerator
 from slime.utils.models.fp8_config import block_size_of
@@ -91,6 +93,14 @@ class ModelRunner:
         self.pool: KVPool | None = self._make_pool()
         self._graphs: DecodeGraphs | None = None  # None: to be made when a pass wants them
         self._can_record = self.paged and not decides_on_host(self.config)
+        self._traced: TracedPasses | None = None  # likewise
+        self._can_trace = (
+            not self.paged
+            and self.vision is None
+            and not self._matrices.any
+            and gains(self.model)
+            and not decides_on_host(self.config)
+        )
 
     @torch.inference_mode()
     def _probe(self) -> ShapeProbe:
@@ -147,7 +157,25 @@ class ModelRunner:
             replayed = self._replay(plan)
             if replayed is not None:
                 return replayed
+        if self._can_trace and plan.only_decodes:
+            traced = self._run_traced(plan)
+            if traced is not None:
+                return traced
         return self._forward_text(plan)
+
+    def _run_traced(self, plan: BatchPlan) -> torch.Tensor | None:
+        if self._traced is None:
+            assert self.pool is not None, "nothing is computed without a pool"
+            self._traced = TracedPasses(self.model, self.pool, self._forward_text)
+        logits = self._traced.run(plan)
+        if logits is None:
+            self._traced, self._can_trace = None, False
+        return logits
+
+    @property
+    def draw(self) -> PlainDraw:
+        """What draws tokens from the logits of a pass, where nothing is asked of them."""
+        return draw_plainly if self._traced is None else self._traced.draw
 
     def _replay(self, plan: BatchPlan) -> torch.Tensor | None:
         if self._graphs is None:
@@ -223,7 +251,7 @@ class ModelRunner:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def release_pool(self) -> None:
-        self.pool = self._graphs = None
+        self.pool = self._graphs = self._traced = None
         self._empty_cache()
 
     def wipe_pool(self) -> None:
@@ -238,7 +266,7 @@ class ModelRunner:
         """Move parameters to host memory; on a CPU they already are there, and stay."""
         self.features.clear()
         self._matrices.forget()
-        self._graphs = None
+        self._graphs = self._traced = None
         if self.device.type == "cuda":
             self.model.to("cpu")
             self._empty_cache()

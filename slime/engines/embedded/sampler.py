@@ -6,6 +6,7 @@ number is turned into a token by inverting the cumulative distribution: one hash
 vocabulary entry.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +53,12 @@ class SampleRows:
         """[N] whether top_p, top_k or min_p leave ids out."""
         return (self.top_p < 1.0) | (self.top_k > 0) | (self.min_p > 0.0)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all rows draw from the whole of what the model gives, as it gives it."""
+        special = self.banned or self.recorded or self.never or (self.temperature != 1.0).any()
+        return not special and not self.is_filtered.any()
+
 
 @dataclass(frozen=True, slots=True)
 class Draws:
@@ -62,16 +69,29 @@ class Draws:
     kept: dict[int, np.ndarray] = field(default_factory=dict)  # row -> [K] int32, in ascending order
 
 
+PlainDraw = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def draw_plainly(logits: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of the whole vocabulary where the numbers `u` fall, and their log-probs; on a CPU."""
+    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    tokens = _find(log_probs.exp(), u, torch.float64)
+    return tokens.squeeze(1), log_probs.gather(1, tokens).squeeze(1)
+
+
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: SampleRows) -> Draws:
-    """Draw a token per row, with its log-prob.
+def sample(logits: torch.Tensor, rows: SampleRows, plainly: PlainDraw = draw_plainly) -> Draws:
+    """Draw a token per row, with its log-prob; `plainly` does what `draw_plainly` does.
 
     Log-probs are of the temperature-scaled full distribution (unscaled for greedy rows), and of recorded rows
     over the ids that they were drawn from. A row whose logits are no numbers, or that leaves no token to
     draw, gets some token with a log-prob that is not finite.
     """
-    logits = logits.float()
     greedy = rows.temperature == 0.0
+    if logits.device.type == "cpu" and rows.is_plain:
+        tokens, chosen = plainly(logits, torch.from_numpy(uniforms(rows.seeds, rows.positions)))
+        return Draws(tokens.tolist(), chosen.tolist())
+    logits = logits.float()
     if not (rows.temperature == 1.0).all():
         scale = torch.from_numpy(np.where(greedy, 1.0, rows.temperature)).to(logits.device, torch.float32)
         logits = logits / scale[:, None]
@@ -125,7 +145,7 @@ def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
     # A CPU adds one after the other: in float32 the sum over a large vocabulary would swallow the tail. A GPU
     # adds in a tree, where float32 is exact enough and half as slow.
     if log_probs.device.type == "cpu":
-        return _find(log_probs.exp(), torch.from_numpy(u), torch.float64)[0]
+        return _find(log_probs.exp(), torch.from_numpy(u), torch.float64).squeeze(1)
     return _draw_in_chunks(log_probs.exp(), torch.from_numpy(u).to(log_probs.device))
 
 
@@ -133,25 +153,33 @@ def _draw_in_chunks(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """First a chunk of the vocabulary, then a token of it: few numbers are added one after the other."""
     count, vocab = probs.shape
     chunks = torch.nn.functional.pad(probs, (0, -vocab % _CHUNK)).view(count, -1, _CHUNK)
-    chunk, rest = _find(chunks.sum(-1), u, torch.float32)
-    inside = chunks[torch.arange(count, device=probs.device), chunk]
-    token, _ = _find(inside, rest, torch.float32)
-    return (chunk * _CHUNK + token).clamp_(max=vocab - 1)
+    cumulative = chunks.sum(-1).cumsum(dim=-1)
+    target = _target(cumulative, u)
+    chunk = _place(cumulative, target)
+    before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp_(min=0)), 0)
+    share = (target - before) / (cumulative.gather(1, chunk) - before)  # how far into that chunk
+    inside = chunks[torch.arange(count, device=probs.device), chunk.squeeze(1)]
+    token = _find(inside, share.squeeze(1), torch.float32)
+    return (chunk * _CHUNK + token).squeeze(1).clamp_(max=vocab - 1)
 
 
-def _find(masses: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the share `u` of each row's mass falls, and how far into that entry, as a share of it."""
+def _find(masses: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[N, 1] where the share `u` of each row's mass falls."""
     cumulative = masses.cumsum(dim=-1, dtype=dtype)
+    return _place(cumulative, _target(cumulative, u))
+
+
+def _target(cumulative: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     total = cumulative[:, -1:]
-    target = u.to(dtype)[:, None] * total
-    target = torch.minimum(
-        target, torch.nextafter(total, torch.zeros_like(total))
-    )  # rounding must not reach the end
+    # rounding must not reach the end
+    return torch.minimum(
+        u.to(cumulative.dtype)[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
+    )
+
+
+def _place(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     # right=True steps over entries of mass 0: their cumulative value equals the one before
-    found = torch.searchsorted(cumulative, target, right=True).clamp_(max=masses.shape[-1] - 1)
-    before = torch.where(found > 0, cumulative.gather(1, (found - 1).clamp_(min=0)), 0)
-    share = (target - before) / (cumulative.gather(1, found) - before)
-    return found.squeeze(1), share.squeeze(1)
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _filter(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:

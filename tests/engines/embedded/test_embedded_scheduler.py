@@ -8,7 +8,7 @@ from engine_under_test import largest_difference, load_model, plain_log_probs
 from tiny_model import make_tiny_model
 
 from slime.cli.verify_model import shrink
-from slime.engines.embedded import scheduler as scheduler_module
+from slime.engines.embedded import pass_layout
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.generate_json import RequestLimits, RequestReader
 from slime.engines.embedded.runner import ModelRunner
@@ -61,7 +61,8 @@ def test_a_pool_too_small_for_all_retracts_and_makes_the_same_tokens(folder):
 
 
 def test_prompts_in_chunks_and_split_decode_groups_give_right_log_probs(folder, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "_SPLIT_DECODE_BYTES", {"cpu": 0})
+    monkeypatch.setattr(pass_layout, "_SPLIT_DECODE_BYTES", {"cpu": 0})
+    monkeypatch.setattr(pass_layout, "_PROMPTS_AS_ROWS_BYTES", {"cpu": 0})
     engine = make_engine(folder)
     engine.scheduler.prefill_budget = 23
     sequences = make_requests(engine, 12, longest_prompt=100)

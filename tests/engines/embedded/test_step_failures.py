@@ -84,13 +84,14 @@ def test_a_score_that_raises_fails_itself(engine):
     assert_well(engine)
 
 
-@pytest.mark.parametrize("place", ["_grow_running", "_lay_out", "_sample_rows"])
+@pytest.mark.parametrize("place", ["_grow_running", "layout.lay_out", "layout._sample_rows"])
 def test_a_pass_that_cannot_be_laid_out_fails_who_is_queued_and_the_queues_begin_anew(engine, place):
     requests = [request(str(i)) for i in range(3)]
     for sequence in requests:
         engine.add(sequence)
     engine.step()
-    setattr(engine.scheduler, place, fails_once(getattr(engine.scheduler, place)))
+    owner, name = (engine.scheduler.layout if "." in place else engine.scheduler), place.rpartition(".")[2]
+    setattr(owner, name, fails_once(getattr(owner, name)))
     assert set(engine.step()) == set(requests)
     assert all(sequence.failed for sequence in requests)
     assert_well(engine)

@@ -1,0 +1,297 @@
+"""Lays the tokens of one forward pass out: what goes into it, where its keys go, who attends to what.
+
+Sequences that decode are one row each. Prompts have attention of their own, unless they are so short that
+each of their tokens may as well be a row too.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slime.engines.embedded.attention import BatchPlan, DecodeGroup, PagedGroup, PrefillGroup
+from slime.engines.embedded.request_images import ImageRows
+from slime.engines.embedded.sampler import SampleRows
+from slime.engines.embedded.sequence import Sequence
+
+# Below this many gathered bytes per layer, one padded decode group is cheaper than several exact ones: what
+# counts on a GPU is the number of kernels.
+_SPLIT_DECODE_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
+# Below this many, each token of a short prompt is a row of the decode group: then that is all of a pass.
+_PROMPTS_AS_ROWS_BYTES = {"cpu": 4 << 20, "cuda": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt tokens `start..end` of a sequence to compute in this pass."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """Samplers of a pass whose prompt another sequence computes: the last of them, in this order."""
+
+    sequences: list[Sequence]
+    logit_rows: torch.Tensor  # [N] for each sampler of the pass, its row of the logits
+    source: torch.Tensor  # [R] pool rows of pages that are not full, and where their copies go
+    target: torch.Tensor  # [R]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass: the plan for the model, and who gets a token, in the order of the logits."""
+
+    plan: BatchPlan
+    samplers: list[Sequence]  # first those that decode, then those whose prompt ends here
+    num_decoding: int
+    chunks: list[Chunk]
+    rows: SampleRows
+    twins: Twins | None = None  # None: every sampler has logits of its own
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Everyone who takes part."""
+        return list(dict.fromkeys([*self.samplers, *(chunk.sequence for chunk in self.chunks)]))
+
+
+class SlotTable:
+    """Facts of running sequences as arrays, one entry per slot: a pass is laid out without a Python loop."""
+
+    def __init__(self, max_running: int, max_blocks: int):
+        # tokens including the newest, whose KV is not yet written
+        self.length = np.zeros(max_running, np.int64)
+        self.last_token = np.zeros(max_running, np.int64)
+        self.blocks = np.zeros((max_running, max_blocks), np.int64)
+        self.seed = np.zeros(max_running, np.int64)
+        self.temperature = np.ones(max_running, np.float64)
+        self.top_p = np.ones(max_running, np.float64)
+        self.top_k = np.zeros(max_running, np.int64)
+        self.min_p = np.zeros(max_running, np.float64)
+        self.shift = np.zeros(max_running, np.int64)  # from the place of a new token to its position
+
+    def fill(self, sequence: Sequence) -> None:
+        slot, sampling = sequence.slot, sequence.sampling
+        self.length[slot] = sequence.num_tokens
+        self.last_token[slot] = sequence.output[-1] if sequence.output else sequence.prompt[-1]
+        self.blocks[slot, : len(sequence.blocks)] = sequence.blocks
+        self.blocks[slot, len(sequence.blocks) :] = 0
+        self.seed[slot], self.shift[slot] = sequence.seed, sequence.shift
+        self.temperature[slot] = 0.0 if sampling.greedy else sampling.temperature
+        self.top_p[slot], self.top_k[slot], self.min_p[slot] = sampling.top_p, sampling.top_k, sampling.min_p
+
+
+def _image_rows(chunks: list[Chunk], start: int) -> Iterator[ImageRows]:
+    """The features that a pass needs; its chunks begin at row `start`. A chunk may hold part of an image."""
+    for chunk in chunks:
+        pictures = chunk.sequence.pictures
+        for placed in pictures.images if pictures is not None else ():
+            first, last = placed.within(chunk.start, chunk.end)
+            if first < last:
+                rows = placed.places[first:last] - chunk.start + start
+                yield ImageRows(placed.image, first, last, rows)
+        start += chunk.end - chunk.start
+
+
+@dataclass(eq=False)
+class PassLayout:
+    """How this engine lays passes out. `row_bytes`: of one token's key in one layer."""
+
+    slots: SlotTable
+    block_size: int
+    row_bytes: int
+    dtype: torch.dtype  # of the keys; a mask of another type would send attention down a slow path
+    device: torch.device
+    in_grid: bool = False  # positions have three rows
+    never: tuple[int, ...] = ()  # ids that no answer may hold
+    paged: bool = False  # decoding reads keys where they lie, and not from padded copies
+
+    def lay_out(
+        self, decoding: list[Sequence], chunks: list[Chunk], followers: list[tuple[Sequence, Chunk]]
+    ) -> Pass:
+        slots = np.array([s.slot for s in decoding], np.int64)
+        length = self.slots.length[slots]
+        order, bounds = self._split_decode(length)
+        slots, length = slots[order], length[order]
+        decoding = [decoding[i] for i in order]
+        position = length - 1
+        ids, positions = [self.slots.last_token[slots]], [position]
+        rows = [self._pool_rows(slots, position)]
+        prefill: list[PrefillGroup] = []
+        if chunks and self._go_as_rows(length, chunks):
+            groups = [self._as_rows(slots, chunks, ids, positions, rows)]
+        else:
+            groups = [self._decode_group(slots[a:b], length[a:b], a) for a, b in bounds]
+            prefill = self._prefill_groups(chunks, len(decoding), ids, positions, rows)
+
+        last, offset = [], len(decoding)
+        for chunk in chunks:
+            offset += chunk.end - chunk.start
+            if chunk.is_last:
+                last.append((chunk.sequence, offset - 1))
+        samplers = decoding + [s for s, _ in last]
+        logit_index = np.concatenate([np.arange(len(decoding)), np.array([i for _, i in last], np.int64)])
+        plan = BatchPlan(
+            token_ids=self._tensor(np.concatenate(ids))[None],
+            positions=self._tensor(np.concatenate(positions))[None],
+            write_rows=self._tensor(np.concatenate(rows)),
+            logit_index=self._tensor(logit_index),
+            decode=tuple(groups),
+            prefill=tuple(prefill),
+            grid=self._grid(position + self.slots.shift[slots], chunks) if self.in_grid else None,
+            images=tuple(_image_rows(chunks, len(decoding))),
+        )
+        twins = self._twins(samplers, followers) if followers else None
+        samplers = samplers + [sequence for sequence, _ in followers]
+        return Pass(plan, samplers, len(decoding), chunks, self._sample_rows(samplers), twins)
+
+    def _pool_rows(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Where the pool keeps the token at each place of the sequence in each slot."""
+        size = self.block_size
+        rows: np.ndarray = self.slots.blocks[slots, places // size] * size + places % size
+        return rows
+
+    def _go_as_rows(self, length: np.ndarray, chunks: list[Chunk]) -> bool:
+        """Whether the prompts are so short that attention of their own would cost more than it saves."""
+        if self.paged or self.in_grid or any(chunk.sequence.pictures is not None for chunk in chunks):
+            return False
+        count = len(length) + sum(chunk.end - chunk.start for chunk in chunks)
+        longest = max([int(length.max(initial=0)), *(chunk.end for chunk in chunks)])
+        return count * longest * self.row_bytes <= _PROMPTS_AS_ROWS_BYTES[self.device.type]
+
+    def _as_rows(
+        self,
+        slots: np.ndarray,
+        chunks: list[Chunk],
+        ids: list[np.ndarray],
+        positions: list[np.ndarray],
+        rows: list[np.ndarray],
+    ) -> DecodeGroup | PagedGroup:
+        """One group of what decodes and all tokens of the chunks: each sees the keys up to its own."""
+        counts = [chunk.end - chunk.start for chunk in chunks]
+        prompts = [chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks]
+        ids.append(np.array(list(itertools.chain(*prompts)), np.int64))
+        positions.append(np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]))
+        owners = np.repeat(np.array([chunk.sequence.slot for chunk in chunks], np.int64), counts)
+        rows.append(self._pool_rows(owners, positions[-1]))
+        return self._decode_group(np.concatenate((slots, owners)), np.concatenate(positions) + 1, 0)
+
+    def _twins(self, samplers: list[Sequence], followers: list[tuple[Sequence, Chunk]]) -> Twins:
+        row_of = {sequence: row for row, sequence in enumerate(samplers)}
+        rows = [*range(len(samplers)), *(row_of[chunk.sequence] for _, chunk in followers)]
+        size = self.block_size
+        pages = [(c.sequence.blocks, s.blocks, len(s.prompt) % size) for s, c in followers]
+        copied = [(a[-1], b[-1], count) for a, b, count in pages if count]
+        source, target = (
+            np.concatenate(
+                [np.zeros(0, np.int64), *(np.arange(count) + size * page[which] for *page, count in copied)]
+            )
+            for which in (0, 1)
+        )
+        return Twins(
+            [sequence for sequence, _ in followers],
+            self._tensor(np.array(rows, np.int64)),
+            self._tensor(source),
+            self._tensor(target),
+        )
+
+    def _grid(self, decoding: np.ndarray, chunks: list[Chunk]) -> torch.Tensor:
+        """[3, 1, T] positions of all tokens of a pass: those that decode, then the chunks."""
+        parts = [np.broadcast_to(decoding, (3, len(decoding)))]
+        parts += [chunk.sequence.positions(chunk.start, chunk.end) for chunk in chunks]
+        return self._tensor(np.concatenate(parts, axis=1))[:, None]
+
+    def _split_decode(self, length: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """An order of the decoding rows and the bounds of their groups; a group pads less than twofold."""
+        if len(length) == 0:
+            return np.arange(0), []
+        padded_bytes = 0 if self.paged else len(length) * int(length.max()) * self.row_bytes
+        if padded_bytes <= _SPLIT_DECODE_BYTES[self.device.type]:
+            return np.arange(len(length)), [(0, len(length))]
+        order = np.argsort(length, kind="stable")
+        classes = np.ceil(np.log2(length[order]))
+        edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(length)]
+        return order, list(itertools.pairwise(edges))
+
+    def _decode_group(self, slots: np.ndarray, length: np.ndarray, start: int) -> DecodeGroup | PagedGroup:
+        num_blocks = -(-int(length.max()) // self.block_size)
+        if self.paged:
+            table = self._tensor(self.slots.blocks[slots, :num_blocks].astype(np.int32))
+            return PagedGroup(start, len(slots), table, self._tensor(length.astype(np.int32)))
+        blocks = self._tensor(self.slots.blocks[slots, :num_blocks].reshape(-1))
+        exists = np.arange(num_blocks * self.block_size) < length[:, None]
+        mask = self._tensor(np.where(exists, np.float32(0), np.float32("-inf"))).to(self.dtype)
+        return DecodeGroup(start, len(slots), blocks, mask[:, None, None, :])
+
+    def _prefill_groups(
+        self,
+        chunks: list[Chunk],
+        start: int,
+        ids: list[np.ndarray],
+        positions: list[np.ndarray],
+        rows: list[np.ndarray],
+    ) -> list[PrefillGroup]:
+        """Groups of equal shape; appends tokens, positions and pool rows of the chunks to the given lists."""
+        groups, index = [], 0
+        while index < len(chunks):
+            first = chunks[index]
+            shape = (first.end - first.start, first.start)
+            members = []
+            while (
+                index < len(chunks)
+                and (chunks[index].end - chunks[index].start, chunks[index].start) == shape
+            ):
+                members.append(chunks[index])
+                index += 1
+            all_rows = []
+            for chunk in members:
+                sequence = chunk.sequence
+                ids.append(np.array(sequence.tokens[chunk.start : chunk.end], np.int64))
+                place = np.arange(chunk.end)
+                all_rows.append(self._pool_rows(np.full_like(place, sequence.slot), place))
+                positions.append(place[chunk.start :])
+                rows.append(all_rows[-1][chunk.start :])
+            groups.append(self._prefill_group(members, all_rows, start))
+            start += len(members) * shape[0]
+        return groups
+
+    def _prefill_group(self, members: list[Chunk], all_rows: list[np.ndarray], start: int) -> PrefillGroup:
+        num_cached, num_new = members[0].start, members[0].end - members[0].start
+        if num_cached == 0:
+            return PrefillGroup(start, len(members), num_new, 0, None, None)
+        shape = (num_new, num_cached + num_new)
+        mask = torch.full(shape, float("-inf"), dtype=self.dtype, device=self.device).triu_(num_cached + 1)
+        return PrefillGroup(
+            start, len(members), num_new, num_cached, self._tensor(np.concatenate(all_rows)), mask
+        )
+
+    def _sample_rows(self, samplers: list[Sequence]) -> SampleRows:
+        table = self.slots
+        slots = np.array([s.slot for s in samplers], np.int64)
+        banned = tuple(
+            (row, tuple(s.stop_ids))
+            for row, s in enumerate(samplers)
+            if s.sampling.min_new_tokens > len(s.output) and s.stop_ids
+        )
+        return SampleRows(
+            seeds=table.seed[slots],
+            positions=table.length[slots],
+            temperature=table.temperature[slots],
+            top_p=table.top_p[slots],
+            top_k=table.top_k[slots],
+            min_p=table.min_p[slots],
+            banned=banned,
+            recorded=tuple(row for row, s in enumerate(samplers) if s.sampling.return_top_p_token_ids),
+            never=self.never,
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
