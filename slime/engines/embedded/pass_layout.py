@@ -88,6 +88,22 @@ class SlotTable:
         self.temperature[slot] = 0.0 if sampling.greedy else sampling.temperature
         self.top_p[slot], self.top_k[slot], self.min_p[slot] = sampling.top_p, sampling.top_k, sampling.min_p
 
+    def fill_twins(self, twins: list[Sequence], leaders: list[Sequence]) -> None:
+        """The same of many whose leaders are there, and whose prompts these have."""
+        if not twins:
+            return
+        slots, known = (np.array([s.slot for s in sequences], np.int64) for sequences in (twins, leaders))
+        for facts in (self.length, self.last_token, self.blocks, self.shift):
+            facts[slots] = facts[known]
+        ends = np.array([len(s.blocks) - 1 for s in twins], np.int64)  # all before it are those of the leader
+        self.blocks[slots, ends] = [s.blocks[-1] for s in twins]
+        self.seed[slots] = [s.seed for s in twins]
+        sampling = [s.sampling for s in twins]
+        self.temperature[slots] = [0.0 if one.greedy else one.temperature for one in sampling]
+        self.top_p[slots] = [one.top_p for one in sampling]
+        self.top_k[slots] = [one.top_k for one in sampling]
+        self.min_p[slots] = [one.min_p for one in sampling]
+
 
 def _image_rows(chunks: list[Chunk], start: int) -> Iterator[ImageRows]:
     """The features that a pass needs; its chunks begin at row `start`. A chunk may hold part of an image."""
@@ -187,15 +203,10 @@ class PassLayout:
     def _twins(self, samplers: list[Sequence], followers: list[tuple[Sequence, Chunk]]) -> Twins:
         row_of = {sequence: row for row, sequence in enumerate(samplers)}
         rows = [*range(len(samplers)), *(row_of[chunk.sequence] for _, chunk in followers)]
-        size = self.block_size
-        pages = [(c.sequence.blocks, s.blocks, len(s.prompt) % size) for s, c in followers]
-        copied = [(a[-1], b[-1], count) for a, b, count in pages if count]
-        source, target = (
-            np.concatenate(
-                [np.zeros(0, np.int64), *(np.arange(count) + size * page[which] for *page, count in copied)]
-            )
-            for which in (0, 1)
-        )
+        pages = [(c.sequence.blocks[-1], s.blocks[-1], len(s.prompt) % self.block_size) for s, c in followers]
+        theirs, own, count = np.array(pages, np.int64).T
+        place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)  # within its page
+        source, target = (np.repeat(page, count) * self.block_size + place for page in (theirs, own))
         return Twins(
             [sequence for sequence, _ in followers],
             self._tensor(np.array(rows, np.int64)),

@@ -202,6 +202,7 @@ class Scheduler:
             chunk = leading.get(tuple(sequence.prompt)) if self._may_follow(sequence) else None
             if chunk is not None and self._free_slots and self._take_pages_of(chunk.sequence, sequence):
                 admitted.append((sequence, chunk))
+        self._slots.fill_twins([s for s, _ in admitted], [c.sequence for _, c in admitted])
         taken = {sequence for sequence, _ in admitted}
         self.waiting = deque(s for s in self.waiting if s not in taken)
         return admitted
@@ -218,7 +219,6 @@ class Scheduler:
         if not sequence.num_retractions:
             sequence.cached_tokens = len(leader.prompt) - 1  # as a prompt that is found whole is counted
         sequence.slot = self._free_slots.pop()
-        self._slots.fill(sequence)
         self.running.append(sequence)
         return True
 
