@@ -15,7 +15,7 @@ from slime.catalog.datasets import ENDINGS
 from slime.data.dataset import Dataset
 from slime.rollout.journal import CountingJournal, Journal, Outcome
 from slime.rollout.prompt_formats import training_format
-from slime.rollout.prompt_groups import Group, copy_sample, describe, group_from_plain, group_to_plain
+from slime.rollout.prompt_groups import Group, copies_of, describe, group_from_plain, group_to_plain
 from slime.utils.files.plain_files import load_plain
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
@@ -100,15 +100,12 @@ class RolloutDataSource(DataSource):
             self.dataset.shuffle(self.epoch_id)
 
     def _make_group(self, prompt: Sample) -> Group:
-        group: Group = []
-        for _ in range(self.args.n_samples_per_prompt):
-            sample = copy_sample(prompt)
-            sample.group_index = self.sample_group_index
-            sample.index = self.sample_index
-            self.sample_index += 1
-            group.append(sample)
+        group = copies_of(prompt, self.args.n_samples_per_prompt)
+        for index, sample in enumerate(group, self.sample_index):
+            sample.group_index, sample.index = self.sample_group_index, index
+        self.sample_index += len(group)
         self.sample_group_index += 1
-        return group
+        return list(group)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor in plain types; a checkpoint saves the one of the batch that was trained."""

@@ -69,17 +69,25 @@ def attempt_of(sample: Sample) -> int:
 
 def copy_sample(sample: Sample) -> Sample:
     """An independent copy; media are shared, since nothing writes to them."""
-    new = _bare_copy(sample)
-    fields = vars(new)
+    return copies_of(sample, 1)[0]
+
+
+def copies_of(sample: Sample, count: int) -> list[Sample]:
+    """So many copies, each as independent of the others as of the sample."""
     # Every sample is copied several times: most of its fields hold what needs no copy.
-    for name, value in [item for item in fields.items() if type(item[1]) not in _UNCHANGING]:
-        if not isinstance(value, (list, dict)) or name in _MEDIA:
-            continue
-        nested = bool(value) and name not in _OF_PLAIN_TUPLES and _is_nested(value)
-        fields[name] = copy.deepcopy(value) if nested else value.copy()
-    new.spec_info = _bare_copy(sample.spec_info)
-    new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
-    return new
+    kept = [(name, value) for name, value in vars(sample).items() if type(value) not in _UNCHANGING]
+    changing = [(n, value) for n, value in kept if isinstance(value, (list, dict)) and n not in _MEDIA]
+    nested = {name for name, value in changing if name not in _OF_PLAIN_TUPLES and _is_nested(value)}
+    made = []
+    for _ in range(count):
+        new = _bare_copy(sample)
+        fields = new.__dict__
+        for name, value in changing:
+            fields[name] = copy.deepcopy(value) if name in nested else value.copy()
+        new.spec_info = _bare_copy(sample.spec_info)
+        new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
+        made.append(new)
+    return made
 
 
 def _bare_copy(value: T) -> T:

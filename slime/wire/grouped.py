@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -168,13 +169,18 @@ def _finished_member(event: Any) -> int | None:
 
 
 def siblings_json(requests: SiblingRequests) -> dict[str, Any]:
-    """`group_json` of requests that differ in seed and id alone."""
-    first = requests.first.to_json()
-    sampling = {**first["sampling_params"], **_SILENT}
+    """`group_json` of requests that differ in seed and id alone: what they share is spelled once."""
+    first, count = requests.first.to_json(), len(requests.rids)
+    ids, sampling = first["input_ids"], {**first["sampling_params"], **_SILENT}
+    sampling.pop("sampling_seed", None)
+    begun = json.dumps(sampling)[:-1]
     return {
         **first,
-        "input_ids": [first["input_ids"]] * len(requests.rids),
-        "sampling_params": [{**sampling, "sampling_seed": seed} for seed in requests.seeds],
+        "input_ids": http_utils.Spelled([ids] * count, ", ".join([json.dumps(ids)] * count)),
+        "sampling_params": http_utils.Spelled(
+            [{**sampling, "sampling_seed": seed} for seed in requests.seeds],
+            ", ".join([f'{begun}, "sampling_seed": {json.dumps(seed)}}}' for seed in requests.seeds]),
+        ),
         "rid": list(requests.rids),
         "stream": True,
     }

@@ -34,6 +34,18 @@ def test_each_shuffled_epoch_visits_every_prompt_once(tmp_path):
     assert epochs[0] != epochs[1] or epochs[1] != epochs[2]
 
 
+def test_samples_of_a_group_share_nothing_that_changes(tmp_path):
+    source = make_source(make_args(tmp_path, prompts=1))
+    source.dataset[0].metadata = {"seen": [], "by": {"x": [1]}}
+    first, second = source.get_samples(1)[0]
+    first.metadata["seen"].append(1)
+    first.metadata["by"]["x"].append(2)
+    first.tokens.append(3)
+    first.spec_info.spec_verify_ct = 4
+    assert second.metadata == source.dataset[0].metadata == {"seen": [], "by": {"x": [1]}}
+    assert second.tokens == [] and second.spec_info.spec_verify_ct == 0
+
+
 def test_indices_are_unique_and_groups_are_numbered(tmp_path):
     source = make_source(make_args(tmp_path, prompts=3))
     groups = source.get_samples(2) + source.get_samples(3)
