@@ -23,7 +23,7 @@ from slime.cluster.checkpoints.save_folder import (
     prepare_folder,
 )
 from slime.utils.errors import RunStopped
-from slime.utils.files.folder_lock import FolderLock
+from slime.utils.files.folder_lock import FolderLock, is_locked
 
 
 def saving(folder, **changes):
@@ -142,6 +142,21 @@ def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
     finally:
         holder.kill()
         holder.wait()
+
+
+def test_who_may_only_read_a_folder_sees_that_it_is_held(tmp_path, monkeypatch):
+    lock, opened = FolderLock(tmp_path, "--run-dir"), os.open
+
+    def reading(path, flags, *more, **named):
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, flags, *more, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", reading)
+        assert is_locked(tmp_path, "--run-dir")
+    lock.release()
+    assert not is_locked(tmp_path, "--run-dir")
 
 
 def test_what_a_killed_run_left_behind_is_waited_for(tmp_path):

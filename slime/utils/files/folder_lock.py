@@ -85,8 +85,8 @@ def lock_file(folder: Path, flag: str) -> Path:
 
 def is_locked(folder: Path, flag: str) -> bool:
     """Whether somebody holds the lock of a folder now."""
-    try:
-        fd = os.open(lock_file(folder, flag), os.O_RDWR | os.O_CLOEXEC)
+    try:  # whoever looks need not be allowed to write there
+        fd = os.open(lock_file(folder, flag), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
