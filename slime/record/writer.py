@@ -93,6 +93,7 @@ class RecordWriter:
         self._sync, self._start = sync, start
         self._committed: int | None = -1 if keeps_uncommitted else None
         self._connection = create_or_open(path, run_id)
+        self._inode, self._is_gone = path.stat().st_ino, False
         self._waiting: list[_Item] = []
         self._rollouts_waiting = 0
         self._news = threading.Condition()
@@ -154,6 +155,7 @@ class RecordWriter:
             self._news.notify_all()
         while not done.wait(1.0) and self._thread.is_alive():
             pass
+        self._tell_if_gone()
 
     def close(self) -> None:
         """Writes what was handed over; safe to call twice."""
@@ -165,6 +167,17 @@ class RecordWriter:
             with contextlib.suppress(sqlite3.Error):  # by itself it is done only if nobody reads just now
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.close()
+
+    def _tell_if_gone(self) -> None:
+        """SQLite writes on into a file that was removed or replaced, which is lost with the process."""
+        here = self._path.stat().st_ino if self._path.exists() else None
+        if here != self._inode and not self._is_gone:
+            self._is_gone = True
+            logger.error(
+                "%s was removed or replaced while the run writes to it: what is recorded from now on is lost "
+                "when the run ends. Stop it and start it again: it goes on from its last checkpoint.",
+                self._path,
+            )
 
     def _write_all(self) -> None:
         while items := self._next_items():

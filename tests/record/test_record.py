@@ -205,6 +205,15 @@ def test_what_is_no_record_is_named(tmp_path):
         open_record(tmp_path)
 
 
+def test_a_record_that_is_removed_under_the_run_is_told_once(writer, caplog):
+    writer.flush()
+    assert caplog.text == ""
+    writer._path.unlink()
+    for _ in range(2):
+        writer.flush()
+    assert caplog.text.count("was removed or replaced while the run writes to it") == 1
+
+
 def test_what_another_process_locks_is_waited_for(writer, caplog):
     writer.flush()
     writer._connection.execute("PRAGMA busy_timeout = 10")
