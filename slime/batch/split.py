@@ -146,11 +146,13 @@ def _siblings(
     units: list[list[int]] = []
     for family in families.values():
         unit: list[int] = []
+        size = 0  # of the unit
+        prompt = 0 if prompt_sizes is None else prompt_sizes[family[0]]  # which counts once
         for position in family:
-            grown = _unit_size((*unit, position), lengths, prompt_sizes)
-            if unit and (len(unit) == most or grown > budget):
+            if unit and (len(unit) == most or size + lengths[position] - prompt > budget):
                 units.append(unit)
-                unit = []
+                unit, size = [], 0
+            size += lengths[position] - (prompt if unit else 0)
             unit.append(position)
         units.append(unit)
     return units

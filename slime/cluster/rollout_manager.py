@@ -30,7 +30,7 @@ from slime.rollout.journal import CountingJournal
 from slime.rollout.ledger import Ledger, follow
 from slime.rollout.rm_hub.answers import share_with_ending
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.runtime.base import Runtime
+from slime.runtime.base import Runtime, in_background
 from slime.runtime.placement import Placement
 from slime.utils.column_rewards import takes_columns
 from slime.utils.machine import stacks
@@ -191,6 +191,7 @@ class RolloutManager:
             self._ledger.begin(rollout_id, version)
         set_current_rollout_id(rollout_id)
         output = self._engines.guard(lambda: self._samples_of(rollout_id))
+        forward_s = in_background(self._engines.forward_seconds, "forward seconds")  # beside what follows
         samples = flatten_samples(output.samples)
         if self._args.save_debug_rollout_data:
             save_rollout_dump(self._args.save_debug_rollout_data, rollout_id, output.samples)
@@ -198,12 +199,12 @@ class RolloutManager:
         dropped = journal.take_dropped() if isinstance(journal, CountingJournal) else []
         self._recording.rollout(rollout_id, output, dropped, version)
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
-        self._forward_s = self._engines.forward_seconds()
-        metrics["perf/engine_forward_time"] = max(0.0, self._forward_s - forward_before)
-        self._tell_of_other_clients()
         batch = None
         if not self._args.debug_rollout_only:
             batch = samples_to_batch(self._plugin_args, output.samples, engine_version=version)
+        self._forward_s = forward_s.result()
+        metrics["perf/engine_forward_time"] = max(0.0, self._forward_s - forward_before)
+        self._tell_of_other_clients()
         if self._ledger is not None:
             self._ledger.account_for(rollout_id, output.samples)
             self._ledger.cut(rollout_id)

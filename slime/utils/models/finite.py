@@ -1,14 +1,16 @@
 """Whether weights are numbers at all: one that is not makes every token of an engine meaningless."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 
-def _extremes(tensor: torch.Tensor) -> torch.Tensor:
+def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Least and greatest value; NaN if any is."""
     values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits there is no minimum
-    return torch.stack(torch.aminmax(values))
+    low, high = torch.aminmax(values)
+    return low, high
 
 
 @torch.no_grad()
@@ -16,7 +18,7 @@ def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether all values are finite, also when rounded to `dtype`: the least and the greatest tell."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
-    return bool(_extremes(tensor).to(dtype or torch.float64).isfinite().all())
+    return all(math.isfinite(edge.to(dtype or torch.float64).item()) for edge in _extremes(tensor))
 
 
 @torch.no_grad()
@@ -25,5 +27,6 @@ def first_non_finite(named: Sequence[tuple[str, torch.Tensor]]) -> str | None:
     floats = [(name, tensor) for name, tensor in named if tensor.is_floating_point() and tensor.numel()]
     if not floats:
         return None
-    sound = torch.stack([_extremes(tensor).isfinite().all() for _, tensor in floats]).tolist()
+    edges = torch.stack([edge.double() for _, tensor in floats for edge in _extremes(tensor)])
+    sound = edges.isfinite().view(-1, 2).all(1).tolist()
     return next((name for (name, _), well in zip(floats, sound, strict=True) if not well), None)
