@@ -333,13 +333,13 @@ def _own_fields(sample: Sample) -> dict[str, Any]:
             fields[name] = value[:] if type(value) is list else _own(value)
     for name in _CONTAINERS:
         if (value := fields[name]) or type(value) not in (list, dict):
-            fields[name] = value[:] if _is_flat(value) else _own(value)
+            fields[name] = value.copy() if _is_flat(value) else _own(value)
     fields["spec_info"] = sample.spec_info.__dict__.copy()
     fields["prefix_cache_info"] = sample.prefix_cache_info.__dict__.copy()
     if not _UNCHANGING.issuperset(map(type, _more_values(fields))):
         fields.update({name: _own(fields[name]) for name in _MAY_HOLD_MORE})
     fields["version_spans"] = tuple(fields["version_spans"])
-    if len(fields) > len(_FIELDS):  # attached later
+    if len(fields) > len(_FIELDS) + ("trace" in fields):  # attached later, as that is in nearly all
         for name in fields.keys() - _FIELDS - _NOT_KEPT:
             fields[name] = _own(fields[name])
     return fields
@@ -387,8 +387,11 @@ def _from_kept(fields: dict[str, Any]) -> Sample:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether it is a list of what nobody changes, as the versions of weights are."""
-    return type(value) is list and _UNCHANGING.issuperset(map(type, value))
+    """Whether it is a list or a dict of what nobody changes, as the versions of weights are."""
+    kind = type(value)
+    return (kind is list or kind is dict) and _UNCHANGING.issuperset(
+        map(type, value if kind is list else value.values())
+    )
 
 
 def _own(value: Any) -> Any:
