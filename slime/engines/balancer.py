@@ -281,16 +281,16 @@ class Balancer:
             if "event-stream" not in kind or errand.request is None:
                 return _Answer(answer.status, await answer.read(), kind, url)
             stream = web.StreamResponse(status=answer.status, headers={"Content-Type": kind, **_signed(url)})
-            await stream.prepare(errand.request)
             try:
+                await stream.prepare(errand.request)
                 async for chunk in answer.content.iter_any():
                     await stream.write(chunk)
-            except (
-                *_BROKEN,
-                asyncio.CancelledError,
-            ) as error:  # the client has read a part, so nobody else can begin again
-                raise ConnectionResetError(f"{target} broke in the middle of a stream") from error
-            await stream.write_eof()
+                await stream.write_eof()
+            except (*_BROKEN, asyncio.CancelledError) as error:
+                # A client that has left is not the engine's fault; one that has read a part cannot be served
+                # by another.
+                if errand.request.transport is not None or isinstance(error, asyncio.CancelledError):
+                    raise ConnectionResetError(f"{target} broke in the middle of a stream") from error
             return stream
 
     async def _workers(self, request: web.Request) -> web.Response:

@@ -189,6 +189,40 @@ def test_a_stream_of_an_engine_that_leaves_is_cut_and_not_begun_again():
         assert other.requests == []
 
 
+def test_a_client_that_leaves_before_the_end_of_a_stream_is_not_held_against_the_engine():
+    async def scene():
+        served, may_end = [], asyncio.Event()
+
+        async def serve(reader, writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]))
+            served.append(head)
+            kind = b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked"
+            writer.write(b"HTTP/1.1 200 OK\r\n" + kind + b"\r\n\r\n" + b"a\r\ndata: {}\n\n\r\n")
+            await may_end.wait()
+            writer.write(b"0\r\n\r\n")
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        engine = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        balancer = Balancer([engine])
+        url = f"http://127.0.0.1:{await balancer.start()}"
+        async with aiohttp.ClientSession() as session:
+            answer = await session.post(f"{url}/generate", json={**PAYLOAD, "stream": True})
+            assert await answer.content.readany() == b"data: {}\n\n"
+            answer.close()
+        while any(one.transport is not None for one in balancer._runner.server.connections):
+            await asyncio.sleep(0.01)
+        may_end.set()
+        while balancer._running[engine]:
+            await asyncio.sleep(0.01)
+        server.close()
+        await balancer.stop()
+        return served, dict(balancer._num_broken)
+
+    served, broken = run(asyncio.wait_for(scene(), PATIENCE_S))
+    assert len(served) == 1 and not broken
+
+
 def test_an_engine_that_left_gets_nothing_until_it_returns():
     with FakeEngine() as one, FakeEngine() as two, balanced([one.url, two.url]) as (url, balancer):
         balancer.remove(one.url)
