@@ -58,6 +58,14 @@ def test_a_file_in_place_of_the_folder_is_told(tmp_path):
         open_save_folder(saving(tmp_path / "file" / "below"))
 
 
+def test_a_link_to_nowhere_is_told(tmp_path):
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(
+        ValueError, match=r"--run-dir .*link cannot be written: it is a link to gone, which is"
+    ):
+        prepare_folder("--run-dir", tmp_path / "link")
+
+
 def test_a_read_only_folder_is_told(tmp_path):
     with (
         mounted(tmp_path / "ro", "ro"),

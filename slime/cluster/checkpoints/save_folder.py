@@ -55,8 +55,10 @@ def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
                 file.flush()
                 os.fsync(file.fileno())
     except OSError as error:
+        nowhere = folder.is_symlink() and not folder.exists()
+        why = f"it is a link to {os.readlink(folder)}, which is not there" if nowhere else _why(error)
         raise ValueError(
-            f"{flag} {folder} cannot be written: {_why(error)}; free room there, or give another folder."
+            f"{flag} {folder} cannot be written: {why}; free room there, or give another folder."
         ) from None
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
