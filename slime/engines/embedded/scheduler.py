@@ -262,6 +262,4 @@ class Scheduler:
         for sequence, token, log_prob in zip(done.samplers, draws.tokens, draws.log_probs, strict=True):
             sequence.output.append(token)
             sequence.log_probs.append(log_prob)  # last: readers on other threads count these
-        slots = np.array([s.slot for s in done.samplers], np.int64)
-        self._slots.last_token[slots] = draws.tokens
-        self._slots.length[slots] += 1
+        self._slots.append(np.array([s.slot for s in done.samplers], np.int64), draws.tokens)

@@ -1,6 +1,7 @@
 """Scheduling never changes what is generated: small pools, chunked prompts, split decode groups."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,7 @@ def test_siblings_share_the_pages_of_their_prompt(folder):
 
 
 def test_siblings_that_come_together_compute_their_prompt_once(folder, monkeypatch):
+    monkeypatch.setattr(pass_layout, "_SHARED_ROWS_PAY", {"cpu": 2.0})  # each that decodes is a row
     engine = make_engine(folder, max_running=16)
     sequences = make_requests(engine, 12, new_tokens=20)
     for number, sequence in enumerate(sequences):
@@ -122,6 +124,42 @@ def test_siblings_draw_what_each_would_draw_alone(folder, length):
     assert run_all(together, sequences) == run_all(alone, expected)
     for sequence, one in zip(sequences, expected, strict=True):
         assert largest_difference(sequence.log_probs, one.log_probs) < 1e-4
+
+
+@pytest.mark.parametrize("split", [8 << 20, 0])
+def test_siblings_that_drew_the_same_tokens_are_one_row(folder, split, monkeypatch):
+    monkeypatch.setattr(pass_layout, "_SPLIT_DECODE_BYTES", {"cpu": split})
+    monkeypatch.setattr(pass_layout, "_PROMPTS_AS_ROWS_BYTES", {"cpu": split})
+
+    def generate(retract_every: int = 0) -> tuple[list, int]:
+        engine = make_engine(folder, max_running=16)
+        sequences = make_requests(engine, 14, new_tokens=20)
+        for number, sequence in enumerate(sequences):
+            sequence.prompt = [4 + (number // 6 + 3) * i % 90 for i in range(10 + 20 * (number // 6))]
+            sequence.sampling = replace(sequence.sampling, temperature=0.1)
+        rows, forward = [], engine.runner.forward
+        monkeypatch.setattr(
+            engine.runner, "forward", lambda plan: rows.append(plan.token_ids.numel()) or forward(plan)
+        )
+        for sequence in sequences:
+            engine.add(sequence)
+        while engine.scheduler.has_work:
+            engine.step()
+            if retract_every and len(rows) % retract_every == 0 and engine.scheduler.running:
+                engine.scheduler.retract(engine.scheduler.running[-1])
+        return sequences, sum(rows)
+
+    shared, computed = generate()
+    retracted, _ = generate(retract_every=3)
+    monkeypatch.setattr(pass_layout, "_SHARED_ROWS_PAY", {"cpu": 2.0})
+    apart, all_rows = generate()
+    assert any(s.num_retractions for s in retracted)
+    distinct = {(*s.prompt, *s.output[:count]) for s in apart for count in range(1, len(s.output))}
+    assert len(distinct) <= computed - 10 - 30 - 50 < 0.8 * (all_rows - 10 - 30 - 50)
+    for one, other, third in zip(shared, apart, retracted, strict=True):
+        assert one.output == other.output == third.output
+        assert largest_difference(one.log_probs, other.log_probs) < 1e-4
+        assert largest_difference(third.log_probs, other.log_probs) < 1e-4
 
 
 def test_siblings_of_a_prompt_that_new_weights_came_amid_begin_anew(folder):
