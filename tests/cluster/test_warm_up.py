@@ -24,7 +24,7 @@ def _alone():
 def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch):
     from transformers import Qwen3Config
 
-    from slime.backends.attention.shared_prompts import PromptShare
+    from slime.backends.attention.shared_prefixes import PrefixShare
     from slime.step.training_step import TrainingStep
 
     config = Qwen3Config(
@@ -37,8 +37,8 @@ def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingStep, "run", lambda step: (seen.append(step), run(step))[1])
     monkeypatch.setattr(warm_up, "_LONG", 2048)
     shares = []
-    of = PromptShare.of
-    monkeypatch.setattr(PromptShare, "of", lambda *a, **k: shares.append(of(*a, **k)) or shares[-1])
+    of = PrefixShare.of
+    monkeypatch.setattr(PrefixShare, "of", lambda *a, **k: shares.append(of(*a, **k)) or shares[-1])
     args = default_args(hf_checkpoint=str(tmp_path), dtype="float32", compile=False)
     with _alone():
         warm_up._train_one_layer(args, str(tmp_path / "layer"), torch.device("cpu"))

@@ -55,9 +55,10 @@ class FSDPFlags:
     )
     share_prefix: bool | None = flag(
         None,
-        "samples of one prompt in a micro-batch share its tokens, which are computed once; gradients are the "
-        "same to rounding; default: where it saves at least an eighth of the tokens. Where it is given, "
-        "--max-tokens-per-gpu counts a shared prompt once, so that as much memory holds more samples",
+        "samples in a micro-batch that begin alike (a prompt, a system prompt, an agent's turns, first words "
+        "of answers) share those tokens, which are computed once; gradients are the same to rounding; "
+        "default: where it saves at least an eighth of the tokens. Where it is given, --max-tokens-per-gpu "
+        "counts a shared prompt once, so that as much memory holds more samples",
         only_with=FSDP,
     )
     fp8_training: bool = flag(

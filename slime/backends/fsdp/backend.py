@@ -15,7 +15,7 @@ from torch import Tensor
 from slime.algorithms.expert_balance import load_metrics
 from slime.arguments import Args
 from slime.backends.attention.context_parallel import StreamShare
-from slime.backends.attention.shared_prompts import PromptShare
+from slime.backends.attention.shared_prefixes import PrefixShare
 from slime.backends.base import (
     Bucket,
     Denominators,
@@ -234,7 +234,7 @@ class FSDPBackend(TrainerBase):
         with self._working():
             # All inputs cross before the loop: inside it the host never waits for the device.
             for mb, share in [self._send(mb, self.model, loss) for mb in mbs]:
-                copies = share.copies if isinstance(share, PromptShare) else None
+                copies = share.copies if isinstance(share, PrefixShare) else None
                 # An expert whose tokens all are of such a micro-batch would have no gradient instead of 0.
                 learns = mb.learns or families.has_experts(self.model.lm.config.get_text_config())
                 with self.experts.listening(mb, copies), torch.set_grad_enabled(learns):
@@ -263,23 +263,23 @@ class FSDPBackend(TrainerBase):
 
     def _send(
         self, mb: MicroBatch, model: PackedLM, loss: Loss | None = None
-    ) -> tuple[MicroBatch, StreamShare | PromptShare | None]:
+    ) -> tuple[MicroBatch, StreamShare | PrefixShare | None]:
         """The micro-batch on the device, and what stands for its stream: this rank's share of it under
-        context parallelism, or one in which samples share their prompt.
+        context parallelism, or one in which samples share what they begin with.
         """
         if self.mesh.context_group is None:
             # How evenly experts are used is told of all tokens.
             counted = families.has_experts(model.lm.config.get_text_config())
-            shares = self._shares_prompts(mb, model, loss)
-            prompts = PromptShare.of(mb, all_tokens=counted) if shares else None
+            shares = self._shares_prefixes(mb, model, loss)
+            prefixes = PrefixShare.of(mb, all_tokens=counted) if shares else None
             sent = vision.with_images(mb, model.lm.config).to(self.device)
-            return sent, None if prompts is None else prompts.to(self.device)
+            return sent, None if prefixes is None else prefixes.to(self.device)
         after = isinstance(model, PackedScalarLM) and bool(model.offset)
         size, rank = self.layout.cp_size, self.layout.cp_rank
         share = StreamShare.of(mb, size, rank, self.mesh.context_group, after_token=after)
         return mb.to(self.device), share.to(self.device)
 
-    def _shares_prompts(self, mb: MicroBatch, model: PackedLM, loss: Loss | None) -> bool:
+    def _shares_prefixes(self, mb: MicroBatch, model: PackedLM, loss: Loss | None) -> bool:
         """Prompts are not shared where each token is looked at: whole logits, the balance of experts."""
         looked_at = loss is not None and (loss.needs_logits or self.experts.has_balance)
         plain = not mb.media and mb.routed_experts is None and isinstance(model, PackedCausalLM)
@@ -287,20 +287,20 @@ class FSDPBackend(TrainerBase):
             self.args.share_prefix is not False
             and plain
             and not looked_at
-            and families.can_share_prompts(model.lm)
+            and families.can_share_prefixes(model.lm)
         )
 
     def _forward(
         self,
         mb: MicroBatch,
-        share: StreamShare | PromptShare | None,
+        share: StreamShare | PrefixShare | None,
         *,
         model: PackedLM | None = None,
         **options: Any,
     ) -> TokenOutputs:
         model = model or self.model
         if isinstance(model, PackedScalarLM):
-            assert not isinstance(share, PromptShare), "values are read from the micro-batch's own stream"
+            assert not isinstance(share, PrefixShare), "values are read from the micro-batch's own stream"
             return TokenOutputs.of_scalar_head(model(mb, share)[0])
         log_probs, entropies, full, extra = model(
             mb,

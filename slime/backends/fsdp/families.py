@@ -151,7 +151,7 @@ def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
     return run_stream(lm, mb.input_ids, mb.position_ids, mb.documents)
 
 
-def can_share_prompts(lm: HFModel) -> bool:
+def can_share_prefixes(lm: HFModel) -> bool:
     """Whether tokens see earlier ones by attention alone, for which a stream can be rearranged."""
     return runs_packed(lm) and not needs_whole_documents(lm) and vision.family_of(lm.config) is None
 

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from slime.algorithms.distillation import full_reverse_kl
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.backends.attention.context_parallel import StreamShare
-from slime.backends.attention.shared_prompts import PromptShare
+from slime.backends.attention.shared_prefixes import PrefixShare
 from slime.backends.base import HeadFunction, MicroBatch
 from slime.backends.fsdp import families
 from slime.backends.fsdp.layer_execution import HFModel, decoder_layers
 
 
-def run_decoder(lm: HFModel, mb: MicroBatch, share: StreamShare | PromptShare | None) -> Tensor:
+def run_decoder(lm: HFModel, mb: MicroBatch, share: StreamShare | PrefixShare | None) -> Tensor:
     """Hidden states [T, H] of the packed stream, or of what stands for it."""
     if share is None:
         return families.run_whole(lm, mb)
@@ -72,7 +72,7 @@ class PackedCausalLM(nn.Module):
     def forward(
         self,
         mb: MicroBatch,
-        share: StreamShare | PromptShare | None = None,
+        share: StreamShare | PrefixShare | None = None,
         *,
         temperature: float,
         chunk_size: int = -1,

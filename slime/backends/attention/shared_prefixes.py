@@ -18,9 +18,9 @@ from torch import Tensor
 
 from slime.algorithms.attention_variants import PLAIN, Variant
 from slime.algorithms.nucleus import Nucleus
-from slime.backends.attention import prompt_operator
+from slime.backends.attention import prefix_operator
 from slime.backends.attention.packed_documents import PackedDocuments, packed_attention, varlen_for
-from slime.backends.attention.prompt_parts import LONGEST, PartBatches
+from slime.backends.attention.prefix_parts import LONGEST, PartBatches
 from slime.backends.base import MicroBatch
 
 # Sharing costs attention a gather of keys and, on a GPU, its fastest kernels: it must save some tokens.
@@ -29,7 +29,7 @@ _SAVED_OF_PART = 16
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTree:
+class PrefixTree:
     """Which tokens of a stream with shared prefixes see each other.
 
     A part is what a document adds to the stream; its keys are the document up to there.
@@ -60,7 +60,7 @@ class PromptTree:
         if (kernel := varlen_for(query, variant)) is not None:
             if variant is PLAIN and value.shape[-1] == query.shape[-1]:
                 layout = (self.keys, self.readers, self.reader_ends, self.cu_query, cu_key, self.longest)
-                return prompt_operator.attend(query, key, value, *layout, chosen)
+                return prefix_operator.attend(query, key, value, *layout, chosen)
             key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
             return kernel(
                 query, key, value, self.cu_query, cu_key, bound, bound, scale, window=variant.window
@@ -75,19 +75,19 @@ class PromptTree:
         places = (self.keys, self.own)
         return packed_attention(query, key, value, self.whole, scale=scale, variant=variant, places=places)
 
-    def to(self, device: torch.device) -> "PromptTree":
+    def to(self, device: torch.device) -> "PrefixTree":
         names = ("keys", "own", "cu_query", "readers", "reader_ends")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         return replace(self, whole=self.whole.to(device), **moved)
 
 
 @dataclass(frozen=True, slots=True)
-class PromptShare:
+class PrefixShare:
     """A micro-batch whose samples share prefixes, in place of its own stream; a view like a rank's share."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
-    documents: PromptTree
+    documents: PrefixTree
     # What is predicted: a token after a prefix, once for all samples that have it there.
     rows: Tensor  # [N] where in the stream its logits stand
     places: Tensor  # [N] a response token that it is
@@ -103,14 +103,14 @@ class PromptShare:
     def join(self, values: Tensor, _count: int) -> Tensor:
         return values.index_select(0, self.which)
 
-    def to(self, device: torch.device) -> "PromptShare":
+    def to(self, device: torch.device) -> "PrefixShare":
         names = ("input_ids", "position_ids", "rows", "places", "which", "copies")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         nucleus = None if self.nucleus is None else self.nucleus.to(device)
         return replace(self, **moved, documents=self.documents.to(device), nucleus=nucleus)
 
     @classmethod
-    def of(cls, mb: MicroBatch, *, all_tokens: bool = False) -> "PromptShare | None":
+    def of(cls, mb: MicroBatch, *, all_tokens: bool = False) -> "PrefixShare | None":
         """The micro-batch, on the CPU, with each prefix once; None where that saves too little.
 
         `all_tokens`: also those that predict nothing.
@@ -164,7 +164,7 @@ def _length_of_common(a: np.ndarray, b: np.ndarray) -> int:
     return first if size and differ[first] else size
 
 
-def _build(cls: type[PromptShare], mb: MicroBatch, trie: _Trie, read: np.ndarray) -> PromptShare:
+def _build(cls: type[PrefixShare], mb: MicroBatch, trie: _Trie, read: np.ndarray) -> PrefixShare:
     # In numpy, whose small arrays cost a tenth of small tensors.
     bounds = mb.documents.bounds.numpy()
     starts, lengths = bounds[trie.order], np.diff(bounds)[trie.order]
@@ -177,8 +177,8 @@ def _build(cls: type[PromptShare], mb: MicroBatch, trie: _Trie, read: np.ndarray
     keys = place[trie.nodes[_ranges(starts, known + new)]]
     key_ends = np.cumsum(known + new)
     added = _ranges(starts + known, new)  # for each token of the stream its place in the documents
-    readers, reader_ends = prompt_operator.readers_of(keys, len(added))
-    documents = PromptTree(
+    readers, reader_ends = prefix_operator.readers_of(keys, len(added))
+    documents = PrefixTree(
         keys=torch.from_numpy(keys),
         own=torch.from_numpy(_ranges(key_ends - new, new)),
         whole=PackedDocuments.from_lengths((known + new).tolist()),

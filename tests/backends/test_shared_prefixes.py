@@ -9,8 +9,8 @@ import torch.distributed as dist
 from trainer_helpers import meeting_point, trainer_args
 
 from slime.backends.attention.packed_documents import packed_attention
-from slime.backends.attention.prompt_operator import collect
-from slime.backends.attention.shared_prompts import PromptShare
+from slime.backends.attention.prefix_operator import collect
+from slime.backends.attention.shared_prefixes import PrefixShare
 from slime.backends.fsdp import create_backend, loading
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
@@ -79,7 +79,7 @@ def prefixes_of(mb):
 @pytest.mark.parametrize("groups", [GROUPS, ALIKE])
 def test_the_stream_holds_each_prefix_once_and_predicts_the_same_tokens(groups, all_tokens):
     mb = micro_batch(groups)
-    share, prefixes = PromptShare.of(mb, all_tokens=all_tokens), prefixes_of(mb)
+    share, prefixes = PrefixShare.of(mb, all_tokens=all_tokens), prefixes_of(mb)
     tree, stream = share.documents, share.input_ids[0]
     last = set() if all_tokens else {end - 1 for end in mb.documents.bounds.tolist()}
     expected = {prefix for place, prefix in enumerate(prefixes) if place not in last}
@@ -107,7 +107,7 @@ LONG_PROMPTS = [(70, [3, 5, 1, 4]), (64, [2, 30]), (9, [6]), (80, [1, 1, 8])]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS, ALIKE])
 def test_attention_and_its_gradients_equal_those_of_whole_documents(dtype, groups):
-    tree = PromptShare.of(micro_batch(groups)).documents
+    tree = PrefixShare.of(micro_batch(groups)).documents
     assert tree._saves_queries == (groups is LONG_PROMPTS)
     torch.manual_seed(0)
     heads = [torch.randn(len(tree.own), n, 8, dtype=dtype, requires_grad=True) for n in (4, 2, 2)]
@@ -122,7 +122,7 @@ def test_attention_and_its_gradients_equal_those_of_whole_documents(dtype, group
 
 
 def test_gradients_of_copies_are_added_up_over_readers_and_heads():
-    tree = PromptShare.of(micro_batch(GROUPS)).documents
+    tree = PrefixShare.of(micro_batch(GROUPS)).documents
     torch.manual_seed(0)
     wide = torch.randn(len(tree.keys), 6, 8)
     expected = torch.zeros(len(tree.own), 2, 8).index_add_(0, tree.keys, wide.view(-1, 2, 3, 8).sum(2))
@@ -131,9 +131,9 @@ def test_gradients_of_copies_are_added_up_over_readers_and_heads():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
-def test_on_a_gpu_attention_to_shared_prompts_equals_that_of_whole_documents(heads):
+def test_on_a_gpu_attention_to_shared_prefixes_equals_that_of_whole_documents(heads):
     mb = micro_batch([(300, [40, 7, 130]), (64, [1, 1]), (9, [60])])
-    tree = PromptShare.of(mb).documents
+    tree = PrefixShare.of(mb).documents
     torch.manual_seed(0)
     exact = [torch.randn(len(tree.own), n, 64, requires_grad=True) for n in (heads[0], heads[1], heads[1])]
     ours = [x.detach().cuda().bfloat16().requires_grad_() for x in exact]
@@ -148,7 +148,7 @@ def test_on_a_gpu_attention_to_shared_prompts_equals_that_of_whole_documents(hea
 
 @pytest.mark.parametrize("groups", [[(5, [3])], [(3, [90, 100]), (3, [80])], [(4, [5]), (6, [5])]])
 def test_nothing_is_rearranged_where_little_would_be_saved(groups):
-    assert PromptShare.of(micro_batch(groups)) is None
+    assert PrefixShare.of(micro_batch(groups)) is None
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +183,8 @@ def step_of(folder, share, groups=GROUPS, **changes):
 @pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS, ALIKE])
 def test_a_step_with_shared_prefixes_equals_one_without(folders, name, size, groups, monkeypatch):
     plain, plain_weights = step_of(folders / name, False, groups, micro_batch_size=size)
-    made, build = [], PromptShare.of
-    monkeypatch.setattr(PromptShare, "of", lambda *a, **k: made.append(build(*a, **k)) or made[-1])
+    made, build = [], PrefixShare.of
+    monkeypatch.setattr(PrefixShare, "of", lambda *a, **k: made.append(build(*a, **k)) or made[-1])
     shared, weights = step_of(folders / name, None, groups, micro_batch_size=size)
     assert any(share is not None for share in made)
     for key in ("train/loss", "train/grad_norm", "train/entropy_loss"):

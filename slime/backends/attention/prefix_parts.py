@@ -1,7 +1,8 @@
-"""Attention to shared prompts on a CPU: each part of the stream attends to the keys that it reads.
+"""Attention to shared prefixes on a CPU: each part of the stream attends to the keys that it reads.
 
-A prompt's own tokens are attended from once, and not once for each of its answers. Parts of similar size
-are one batch of plain matrix products, padded on the right: what is padded is masked, or never looked at.
+Tokens of a prefix are attended from once, and not once for each document that begins with it. Parts of
+similar size are one batch of plain matrix products, padded on the right: what is padded is masked, or never
+looked at.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class PartBatches:
-    """Batches of the parts, laid out when they are first attended with: bounds and keys as `PromptTree`'s."""
+    """Batches of the parts, laid out when they are first attended with: bounds and keys as `PrefixTree`'s."""
 
     _made: tuple[list[_Batch], Tensor] | None = None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 
-@torch.library.custom_op("slime::prompt_attention", mutates_args=())
+@torch.library.custom_op("slime::prefix_attention", mutates_args=())
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -42,7 +42,7 @@ def _(query: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return out, query.new_empty(heads * tokens, dtype=torch.float32)
 
 
-@torch.library.custom_op("slime::prompt_attention_backward", mutates_args=())
+@torch.library.custom_op("slime::prefix_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     query: Tensor,
@@ -127,9 +127,9 @@ def _for_each_head(stream: Tensor, heads: int) -> Tensor:
 def collect(wide: Tensor, readers: Tensor, reader_ends: Tensor, groups: int) -> Tensor:
     """[T, G, D] from gradients of copies [S, H, D]: sums over each token's readers and each group's heads."""
     if wide.is_cuda:
-        from slime.backends.attention import prompt_kernels  # Triton, which CPU machines need not have
+        from slime.backends.attention import prefix_kernels  # Triton, which CPU machines need not have
 
-        return prompt_kernels.collect(wide, readers, reader_ends, groups)
+        return prefix_kernels.collect(wide, readers, reader_ends, groups)
     copies, heads, width = wide.shape
     narrow = wide.view(copies, groups, heads // groups, width).float().sum(2)
     tokens = torch.repeat_interleave(torch.arange(len(reader_ends) - 1), reader_ends.diff())
