@@ -85,11 +85,6 @@ class Engine:
         return may and bool(self.scoring or self.scheduler.has_work)
 
     @property
-    def takes_many(self) -> bool:
-        """Whether there is something to compute that others could join."""
-        return self.can_step and self.max_running > 1 and not self.scoring
-
-    @property
     def is_mixed(self) -> bool:
         """Whether some weights are of the next version already: requests wait until all are."""
         return self._arriving is not None

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,10 +18,6 @@ from slime.engines.embedded.sequence import Sequence, failure
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CRASHED = 70  # exit status of an engine whose device is lost
-# An engine that was idle begins when no request has come for so long: those of a rollout come one behind the
-# other, and each small pass that is computed meanwhile holds up the reading of the rest.
-_PAUSE_S = 0.002
-_GATHER_S = 0.05  # at most
 
 
 class Listener:
@@ -138,19 +133,9 @@ class EngineLoop:
 
     def _empty_inbox(self) -> None:
         """Do what waits; sleep while there is nothing else to do."""
-        slept = False
         with self._wake:
             while not self._inbox and not self.engine.can_step:
-                slept = True
                 self._wake.wait()
-        self._work_off()
-        until = time.monotonic() + _GATHER_S
-        while slept and self.engine.takes_many and time.monotonic() < until:
-            time.sleep(_PAUSE_S)
-            slept = bool(self._inbox)
-            self._work_off()
-
-    def _work_off(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
 
