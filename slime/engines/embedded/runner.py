@@ -1,5 +1,6 @@
 """The model and its KV pool on one device: runs forward passes, gives memory back and takes it again."""
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -251,7 +252,10 @@ class ModelRunner:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def release_pool(self) -> None:
+        was_traced = self._traced is not None
         self.pool = self._graphs = self._traced = None
+        if was_traced:
+            gc.collect()  # a graph is part of a cycle, and holds the pool
         self._empty_cache()
 
     def wipe_pool(self) -> None:
