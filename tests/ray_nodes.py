@@ -30,6 +30,7 @@ def ray_cluster(num_gpus: int = 0) -> Iterator[tuple[Any, Any]]:
     folder = tempfile.mkdtemp(prefix="nodes-")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_TMPDIR", folder)
+        environment.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # else Ray's books would have those alone
         cluster = _started(lambda: Cluster(True, head_node_args={"num_cpus": 1, "num_gpus": num_gpus}))
         second = {"num_cpus": 1, "num_gpus": num_gpus, "node_ip_address": SECOND_HOST}
         try:

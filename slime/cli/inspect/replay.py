@@ -7,11 +7,13 @@ engines.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,7 @@ def replay(folder: Path, step: int) -> int:
     run = read_run(folder)
     if run is None:
         raise RecordError(f"{folder} holds no run.json: it is not the folder of a run.")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
-    with tempfile.TemporaryDirectory(prefix="slime-replay-") as temporary:
+    with _no_devices(), tempfile.TemporaryDirectory(prefix="slime-replay-") as temporary:
         dump = Path(temporary) / "{rollout_id}.pt"
         with open_record(folder) as record:
             known = {row.rollout_id for row in record.rollouts() if row.kind == "train" and not row.pruned}
@@ -55,6 +56,20 @@ def replay(folder: Path, step: int) -> int:
         logged = _logged(folder, step, _updates(Path(temporary) / "run"))
     half = args.dtype == "bfloat16"
     return _compare(logged, found, *((_HALF_RELATIVE, _HALF_ABSOLUTE) if half else (_RELATIVE, _ABSOLUTE)))
+
+
+@contextlib.contextmanager
+def _no_devices() -> Iterator[None]:
+    """For torch, which looks once, and for children; whoever called keeps his environment."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _weights_before(run: RunRecord, step: int, known: set[int]) -> str | None:
