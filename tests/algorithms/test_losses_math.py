@@ -264,3 +264,13 @@ def test_value_loss_takes_the_larger_of_clipped_and_plain_error():
     loss, clipped = compute_value_loss(values, old, returns, 0.2)
     assert loss.tolist() == pytest.approx([1.8**2, 0.9**2])
     assert clipped.tolist() == [1, 0]
+
+
+def test_values_that_moved_less_than_the_clip_are_not_counted_as_clipped():
+    generator = torch.Generator().manual_seed(0)
+    old, moves, returns = (torch.randn(1000, generator=generator) for _ in range(3))
+    values = (old + 0.01 * moves).requires_grad_()
+    loss, clipped = compute_value_loss(values, old, returns, 0.2)
+    loss.sum().backward()
+    assert clipped.sum() == 0
+    assert torch.equal(values.grad, 2 * (values.detach() - returns))
