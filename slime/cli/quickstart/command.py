@@ -7,7 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,11 +138,12 @@ def rehearse(options: Options, screen: Screen) -> None:
             with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
                 files = write_files(recipe, scratch)
                 parse_args(rl_argv(recipe, scratch, files, stand_in(scratch)))
+            checkpoint_of = begin_model(scratch)  # in the time that imports take here
             from slime.preflight.all_checks import (
                 preflight,  # here: it loads torch, which no help need wait for
             )
 
-            checkpoint = make_model(scratch)
+            checkpoint = checkpoint_of()
             args = parse_args(rl_argv(recipe, scratch, files, checkpoint))
             preflight(args).raise_errors()
             if recipe.warm_up:
@@ -199,7 +200,8 @@ def recipe_of(options: Options) -> Recipe:
 
 def prepare(recipe: Recipe, options: Options) -> tuple[DataFiles, Path | str]:
     """The data and the checkpoint that the quick start begins with."""
-    return write_files(recipe, options), make_model(options)
+    checkpoint_of = begin_model(options)
+    return write_files(recipe, options), checkpoint_of()
 
 
 def write_files(recipe: Recipe, options: Options) -> DataFiles:
@@ -237,11 +239,11 @@ def run(options: Options, screen: Screen) -> dict[str, Any]:
     return summary
 
 
-def make_model(options: Options) -> Path | str:
-    """The checkpoint the quick start begins with."""
+def begin_model(options: Options) -> Callable[[], Path | str]:
+    """The checkpoint the quick start begins with, made from now on; the call waits for it."""
     if options.model == "tiny":
-        return tiny.make_checkpoint(options.run_dir / "model", seed=options.seed)
-    return options.hf_checkpoint or smollm2.ensure_checkpoint()
+        return tiny.begin_checkpoint(options.run_dir / "model", seed=options.seed)
+    return lambda: options.hf_checkpoint or smollm2.ensure_checkpoint()
 
 
 def rl_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:

@@ -5,10 +5,16 @@ It starts from random weights. The tokenizer has one token per printable ASCII c
 that adds nothing but the end token after an answer, so that the usual SFT path works on it unchanged.
 """
 
+import os
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cli.quickstart.checkpoint_files import widen_readers
+from slime.utils.machine import warm_start
+from slime.utils.machine.processes import import_environment, thread_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config
@@ -85,3 +91,32 @@ def make_checkpoint(folder: Path, *, seed: int) -> Path:
     build_tokenizer().save_pretrained(folder)
     widen_readers(folder)
     return folder
+
+
+def begin_checkpoint(folder: Path, *, seed: int) -> Callable[[], Path]:
+    """Have it made by a process that has imported the model already; call what is returned to have it.
+
+    Where there is no such process it is made by that call.
+    """
+    done: list[bool] = []
+
+    def ask() -> None:
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(folder), str(seed)]
+        env = {**os.environ, **thread_environment(1), **import_environment()}
+        with open(os.devnull, "wb") as nowhere:
+            child = warm_start.fork(command, env, nowhere.fileno())
+        done.append(child is not None and child.wait() == 0)
+
+    asking = threading.Thread(target=ask, name="checkpoint", daemon=True)
+    asking.start()
+
+    def finish() -> Path:
+        asking.join()
+        return folder if any(done) else make_checkpoint(folder, seed=seed)
+
+    return finish
+
+
+def main() -> None:
+    """`... FOLDER SEED`, in a process of its own."""
+    make_checkpoint(Path(sys.argv[1]), seed=int(sys.argv[2]))

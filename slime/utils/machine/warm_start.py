@@ -49,11 +49,7 @@ def start(
     start_new_session: bool = False,
 ) -> Child:
     """Start a Python program that writes into `log` and reads nothing: warm where that is possible."""
-    if _template is not None:
-        warm = _template.start(list(command), dict(env), log.fileno(), list(pass_fds), start_new_session)
-        if warm is not None:
-            return warm
-    return subprocess.Popen(
+    return fork(command, env, log.fileno(), pass_fds, start_new_session) or subprocess.Popen(
         command,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -62,6 +58,20 @@ def start(
         pass_fds=pass_fds,
         start_new_session=start_new_session,
     )
+
+
+def fork(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    log: int,
+    pass_fds: Sequence[int] = (),
+    start_new_session: bool = False,
+) -> WarmChild | None:
+    """The same from the template alone, once that has imported what it is for; None: it cannot."""
+    template = _template
+    if template is None:
+        return None
+    return template.start(list(command), dict(env), log, list(pass_fds), start_new_session)
 
 
 @contextlib.contextmanager
