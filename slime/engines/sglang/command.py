@@ -133,7 +133,8 @@ def sglang_command(options: SGLangOptions) -> Command:
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         # -P: the folder of these scripts must not be on the path, where its files could hide other modules.
         words = [sys.executable, "-P", str(_HERE / "supervisor.py"), "--host", options.host]
-        words += ["--port", str(port), "--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
-        return [*words, options.python, "-P", str(_HERE / "run_server.py"), *server_words(options)]
+        words += ["--port", str(port), "--ready-file", str(ready_file), "--life-fd", str(life_fd)]
+        words += [] if options.cpu else ["--beside", str(_HERE / "build_kernels.py")]
+        return [*words, "--", options.python, "-P", str(_HERE / "run_server.py"), *server_words(options)]
 
     return command

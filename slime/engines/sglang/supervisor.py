@@ -53,6 +53,7 @@ class Supervisor:
     def __init__(self, options: argparse.Namespace):
         self._options = options
         self._server: subprocess.Popen[bytes] | None = None
+        self._helper: subprocess.Popen[bytes] | None = None
         self._workers: set[int] = set()
 
     def run(self) -> int:
@@ -76,11 +77,10 @@ class Supervisor:
         holds, port = list(held.values()), held[PORT].port
         words = {word: str(hold.port) for word, hold in held.items()}
         self._workers = set()
-        self._server = subprocess.Popen(
-            [words.get(word, word) for word in self._options.command],
-            stdin=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,
-        )
+        command = [words.get(word, word) for word in self._options.command]
+        self._server = _spawn(command)
+        if self._options.beside:  # not below the server, whose workers may not end
+            self._helper = _spawn([command[0], "-P", self._options.beside, *command[1:]])
         try:
             while (code := self._server.poll()) is None and not self._serves(port):
                 time.sleep(_POLL_S)
@@ -165,6 +165,10 @@ class Supervisor:
         return False
 
 
+def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+
+
 def _die_with_parent() -> None:
     """Runs in the child before exec: the kernel ends it with the supervisor, whose main thread spawned it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -232,6 +236,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--stopped-limit-s", type=float, default=10.0, help="a stopped server is ended after this"
     )
+    parser.add_argument("--beside", help="a script for the same interpreter that readies what a start needs")
     parser.add_argument("command", nargs="+", help="the server's command line, after --")
     return Supervisor(parser.parse_args(argv)).run()
 

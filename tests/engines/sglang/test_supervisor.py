@@ -14,7 +14,7 @@ from patience import PATIENCE_S, eventually
 
 from slime.engines.engine_process import EngineServer, EngineStartError, LaunchPlan
 from slime.engines.sglang import supervisor
-from slime.engines.sglang.command import SGLangOptions, server_words
+from slime.engines.sglang.command import SGLangOptions, server_words, sglang_command
 
 # Serves /health_generate after a moment, with one worker process; `--taken N`
 # ends N times as if the port were taken.
@@ -42,7 +42,7 @@ def start(tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     started = []
 
-    def make(taken: int = 0, timeout_s: float = PATIENCE_S) -> EngineServer:
+    def make(taken: int = 0, timeout_s: float = PATIENCE_S, beside: Path | None = None) -> EngineServer:
         def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
             words = [sys.executable, supervisor.__file__, "--host", "127.0.0.1", "--port", str(port)]
             words += [
@@ -52,6 +52,7 @@ def start(tmp_path):
                 str(life_fd),
                 "--stopped-limit-s",
                 "1",
+                *([] if beside is None else ["--beside", str(beside)]),
                 "--",
             ]
             return [
@@ -93,6 +94,39 @@ def test_it_is_ready_when_the_server_answers_a_probe(start, tmp_path):
     with urllib.request.urlopen(f"{url}/health_generate") as answer:
         assert answer.status == 200
     assert f"{url.rpartition(':')[2]}\n" == (tmp_path / "starts").read_text()
+
+
+def test_what_runs_beside_the_start_gets_the_server_s_words_and_may_end_or_fail(start, tmp_path):
+    script = tmp_path / "beside.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "part = pathlib.Path(sys.argv[3]) / 'said.part'\n"
+        "part.write_text(' '.join([str(os.getpid()), *sys.argv[1:]]))\n"
+        "part.rename(part.with_suffix(''))\n"
+        "sys.exit('no compiler')\n"
+    )
+    server = start(beside=script)
+    url = server.wait_ready()
+    assert eventually((tmp_path / "said").exists)
+    pid, *words = (tmp_path / "said").read_text().split()
+    assert words == [str(tmp_path / "server.py"), url.rpartition(":")[2], str(tmp_path), "0"]
+    assert all_gone([int(pid)]) and server.alive()
+
+
+def test_what_runs_beside_the_start_goes_with_the_server(start, tmp_path):
+    script = tmp_path / "beside.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "part = pathlib.Path(sys.argv[3]) / 'said.part'\n"
+        "part.write_text(str(os.getpid()))\n"
+        "part.rename(part.with_suffix(''))\n"
+        "time.sleep(600)\n"
+    )
+    server = start(beside=script)
+    server.wait_ready()
+    assert eventually((tmp_path / "said").exists)
+    server.stop()
+    assert all_gone([int((tmp_path / "said").read_text()), *pids(tmp_path)])
 
 
 def test_stopping_ends_server_and_workers(start, tmp_path):
@@ -188,3 +222,13 @@ def test_the_deterministic_mode_is_asked_for_once():
     assert server_words(options).count(asked) == 1
     assert server_words(replace(options, extra=(asked,))).count(asked) == 1
     assert asked not in server_words(replace(options, deterministic=False))
+
+
+def test_kernels_are_built_beside_the_start_of_a_gpu_server_alone(tmp_path):
+    options = SGLangOptions("python", "/model", False, "bfloat16", 1, 7, False)
+    words = sglang_command(options)(0, tmp_path, 3)
+    assert (
+        words[words.index("--beside") + 1].endswith("build_kernels.py")
+        and "--beside" in words[: words.index("--")]
+    )
+    assert "--beside" not in sglang_command(replace(options, cpu=True))(0, tmp_path, 3)

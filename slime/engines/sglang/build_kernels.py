@@ -1,0 +1,146 @@
+"""Builds the CUDA kernels of a model all at once, beside a server that starts; run by SGLang's interpreter.
+
+SGLang and FlashInfer compile a kernel when a layer first asks for it, one after the other: on a machine whose
+caches are empty that is more than half of a start. Here the same functions are called side by side, so that
+the server finds the kernels in the caches, or waits for those that are being built (both lock them). Nothing
+depends on it: a kernel that is not known here, or cannot be built, is compiled by the server as before.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_CHECKSUMS = "--checksums"
+_MIN_CORES = 4  # with fewer the server itself would wait for a core
+_TILE_WORDS = (
+    8192  # of SGLang's checksum kernel; it is compiled for odd numbers of tiles and for multiples of 16
+)
+
+
+class Call(NamedTuple):
+    """A function of the installed version that compiles a kernel, or looks whether it can."""
+
+    module: str
+    name: str
+    arguments: tuple[Any, ...]
+
+
+def kernels(config: dict[str, Any], dtype: Any, index_dtype: Any, ranks: int) -> dict[str, list[Call]]:
+    """What a decoder of this config needs; for each kernel its call in each layout of SGLang's package."""
+    config = config.get("text_config", config)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rotary_dim = int(head_dim * (config.get("partial_rotary_factor") or 1))
+    key_heads = max(1, (config.get("num_key_value_heads") or heads) // ranks)
+    row_bytes = key_heads * head_dim * dtype.itemsize
+    old, new = "sglang.jit_kernel", "sglang.kernels.ops"
+    return {
+        "norm": [Call("flashinfer.norm", "get_norm_module", ())],
+        "query and key norm": [
+            Call(f"{package}.norm", "can_use_fused_inplace_qknorm", (head_dim, dtype))
+            for package in (old, f"{new}.layernorm")
+        ],
+        "rotary positions": [
+            Call(f"{new}.attention.rope", "_jit_fused_rope_module", (True, rotary_dim, dtype, dtype)),
+            Call(f"{old}.rope", "_jit_fused_rope_module", (True, rotary_dim, dtype)),
+        ],
+        "activation": [
+            Call(f"{package}.activation", "_jit_activation_module", (dtype,))
+            for package in (old, f"{new}.activation")
+        ],
+        "key cache": [
+            Call(f"{package}.kvcache", "can_use_store_cache", (row_bytes,))
+            for package in (old, f"{new}.kvcache")
+        ],
+        "positions": [
+            Call(f"{package}.clamp_position", "_jit_clamp_position_module", (index_dtype,))
+            for package in (old, f"{new}.attention")
+        ],
+    }
+
+
+def find(calls: list[Call]) -> Callable[[], Any] | None:
+    """The first call that the installed version has and takes; None: it has none of them."""
+    for call in calls:
+        try:
+            function = getattr(importlib.import_module(call.module), call.name)
+            inspect.signature(inspect.unwrap(function)).bind(*call.arguments)
+        except Exception:  # no such module, name or form, or a package that this machine cannot import
+            continue
+        return functools.partial(function, *call.arguments)
+    return None
+
+
+def build_all(wanted: dict[str, list[Call]]) -> dict[str, str]:
+    """Builds side by side; says of each how long it took, or why there is none."""
+    fix_target()
+
+    def build(calls: list[Call]) -> str:
+        function, start = find(calls), time.monotonic()
+        if function is None:
+            return "not in this version"
+        try:
+            function()
+        except Exception as problem:  # whatever a compiler or a loader may say: the server tries again itself
+            return f"{type(problem).__name__}: {str(problem)[:200]}"
+        return f"{time.monotonic() - start:.1f} s"
+
+    with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
+        return dict(zip(wanted, pool.map(build, wanted.values()), strict=True))
+
+
+def fix_target() -> None:
+    """SGLang names the target in the environment while it compiles and takes it back: not while others do."""
+    for package in ("sglang.jit_kernel.utils", "sglang.kernels.jit.utils"):
+        try:
+            arch = importlib.import_module(package).get_jit_cuda_arch()
+            os.environ.setdefault("TVM_FFI_CUDA_ARCH_LIST", arch.target_name)
+        except (ImportError, AttributeError):
+            continue
+
+
+def build_checksums() -> None:
+    """The kernels of the server's checksums of weights, which are made by running them."""
+    import torch
+    from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
+
+    for tiles in (3, 16):
+        gpu_tensor_hash(torch.zeros(tiles * _TILE_WORDS, device="cuda"))
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tp-size", type=int, default=1)
+    options, _ = parser.parse_known_args(words)
+    if len(os.sched_getaffinity(0)) < _MIN_CORES or not (options.model_path / "config.json").is_file():
+        return
+    # On its own: it needs the device, whose memory the server counts a little later.
+    checksums = subprocess.Popen([sys.executable, "-P", __file__, _CHECKSUMS], stderr=subprocess.DEVNULL)
+    import torch
+
+    config = json.loads((options.model_path / "config.json").read_text())
+    dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
+    start = time.monotonic()
+    told = build_all(kernels(config, dtype, torch.int64, options.tp_size))
+    told["checksums"] = f"code {checksums.wait()}"
+    listed = ", ".join(f"{name} {text}" for name, text in told.items())
+    print(f"kernels built beside the start in {time.monotonic() - start:.1f} s: {listed}", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == [_CHECKSUMS]:
+        build_checksums()
+    else:
+        main(sys.argv[1:])
