@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import socket
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--groups", type=int, default=8, help="prompts of a step, of 8 samples each")
     parser.add_argument("--max-tokens", type=int, default=40960, help="tokens of a micro-batch's samples")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
         "--by-default", dest="share", action="store_const", const=None, default=True,
         help="share where that pays, in micro-batches as small as without; else as --share-prefix does",
@@ -71,6 +72,29 @@ def make_samples(groups: int, prompt: int, answer: int, vocab: int) -> list[Samp
     return samples
 
 
+class Side:
+    """A step with the trainer set in one way, and what was measured of it."""
+
+    def __init__(self, backend: Any, settings: Any, samples: list[Sample]):
+        self._backend, self._settings = backend, settings
+        (self._data,) = split_for_ranks(settings, samples_to_batch(settings, samples), 1)
+        self.spent: list[float] = []
+        self.peak_gib = 0.0
+
+    def step(self) -> None:
+        # The trainer reads its own settings, the step those that it is given.
+        self._backend.args = self._settings
+        TrainingStep(self._backend, self._settings, 0, self._data).run()
+
+    def log_probs(self) -> torch.Tensor:
+        """Of all answers, sample by sample."""
+        self._backend.args = self._settings
+        mbs = build_micro_batches(self._data.batch, self._data.scoring)
+        found = self._backend.log_probs(mbs).log_probs
+        by_index = dict(zip(self._data.batch["sample_indices"], found, strict=True))
+        return torch.cat([by_index[i] for i in sorted(by_index)])
+
+
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
     config = config_of(options.shape)
     with tempfile.TemporaryDirectory() as folder:
@@ -87,29 +111,23 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, dict
     cases = TINY_CASES if options.shape == "tiny" else CASES
     for name, sizes in ((name, cases[name]) for name in options.cases):
         samples = make_samples(options.groups, *sizes, config.vocab_size)
-        rows: dict[str, Any] = {}
-        log_probs = []
+        total = sum(len(sample.tokens) for sample in samples)
+        sides: dict[str, Side] = {}
         for label, share in (("plain", False), ("shared", options.share)):
-            # The trainer reads its own settings, the split those that it is given.
-            backend.args = settings = args.replace(share_prefix=share)
-            (data,) = split_for_ranks(settings, samples_to_batch(settings, samples), 1)
+            sides[label] = Side(backend, args.replace(share_prefix=share), samples)
             free_memory(device)
-            spent = seconds(
-                lambda s=settings, d=data: TrainingStep(backend, s, 0, d).run(),
-                device,
-                warmup=2,
-                repeats=options.steps,
-            )
-            total = sum(len(sample.tokens) for sample in samples)
-            rows[label] = {"tokens_per_s": total / spent, "seconds": spent, "peak_gib": peak_gib(device)}
+            seconds(sides[label].step, device, warmup=1, repeats=1)
+            sides[label].peak_gib = peak_gib(device)
+        for _ in range(options.steps):  # in turns, so that a machine that slows down does so for both
+            for side in sides.values():
+                side.spent.append(seconds(side.step, device, warmup=0, repeats=1))
+        rows: dict[str, Any] = {}
+        for label, side in sides.items():
+            spent = statistics.median(side.spent)
+            rows[label] = {"tokens_per_s": total / spent, "seconds": side.spent, "peak_gib": side.peak_gib}
             if options.profile:
-                rows[label]["profile"] = profile_step(
-                    lambda s=settings, d=data: TrainingStep(backend, s, 0, d).run(), device
-                )
-            mbs = build_micro_batches(data.batch, data.scoring)
-            order = data.batch["sample_indices"]
-            by_index = dict(zip(order, backend.log_probs(mbs).log_probs, strict=True))
-            log_probs.append(torch.cat([by_index[i] for i in sorted(by_index)]))
+                rows[label]["profile"] = profile_step(side.step, device)
+        log_probs = [side.log_probs() for side in sides.values()]
         rows["ratio"] = rows["shared"]["tokens_per_s"] / rows["plain"]["tokens_per_s"]
         rows["largest_difference"] = float((log_probs[0] - log_probs[1]).abs().max())
         rows["mean_difference"] = float((log_probs[0] - log_probs[1]).abs().mean())
