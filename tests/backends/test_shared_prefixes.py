@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from trainer_helpers import meeting_point, trainer_args
 
+from slime.backends.attention import prefix_spans
 from slime.backends.attention.packed_documents import packed_attention
 from slime.backends.attention.prefix_operator import collect
 from slime.backends.attention.shared_prefixes import PrefixShare
@@ -108,7 +109,6 @@ LONG_PROMPTS = [(70, [3, 5, 1, 4]), (64, [2, 30]), (9, [6]), (80, [1, 1, 8])]
 @pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS, ALIKE])
 def test_attention_and_its_gradients_equal_those_of_whole_documents(dtype, groups):
     tree = PrefixShare.of(micro_batch(groups)).documents
-    assert tree._saves_queries == (groups is LONG_PROMPTS)
     torch.manual_seed(0)
     heads = [torch.randn(len(tree.own), n, 8, dtype=dtype, requires_grad=True) for n in (4, 2, 2)]
     whole = packed_attention(*(x[tree.keys] for x in heads), tree.whole)[tree.own]
@@ -119,6 +119,17 @@ def test_attention_and_its_gradients_equal_those_of_whole_documents(dtype, group
     found = torch.autograd.grad((shared * direction).sum(), heads)
     for ours, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, exact)
+
+
+def test_a_stream_of_more_scores_than_a_batch_has_is_several(monkeypatch):
+    tree = PrefixShare.of(micro_batch(LONG_PROMPTS)).documents
+    torch.manual_seed(0)
+    heads = [torch.randn(len(tree.own), n, 8) for n in (4, 2, 2)]
+    expected = tree.attend(*heads, None)
+    monkeypatch.setattr(prefix_spans, "_SCORES", 1 << 12)
+    tree = PrefixShare.of(micro_batch(LONG_PROMPTS)).documents
+    torch.testing.assert_close(tree.attend(*heads, None), expected)
+    assert len(tree.spans._made) > 2
 
 
 def test_gradients_of_copies_are_added_up_over_readers_and_heads():

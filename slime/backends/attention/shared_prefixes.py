@@ -20,12 +20,11 @@ from slime.algorithms.attention_variants import PLAIN, Variant
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import prefix_operator
 from slime.backends.attention.packed_documents import PackedDocuments, packed_attention, varlen_for
-from slime.backends.attention.prefix_parts import LONGEST, PartBatches
+from slime.backends.attention.prefix_spans import LONGEST, SpanBatches
 from slime.backends.base import MicroBatch
 
 # Sharing costs attention a gather of keys and, on a GPU, its fastest kernels: it must save some tokens.
 _PAYS_FROM = 1 / 8
-_SAVED_OF_PART = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,7 @@ class PrefixTree:
     readers: Tensor  # [sum of keys] int32
     reader_ends: Tensor  # [T + 1] int32
     longest: Tensor  # [] int64, on the host: of the part with the most keys
-    parts: PartBatches = field(default_factory=PartBatches)
-
-    @property
-    def _saves_queries(self) -> bool:
-        """Whether attending by part saves so many tokens of each that laying parts out pays."""
-        saved = len(self.keys) - len(self.own)
-        return self.whole.bound <= LONGEST and saved >= _SAVED_OF_PART * (len(self.cu_query) - 1)
+    spans: SpanBatches = field(default_factory=SpanBatches)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
@@ -65,13 +58,8 @@ class PrefixTree:
             return kernel(
                 query, key, value, self.cu_query, cu_key, bound, bound, scale, window=variant.window
             )
-        if (
-            variant is PLAIN
-            and query.device.type == "cpu"
-            and query.dtype.itemsize >= 4
-            and self._saves_queries
-        ):
-            return self.parts.attend(query, key, value, self.cu_query, cu_key, self.keys, chosen)
+        if variant is PLAIN and query.device.type == "cpu" and query.dtype.itemsize >= 4 and bound <= LONGEST:
+            return self.spans.attend(query, key, value, self.cu_query, cu_key, self.keys, chosen)
         places = (self.keys, self.own)
         return packed_attention(query, key, value, self.whole, scale=scale, variant=variant, places=places)
 

@@ -27,7 +27,7 @@ def _by_query(rows: Tensor, batch: int, groups: int, length: int) -> Tensor:
     return rows.view(batch, groups, length, -1, width).transpose(1, 2).reshape(batch, length, -1, width)
 
 
-def _shares(rows: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
+def shares_of(rows: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Softmax of scaled products, with the mask added."""
     keys = keys.transpose(1, 2).contiguous()  # many small matrices are read faster as they lie in memory
     if keys.shape[-1] > _SHORT_ROW:
@@ -37,6 +37,16 @@ def _shares(rows: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
     return scores.div_(scores.sum(-1, keepdim=True))
 
 
+def gradients(
+    given: Tensor, rows: Tensor, keys: Tensor, values: Tensor, shares: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows, keys and values, where `given` is that of the result."""
+    grad_values = torch.bmm(shares.transpose(1, 2), given)
+    slopes = torch.bmm(given, values.transpose(1, 2).contiguous()).mul_(shares)
+    slopes.addcmul_(shares, slopes.sum(-1, keepdim=True), value=-1).mul_(scale)
+    return torch.bmm(slopes, keys), torch.bmm(slopes.transpose(1, 2), rows), grad_values
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -44,7 +54,7 @@ class _Attention(torch.autograd.Function):
         groups = key.shape[2]
         rows = _by_key_head(query, groups)
         keys, values = (x.transpose(1, 2).reshape(batch * groups, x.shape[1], -1) for x in (key, value))
-        shares = _shares(rows, keys, mask, scale)
+        shares = shares_of(rows, keys, mask, scale)
         ctx.save_for_backward(rows, keys, values, shares)
         ctx.scale, ctx.shape = scale, (batch, groups, length)
         return _by_query(torch.bmm(shares, values), batch, groups, length)
@@ -54,11 +64,7 @@ class _Attention(torch.autograd.Function):
         rows, keys, values, shares = ctx.saved_tensors
         batch, groups, length = ctx.shape
         given = _by_key_head(grad.contiguous(), groups)
-        grad_values = torch.bmm(shares.transpose(1, 2), given)
-        slopes = torch.bmm(given, values.transpose(1, 2).contiguous()).mul_(shares)
-        slopes.addcmul_(shares, slopes.sum(-1, keepdim=True), value=-1).mul_(ctx.scale)
-        grad_rows = torch.bmm(slopes, keys)
-        grad_keys = torch.bmm(slopes.transpose(1, 2), rows)
+        grad_rows, grad_keys, grad_values = gradients(given, rows, keys, values, shares, ctx.scale)
         by_head = (x.view(batch, groups, *x.shape[1:]).transpose(1, 2) for x in (grad_keys, grad_values))
         return _by_query(grad_rows, batch, groups, length), *by_head, None, None
 
