@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from slime.algorithms.attention_variants import PLAIN, Variant, masked_attention, sees, variant_of
 from slime.engines.embedded.decode.paged import attend_to_pages
 from slime.engines.embedded.request_images import ImageRows
+from slime.engines.embedded.row_spans import SpanGroup
 
 NAME = "slime_paged"
 
@@ -61,7 +62,7 @@ class BatchPlan:
     positions: torch.Tensor  # [1, T]
     write_rows: torch.Tensor  # [T] pool row that takes the key and value of each token
     logit_index: torch.Tensor  # [N]
-    decode: tuple[DecodeGroup | PagedGroup, ...]
+    decode: tuple[DecodeGroup | PagedGroup | SpanGroup, ...]
     prefill: tuple[PrefillGroup, ...]
     grid: torch.Tensor | None = None  # [3, 1, T] positions of families that have grids; None: `positions`
     images: tuple[ImageRows, ...] = ()  # in the order of their rows
@@ -147,19 +148,14 @@ def paged_attention(
     keys, values = pool.keys[module.layer_idx], pool.values[module.layer_idx]
     keys.index_copy_(0, plan.write_rows, k)
     values.index_copy_(0, plan.write_rows, v)
-    parts = [
-        _decode(g, q, keys, values, pool.block_size, scaling, plan, variant)
-        if isinstance(g, DecodeGroup)
-        else _decode_pages(g, q, keys, values, pool.block_size, scaling)
-        for g in plan.decode
-    ]
+    parts = [_decode(g, q, keys, values, pool.block_size, scaling, plan, variant) for g in plan.decode]
     parts += [_prefill(g, q, k, v, keys, values, scaling, variant) for g in plan.prefill]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.unsqueeze(0), None
 
 
 def _decode(
-    group: DecodeGroup,
+    group: DecodeGroup | PagedGroup | SpanGroup,
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -168,6 +164,10 @@ def _decode(
     plan: BatchPlan,
     variant: Variant,
 ) -> torch.Tensor:
+    if isinstance(group, SpanGroup):
+        return group.attend(q, keys, values, scaling)
+    if isinstance(group, PagedGroup):
+        return _decode_pages(group, q, keys, values, block_size, scaling)
     rows, kv_heads = slice(group.start, group.start + group.count), keys.shape[1]
     k, v = (
         pool.view(-1, block_size * kv_heads * pool.shape[2])

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.kv_cache import BlockAllocator
-from slime.engines.embedded.runner import BLOCK_SIZE, ModelRunner
+from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.sampler import Draws, sample
 from slime.engines.embedded.scheduler import Pass, Scheduler
 from slime.engines.embedded.sequence import ABORTED, Sequence, failure
@@ -59,7 +59,9 @@ class Engine:
     def _make_scheduler(self) -> None:
         # One at a time: each request is computed alone, to the same bits
         # whatever came before it or waits beside it.
-        self.allocator = BlockAllocator(self.runner.num_blocks, BLOCK_SIZE, reuse=self.max_running > 1)
+        self.allocator = BlockAllocator(
+            self.runner.num_blocks, self.runner.block_size, reuse=self.max_running > 1
+        )
         self.scheduler = Scheduler(
             self.allocator,
             max_running=self.max_running,
@@ -71,13 +73,14 @@ class Engine:
             in_grid=self.runner.vision is not None and self.runner.vision.grid_positions,
             never=self.runner.image_ids,
             paged=self.runner.paged,
+            spans=self.runner.spans,
             admit_every=_RECORDED_PASSES if self.runner.paged and self.runner.device.type == "cuda" else 1,
         )
 
     @property
     def max_tokens(self) -> int:
         """Prompt and output of one request together."""
-        return min(self.runner.context_len, self.runner.num_blocks * BLOCK_SIZE)
+        return min(self.runner.context_len, self.runner.num_blocks * self.runner.block_size)
 
     @property
     def can_step(self) -> bool:
@@ -336,7 +339,7 @@ class Engine:
             "num_generated_tokens": self.num_generated_tokens,
             "num_retractions": self.scheduler.num_retractions,
             "num_images_encoded": self.runner.features.num_computed,
-            "kv_block_size": BLOCK_SIZE,
+            "kv_block_size": self.runner.block_size,
             "kv_blocks_total": self.allocator.num_blocks,
             "kv_blocks_free": self.allocator.num_free,
             "kv_blocks_cached": self.allocator.num_cached,

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slime.engines.embedded import row_spans
 from slime.engines.embedded.attention import BatchPlan, DecodeGroup, PagedGroup, PrefillGroup
 from slime.engines.embedded.request_images import ImageRows
+from slime.engines.embedded.row_spans import SpanGroup
 from slime.engines.embedded.sampler import SampleRows
 from slime.engines.embedded.sequence import Sequence
 
@@ -25,6 +27,7 @@ _TOKENS = 1 << 24  # more than any vocabulary has
 _SHARED_ROWS_PAY = {"cpu": 1 / 8, "cuda": 2.0}
 # Below this many, each token of a short prompt is a row of the decode group: then that is all of a pass.
 _PROMPTS_AS_ROWS_BYTES = {"cpu": 4 << 20, "cuda": 0}
+_SPANS_SAVE = 4  # tokens of one prompt read much the same keys, which spans gather once
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,7 @@ class PassLayout:
     in_grid: bool = False  # positions have three rows
     never: tuple[int, ...] = ()  # ids that no answer may hold
     paged: bool = False  # decoding reads keys where they lie, and not from padded copies
+    spans: bool = False  # rows that read the same keys gather them together
 
     def lay_out(
         self, decoding: list[Sequence], chunks: list[Chunk], followers: list[tuple[Sequence, Chunk]]
@@ -219,7 +223,8 @@ class PassLayout:
             return False
         count = len(length) + sum(chunk.end - chunk.start for chunk in chunks)
         longest = max([int(length.max(initial=0)), *(chunk.end for chunk in chunks)])
-        return count * longest * self.row_bytes <= _PROMPTS_AS_ROWS_BYTES[self.device.type]
+        most = _PROMPTS_AS_ROWS_BYTES[self.device.type] * (_SPANS_SAVE if self.spans else 1)
+        return count * longest * self.row_bytes <= most
 
     def _as_rows(
         self,
@@ -228,7 +233,7 @@ class PassLayout:
         ids: list[np.ndarray],
         positions: list[np.ndarray],
         rows: list[np.ndarray],
-    ) -> DecodeGroup | PagedGroup:
+    ) -> DecodeGroup | PagedGroup | SpanGroup:
         """One group of what decodes and all tokens of the chunks: each sees the keys up to its own."""
         counts = [chunk.end - chunk.start for chunk in chunks]
         prompts = [chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks]
@@ -277,8 +282,14 @@ class PassLayout:
         edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(length)]
         return order, list(itertools.pairwise(edges))
 
-    def _decode_group(self, slots: np.ndarray, length: np.ndarray, start: int) -> DecodeGroup | PagedGroup:
+    def _decode_group(
+        self, slots: np.ndarray, length: np.ndarray, start: int
+    ) -> DecodeGroup | PagedGroup | SpanGroup:
         num_blocks = -(-int(length.max()) // self.block_size)
+        if self.spans:
+            pages = self.slots.blocks[slots, :num_blocks]
+            if (group := row_spans.lay_out(start, pages, length, self.block_size)) is not None:
+                return group
         if self.paged:
             table = self._tensor(self.slots.blocks[slots, :num_blocks].astype(np.int32))
             return PagedGroup(start, len(slots), table, self._tensor(length.astype(np.int32)))

@@ -25,7 +25,8 @@ from slime.utils.models.norms import fuse_norms
 
 _CPU_POOL_BYTES = 256 << 20
 _CUDA_POOL_SHARE = 0.4  # of the memory that is free once the weights are loaded
-BLOCK_SIZE = 16
+_BLOCK_SIZE = 16
+_SMALL_BLOCK_SIZE = 4  # where rows gather keys in spans: more of what prompts begin with is shared
 _SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _NEEDS_OTHER = "cannot run on the embedded engine's attention function; use --rollout-engine sglang"
 
@@ -89,12 +90,8 @@ class ModelRunner:
             from slime.engines.embedded.decode.decode_kernels import rms_norm  # late: needs Triton
 
             fuse_norms(self.model, rms_norm)
-        self.num_blocks = self._derive_num_blocks(max_running, max_total_tokens)
-        self.num_forward_passes = 0
-        self.pool: KVPool | None = self._make_pool()
-        self._graphs: DecodeGraphs | None = None  # None: to be made when a pass wants them
-        self._can_record = self.paged and not decides_on_host(self.config)
-        self._traced: TracedPasses | None = None  # likewise
+        elif self.device.type == "cpu" and self.dtype == torch.float32:
+            fuse_norms(self.model, _rms_norm)
         self._can_trace = (
             not self.paged
             and self.vision is None
@@ -102,6 +99,15 @@ class ModelRunner:
             and gains(self.model)
             and not decides_on_host(self.config)
         )
+        exact = self.device.type == "cpu" and self.dtype == torch.float32 and self.vision is None
+        self.spans = exact and probe.plain and not self.paged and not self._can_trace
+        self.block_size = _SMALL_BLOCK_SIZE if self.spans else _BLOCK_SIZE
+        self.num_blocks = self._derive_num_blocks(max_running, max_total_tokens)
+        self.num_forward_passes = 0
+        self.pool: KVPool | None = self._make_pool()
+        self._graphs: DecodeGraphs | None = None  # None: to be made when a pass wants them
+        self._can_record = self.paged and not decides_on_host(self.config)
+        self._traced: TracedPasses | None = None  # likewise
 
     @torch.inference_mode()
     def _probe(self) -> ShapeProbe:
@@ -142,11 +148,11 @@ class ModelRunner:
             token = sum(shape.width for shape in self.kv_shapes.values()) * self.dtype.itemsize
             affordable = budget // token
             max_total_tokens = min(max(affordable, self.context_len), max_running * self.context_len)
-        return max(1, max_total_tokens // BLOCK_SIZE)
+        return max(1, max_total_tokens // self.block_size)
 
     def _make_pool(self) -> KVPool:
         # one more than is handed out: block 0 is padding
-        return KVPool(self.kv_shapes, self.num_blocks + 1, BLOCK_SIZE, self.dtype, self.device)
+        return KVPool(self.kv_shapes, self.num_blocks + 1, self.block_size, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, plan: BatchPlan) -> torch.Tensor:
@@ -180,7 +186,7 @@ class ModelRunner:
 
     def _replay(self, plan: BatchPlan) -> torch.Tensor | None:
         if self._graphs is None:
-            blocks = -(-min(self.context_len, self.num_blocks * BLOCK_SIZE) // BLOCK_SIZE)
+            blocks = -(-min(self.context_len, self.num_blocks * self.block_size) // self.block_size)
             self._graphs = DecodeGraphs(
                 self._forward_text, max_running=self.max_running, max_blocks=blocks, device=self.device
             )
@@ -281,6 +287,10 @@ class ModelRunner:
     def _empty_cache(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(hidden, weight.shape, weight, epsilon)
 
 
 def _auto_class(sees: bool) -> Any:

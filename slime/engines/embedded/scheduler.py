@@ -5,9 +5,10 @@ their prompts in the same pass, up to a token budget (long prompts take several 
 the youngest running sequence is retracted: it loses its pages and waits at the front, to be computed again
 from its tokens.
 
-A prompt that several sequences wait with is computed once. They share its full pages; those that ask for the
-whole of it (*twins*: the samples of a group) join in the pass that computes its end, take the last page as a
-copy, and draw their first tokens from the same logits.
+A prompt that several sequences wait with is computed once. They share its full pages, in the very pass that
+computes these: a layer writes all keys before it reads any. Those that ask for the whole of it (*twins*: the
+samples of a group) join in the pass that computes its end, take the last page as a copy, and draw their first
+tokens from the same logits.
 """
 
 from collections import deque
@@ -19,6 +20,8 @@ from slime.engines.embedded.kv_cache import BlockAllocator
 from slime.engines.embedded.pass_layout import Chunk, Pass, PassLayout, SlotTable
 from slime.engines.embedded.sampler import Draws
 from slime.engines.embedded.sequence import Sequence
+
+_PageKey = tuple[int, tuple[int, ...]]  # (the page before it or 0, its tokens)
 
 
 class Scheduler:
@@ -37,6 +40,7 @@ class Scheduler:
         in_grid: bool = False,  # positions have three rows
         never: tuple[int, ...] = (),  # ids that no answer may hold
         paged: bool = False,  # decoding reads keys where they lie, and not from padded copies
+        spans: bool = False,  # rows that read the same keys gather them together
         admit_every: int = 1,  # passes: while others decode, newcomers wait for each other so long
     ):
         self.allocator = allocator
@@ -57,6 +61,7 @@ class Scheduler:
             in_grid=in_grid,
             never=never,
             paged=paged,
+            spans=spans,
         )
 
     # -- queues ----------------------------------------------------------------------------------------------
@@ -132,7 +137,7 @@ class Scheduler:
                 sequence.blocks.append(block)
 
     def _admit(self) -> None:
-        """Those that fit; siblings of a prompt that is being computed wait for its pages, a pass later."""
+        """Those that fit; siblings of a prompt that takes several passes wait for its pages."""
         self._passes_since += 1
         if not self.waiting or not self._free_slots:
             return
@@ -149,13 +154,14 @@ class Scheduler:
         budget = self.prefill_budget - sum(s.num_tokens - s.num_computed for s in self.running)
         begun = {self._next_page(s, s.num_computed) for s in self.running} - {None}
         leaders = {tuple(s.prompt) for s in self.running if self._may_lead(s)}
+        pages: dict[_PageKey, int] = {}  # of newcomers whose prompts this pass computes to their end
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
             tokens = sequence.tokens
             if leaders and self._may_follow(sequence) and tuple(tokens) in leaders:
                 held_back.append(self.waiting.popleft())
                 continue
-            shared = self.allocator.match(sequence.keys)
+            shared = self._with_pages_of_newcomers(self.allocator.match(sequence.keys), sequence, pages)
             page = self._next_page(sequence, len(shared) * self.allocator.block_size)
             if page is not None and page in begun:
                 held_back.append(self.waiting.popleft())
@@ -177,9 +183,31 @@ class Scheduler:
             self._slots.fill(sequence)
             self.running.append(self.waiting.popleft())  # last: whatever raises above, it is in a queue
             budget -= len(tokens) - sequence.num_computed
-            begun.add(page)
+            if budget < 0:
+                begun.add(page)
+            elif self.allocator.reuse:
+                pages |= self._pages_of(sequence, len(shared))
             if self._may_lead(sequence):
                 leaders.add(tuple(tokens))
+
+    def _pages_of(self, sequence: Sequence, first: int) -> dict[_PageKey, int]:
+        """The full pages of its tokens from `first` on, each after the page before it."""
+        size, blocks, keys = self.allocator.block_size, sequence.blocks, sequence.keys
+        return {
+            (blocks[i - 1] if i else 0, tuple(keys[i * size : (i + 1) * size])): blocks[i]
+            for i in range(first, len(keys) // size)
+        }
+
+    def _with_pages_of_newcomers(
+        self, shared: list[int], sequence: Sequence, pages: dict[_PageKey, int]
+    ) -> list[int]:
+        size, keys = self.allocator.block_size, sequence.keys if pages else ()
+        for start in range(len(shared) * size, len(keys) - size, size):
+            block = pages.get((shared[-1] if shared else 0, tuple(keys[start : start + size])))
+            if block is None:
+                break
+            shared.append(block)
+        return shared
 
     def _may_lead(self, sequence: Sequence) -> bool:
         """Whether its twins can take what it computes: the whole prompt, under the weights of now."""

@@ -9,7 +9,7 @@ from engine_under_test import largest_difference, load_model, plain_log_probs
 from tiny_model import make_tiny_model
 
 from slime.cli.verify_model import shrink
-from slime.engines.embedded import pass_layout
+from slime.engines.embedded import pass_layout, runner
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.generate_json import RequestLimits, RequestReader
 from slime.engines.embedded.runner import ModelRunner
@@ -22,6 +22,14 @@ CONTEXT = 256
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), context=CONTEXT, init_std=0.2)
+
+
+@pytest.fixture(params=[False, True], ids=["padded", "spans"])
+def spans(request, monkeypatch):
+    """How rows read their keys: each its own, padded, or those of a span together, as in larger models."""
+    if request.param:
+        monkeypatch.setattr(runner, "gains", lambda model: False)
+    return request.param
 
 
 def make_engine(folder, *, max_running=8, max_total_tokens=4096) -> Engine:
@@ -52,8 +60,9 @@ def run_all(engine: Engine, sequences) -> list[list[int]]:
     return [s.output for s in sequences]
 
 
-def test_a_pool_too_small_for_all_retracts_and_makes_the_same_tokens(folder):
+def test_a_pool_too_small_for_all_retracts_and_makes_the_same_tokens(folder, spans):
     roomy, tight = make_engine(folder), make_engine(folder, max_total_tokens=192)
+    assert roomy.runner.spans == spans
     expected = run_all(roomy, make_requests(roomy, 20))
     sequences = make_requests(tight, 20)
     assert run_all(tight, sequences) == expected
@@ -61,7 +70,7 @@ def test_a_pool_too_small_for_all_retracts_and_makes_the_same_tokens(folder):
     assert sum(s.num_retractions for s in sequences) == tight.scheduler.num_retractions
 
 
-def test_prompts_in_chunks_and_split_decode_groups_give_right_log_probs(folder, monkeypatch):
+def test_prompts_in_chunks_and_split_decode_groups_give_right_log_probs(folder, spans, monkeypatch):
     monkeypatch.setattr(pass_layout, "_SPLIT_DECODE_BYTES", {"cpu": 0})
     monkeypatch.setattr(pass_layout, "_PROMPTS_AS_ROWS_BYTES", {"cpu": 0})
     engine = make_engine(folder)
@@ -89,7 +98,7 @@ def test_siblings_share_the_pages_of_their_prompt(folder):
     assert engine.allocator.num_free >= engine.allocator.num_blocks - 6 - 4 * 2
 
 
-def test_siblings_that_come_together_compute_their_prompt_once(folder, monkeypatch):
+def test_siblings_that_come_together_compute_their_prompt_once(folder, spans, monkeypatch):
     monkeypatch.setattr(pass_layout, "_SHARED_ROWS_PAY", {"cpu": 2.0})  # each that decodes is a row
     engine = make_engine(folder, max_running=16)
     sequences = make_requests(engine, 12, new_tokens=20)
@@ -109,8 +118,35 @@ def test_siblings_that_come_together_compute_their_prompt_once(folder, monkeypat
         assert largest_difference(sequence.log_probs, expected) < 1e-4
 
 
+@pytest.mark.parametrize("budget", [2048, 60])
+def test_prompts_that_begin_alike_share_pages_in_the_pass_that_computes_them(
+    folder, spans, budget, monkeypatch
+):
+    monkeypatch.setattr(pass_layout, "_SHARED_ROWS_PAY", {"cpu": 2.0})
+    engine = make_engine(folder, max_running=16)
+    engine.scheduler.prefill_budget = budget
+    sequences = make_requests(engine, 6, new_tokens=9)
+    beginning = [5 + i % 90 for i in range(42)]
+    for number, sequence in enumerate(sequences):
+        sequence.prompt = beginning + [60 + number // 2 + i for i in range(5)]
+    computed, forward = [], engine.runner.forward
+    monkeypatch.setattr(
+        engine.runner, "forward", lambda plan: computed.append(plan.token_ids.numel()) or forward(plan)
+    )
+    run_all(engine, sequences)
+    page = engine.runner.block_size
+    num_decoded = sum(len(s.output) - 1 for s in sequences)
+    assert sum(computed) - num_decoded == 47 + 2 * (47 - 42 // page * page)
+    if budget > 100:
+        assert len(computed) == max(s.max_new_tokens for s in sequences), "all of them begin in one pass"
+    model = load_model(folder)
+    for sequence in sequences:
+        expected = plain_log_probs(model, sequence.prompt, sequence.output)
+        assert largest_difference(sequence.log_probs, expected) < 1e-4
+
+
 @pytest.mark.parametrize("length", [1, 7, 16, 17, 40, 64])
-def test_siblings_draw_what_each_would_draw_alone(folder, length):
+def test_siblings_draw_what_each_would_draw_alone(folder, length, spans):
     """Shorter than a page, whole pages, and between; the pool is so small that some are retracted."""
 
     def siblings(engine: Engine):
@@ -127,7 +163,7 @@ def test_siblings_draw_what_each_would_draw_alone(folder, length):
 
 
 @pytest.mark.parametrize("split", [8 << 20, 0])
-def test_siblings_that_drew_the_same_tokens_are_one_row(folder, split, monkeypatch):
+def test_siblings_that_drew_the_same_tokens_are_one_row(folder, split, spans, monkeypatch):
     monkeypatch.setattr(pass_layout, "_SPLIT_DECODE_BYTES", {"cpu": split})
     monkeypatch.setattr(pass_layout, "_PROMPTS_AS_ROWS_BYTES", {"cpu": split})
 
