@@ -144,3 +144,21 @@ asyncio.run(module.loop_watch.run("--custom-rm-path mine", my_reward()))
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_process_that_is_forked_has_a_watch_of_its_own():
+    program = """
+import asyncio, os, threading
+from slime.utils.machine.loop_watch import loop_watch
+async def one():
+    return 1
+names = lambda: [t.name for t in threading.enumerate()].count("loop-watch")
+assert loop_watch.begin("mine", one()) == (True, 1) and names() == 1
+child = os.fork()
+if child == 0:
+    before = names()
+    loop_watch.begin("mine", one())
+    os._exit(0 if (before, names()) == (0, 1) else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)

@@ -30,7 +30,7 @@ _NOBODY_RUNS_S = 30.0
 _NOT_BEGUN = object()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Step:
     """What a thread does between two awaits of a user's function."""
 
@@ -66,15 +66,15 @@ class LoopWatch:
 
         To be called in the task that goes on with it.
         """
-        self._begin_call()  # without context managers: most rewards take less time than these
-        step = self._begin_step(name)
+        with self._lock:  # most rewards take less time than the context managers below
+            step = self._begin_step(name)
+            self._start()
         try:
             waits_for = call.send(None)
         except StopIteration as end:
             return True, end.value
         finally:
             self._end_step(step)
-            self._end_call()
         return False, self._go_on(name, call, waits_for)
 
     async def _go_on(self, name: str, call: Coroutine[Any, Any, Any], waits_for: Any) -> Any:
@@ -97,6 +97,7 @@ class LoopWatch:
 
     def _end_step(self, step: _Step) -> None:
         self._steps.discard(step)
+        self._num_ended += 1
         seconds = time.monotonic() - step.started
         if seconds > SLOW_STEP_S:
             self._tell(step, f"held up the event loop for {seconds:.1f} s")
@@ -117,12 +118,11 @@ class LoopWatch:
     def _end_call(self) -> None:
         with self._lock:
             self._num_calls -= 1
-            self._num_ended += 1
 
     def _start(self) -> None:
         if not self._wake.is_set():  # it stays awake between calls that follow each other
             self._wake.set()
-        if self._thread is None or not self._thread.is_alive():  # as in a process that was forked
+        if self._thread is None:
             self._thread = threading.Thread(target=self._look_on, name="loop-watch", daemon=True)
             self._thread.start()
 
@@ -130,7 +130,7 @@ class LoopWatch:
         while True:
             self._wake.wait()
             ended = -1
-            while self._num_calls or self._num_ended != ended:
+            while self._num_calls or self._steps or self._num_ended != ended:
                 ended = self._num_ended
                 _dump_if_nobody_runs()
                 time.sleep(_LOOK_EVERY_S)
@@ -143,9 +143,10 @@ class LoopWatch:
                             f"has held up the event loop for {seconds:.0f} s so far{_line_of(step.thread)}",
                         )
             with self._lock:
-                if not self._num_calls:
+                if not self._num_calls and not self._steps:
                     self._wake.clear()
-                    faulthandler.cancel_dump_traceback_later()
+                    if not _parent_watched:
+                        faulthandler.cancel_dump_traceback_later()
 
     def _tell(self, step: _Step, what: str) -> None:
         if step.name in self._told:
@@ -197,8 +198,19 @@ def _line_of(thread: int) -> str:
 
 def _dump_if_nobody_runs() -> None:
     with contextlib.suppress(ValueError, OSError):  # a process whose stderr is closed
-        if sys.__stderr__ is not None and os.fstat(sys.__stderr__.fileno()):
+        if not _parent_watched and sys.__stderr__ is not None and os.fstat(sys.__stderr__.fileno()):
             faulthandler.dump_traceback_later(_NOBODY_RUNS_S, file=sys.__stderr__)
 
 
 loop_watch = LoopWatch()
+_parent_watched = False  # before it forked this process: faulthandler would wait for a thread of the parent
+
+
+def _begin_anew() -> None:
+    """In a process that was forked: it has not the threads of its parent."""
+    global _parent_watched
+    _parent_watched = _parent_watched or loop_watch._thread is not None
+    vars(loop_watch).update(vars(LoopWatch()))
+
+
+os.register_at_fork(after_in_child=_begin_anew)
