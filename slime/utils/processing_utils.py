@@ -33,6 +33,36 @@ def load_tokenizer(
     return tokenizer
 
 
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text, without special tokens around it.
+
+    By the half of transformers' tokenizer that is written in Rust where that is all that would be asked: it
+    takes a third of the time.
+    """
+    kind: Any = type(tokenizer)
+    rust = tokenizer.backend_tokenizer if _is_transformers_own(kind) else None
+    if (
+        rust is None
+        or rust.truncation is not None
+        or rust.padding is not None
+        or rust.encode_special_tokens != tokenizer.split_special_tokens
+    ):
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    ids: list[int] = rust.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@functools.lru_cache(maxsize=8)
+def _is_transformers_own(kind: Any) -> bool:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast  # as above
+
+    return bool(
+        issubclass(kind, PreTrainedTokenizerFast)
+        and kind.encode is PreTrainedTokenizerBase.encode
+        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+    )
+
+
 @functools.lru_cache(maxsize=8)
 def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Any | None:
     """The processor of a multimodal model; None when the model takes text only.

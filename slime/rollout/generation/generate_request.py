@@ -13,6 +13,7 @@ from slime.rollout.generation.sample_images import encode_prompt_with_images, pi
 from slime.rollout.prompt_groups import attempt_of, describe
 from slime.utils import top_p
 from slime.utils.errors import EngineAnswerError
+from slime.utils.processing_utils import encode_text
 from slime.utils.types import Sample
 from slime.wire.protocol import (
     ADAPTER_NAME,
@@ -88,7 +89,7 @@ def prepare_prompt(sample: Sample, tokenizer: Any, processor: Any = None) -> Non
 @functools.lru_cache(maxsize=256)
 def _encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:
     """Remembered for a while: the samples of a group ask one after another with the same prompt."""
-    return tuple(tokenizer.encode(prompt, add_special_tokens=False))
+    return tuple(encode_text(tokenizer, prompt))
 
 
 def token_budget(
@@ -149,9 +150,9 @@ def _wrong_with(args: PluginArgs, budget: int | None, answer: Generation) -> str
         return f"no token, although it says {answer.finish!r}" if answer.finish != "abort" else None
     if budget is not None and len(ids) > budget:
         return f"{len(ids)} tokens where {budget} were asked for"
-    low, high = min(ids), max(ids)
-    if low < 0 or (args.vocab_size is not None and high >= args.vocab_size):
-        return f"token id {low if low < 0 else high} in a vocabulary of {args.vocab_size}"
+    # None is below 0: an answer with such an id could not be read.
+    if args.vocab_size is not None and max(ids) >= args.vocab_size:
+        return f"token id {max(ids)} in a vocabulary of {args.vocab_size}"
     if log_probs is not None and max(log_probs) > _LOG_PROB_SLACK:
         return f"a log-prob of {max(log_probs)}"
     return None
@@ -165,8 +166,8 @@ def wrong_images(request: GenerateRequest, answer: Generation) -> str | None:
             f"it read {answer.prompt_tokens} tokens where our processor makes {expected} of text and images: "
             "their processors differ"
         )
-    found = next((token for token in answer.ids if token in request.forbidden_ids), None)
-    return f"it holds the image token {found}, for which there is no image" if found is not None else None
+    found = request.forbidden_ids.intersection(answer.ids) if request.forbidden_ids else ()
+    return f"it holds the image token {min(found)}, for which there is no image" if found else None
 
 
 def _wrong_nucleus(args: PluginArgs, request: GenerateRequest, answer: Generation) -> str | None:
