@@ -77,9 +77,7 @@ def _nowhere() -> TraceHandle:
 @_never_raises(_nowhere)
 def bind_trace(sample: Sample) -> TraceHandle:
     """The sample's trace, begun if it has none."""
-    trace = _completed(sample.__dict__.get("trace"), sample_id=sample.index, group_id=sample.group_index)
-    vars(sample)["trace"] = trace  # attached: only a traced sample has it
-    return _handle(trace)
+    return _handle(_trace_of(sample))
 
 
 @_never_raises(_nowhere)
@@ -145,13 +143,10 @@ def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None) 
 @_never_raises(lambda: None)
 def trace_stretch(sample: Sample, name: str, start_ts: float, attrs: Mapping[str, Any]) -> None:
     """A span of a sample that ends now, told whole: where many overlap in one task."""
-    handle = bind_trace(sample)
-    if handle.carrier is not None:
-        begin = _event(handle, "span_start", name, _new_id(), _current_parent(handle), start_ts)
-        end = {**begin, "type": "span_end", "ts": time.time()}
-        if attrs:
-            end["attrs"] = _plain(attrs)
-        handle.carrier["events"] += (begin, end)
+    trace = _trace_of(sample)
+    handle = _handle(trace)
+    begin = _event(handle, "span_start", name, _new_id(), _current_parent(handle), start_ts)
+    trace["events"] += (begin, _end_of(begin, attrs))
 
 
 class trace_span:  # used like a function: with trace_span(sample, "reward_model") as span
@@ -160,7 +155,7 @@ class trace_span:  # used like a function: with trace_span(sample, "reward_model
     def __init__(self, target: Any, name: str, attrs: Mapping[str, Any] | None = None):
         self._target, self._name, self._start_attrs = target, name, attrs
         self._attrs: dict[str, Any] = {}
-        self._opened: list[tuple[TraceHandle, str, str | None]] = []
+        self._opened: list[tuple[TraceHandle, dict[str, Any]]] = []  # with the event that began it
         self._token: contextvars.Token[dict[str, str] | None] | None = None
         self._start_ts = 0.0
 
@@ -185,8 +180,12 @@ class trace_span:  # used like a function: with trace_span(sample, "reward_model
         spans = dict(_open_spans.get() or {})
         for handle in _handles(self._target):
             span_id, parent = _new_id(), _current_parent(handle)
-            _write(handle, "span_start", self._name, span_id, parent, self._start_attrs, ts=self._start_ts)
-            self._opened.append((handle, span_id, parent))
+            begin = _event(handle, "span_start", self._name, span_id, parent, self._start_ts)
+            if self._start_attrs:
+                begin["attrs"] = _plain(self._start_attrs)
+            if handle.carrier is not None:
+                handle.carrier["events"].append(begin)
+            self._opened.append((handle, begin))
             spans[handle.trace_id] = span_id
         self._token = _open_spans.set(spans)
 
@@ -195,10 +194,11 @@ class trace_span:  # used like a function: with trace_span(sample, "reward_model
         if error is not None:
             self._attrs["error"] = f"{type(error).__name__}: {error}"
         children = self._attrs.pop(_CHILDREN, None) or []
-        for handle, span_id, parent in self._opened:
+        for handle, begin in self._opened:
             for child in children:
-                _write_child(handle, child, span_id, self._start_ts)
-            _write(handle, "span_end", self._name, span_id, parent, self._attrs)
+                _write_child(handle, child, begin["span_id"], self._start_ts)
+            if handle.carrier is not None:
+                handle.carrier["events"].append(_end_of(begin, self._attrs))
         if self._token is not None:
             _open_spans.reset(self._token)
 
@@ -304,6 +304,18 @@ def _completed(
     return trace
 
 
+def _trace_of(sample: Sample) -> dict[str, Any]:
+    """The sample's trace, begun if it has none."""
+    fields = vars(sample)
+    trace: dict[str, Any] | None = fields.get("trace")
+    if trace is None:
+        trace = {"version": _VERSION, "trace_id": _new_id(), "events": [], "attempt": 0}
+        trace["sample_id"], trace["group_id"] = sample.index, sample.group_index
+        fields["trace"] = trace  # attached: only a traced sample has it
+        return trace
+    return _completed(trace, sample_id=sample.index, group_id=sample.group_index)
+
+
 def _handles(target: Any) -> list[TraceHandle]:
     """Handles of everything traceable in the target, each trace once."""
     if isinstance(target, Sample):
@@ -356,6 +368,15 @@ def _event(
     if parent is not None:
         event["parent_span_id"] = parent
     return event
+
+
+def _end_of(begin: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """The event that ends a span now."""
+    end = {**begin, "type": "span_end", "ts": time.time()}
+    end.pop("attrs", None)
+    if attrs:
+        end["attrs"] = _plain(attrs)
+    return end
 
 
 def _write_child(handle: TraceHandle, child: Mapping[str, Any], parent: str, start_ts: float) -> None:
