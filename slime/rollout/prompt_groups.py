@@ -75,15 +75,17 @@ def copy_sample(sample: Sample) -> Sample:
 def copies_of(sample: Sample, count: int) -> list[Sample]:
     """So many copies, each as independent of the others as of the sample."""
     # Every sample is copied several times: most of its fields hold what needs no copy.
-    kept = [(name, value) for name, value in vars(sample).items() if type(value) not in _UNCHANGING]
-    changing = [(n, value) for n, value in kept if isinstance(value, (list, dict)) and n not in _MEDIA]
-    nested = {name for name, value in changing if name not in _OF_PLAIN_TUPLES and _is_nested(value)}
+    changing = [
+        (name, value, name not in _OF_PLAIN_TUPLES and _is_nested(value))
+        for name, value in vars(sample).items()
+        if type(value) not in _UNCHANGING and isinstance(value, (list, dict)) and name not in _MEDIA
+    ]
     made = []
     for _ in range(count):
         new = _bare_copy(sample)
         fields = new.__dict__
-        for name, value in changing:
-            fields[name] = copy.deepcopy(value) if name in nested else value.copy()
+        for name, value, is_nested in changing:
+            fields[name] = copy.deepcopy(value) if is_nested else value.copy()
         new.spec_info = _bare_copy(sample.spec_info)
         new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
         made.append(new)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypeAlias, TypedDict
@@ -58,7 +58,7 @@ class SpecInfo:
     def spec_accept_length(self) -> float:
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
-    def add(self, meta_info: dict[str, Any]) -> None:
+    def add(self, meta_info: Mapping[str, Any]) -> None:
         """The first names are those of SGLang 0.5.16 and later, the second those before."""
         accepted = meta_info.get("spec_num_correct_drafts", meta_info.get("spec_accept_token_num"))
         drafted = meta_info.get("spec_num_proposed_drafts", meta_info.get("spec_draft_token_num"))
@@ -86,7 +86,7 @@ class PrefixCacheInfo:
     def prefix_cache_hit_rate(self) -> float:
         return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
 
-    def add(self, meta_info: dict[str, Any]) -> None:
+    def add(self, meta_info: Mapping[str, Any]) -> None:
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
 
@@ -230,7 +230,32 @@ class Sample:
         Trainable tokens come from the policy and need log-probs; the rest (tool output, environment text)
         must have none and gets log-prob 0 and mask 0. `meta_info` is the engine's answer of the same name.
         """
-        new = list(map(int, tokens or ()))
+        given = None if log_probs is None else list(map(float, log_probs))
+        self._append(
+            args, list(map(int, tokens or ())), given, trainable, meta_info, text, update_terminal_info
+        )
+
+    def append_answer(
+        self,
+        args: ExpertArgs | None,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        meta_info: Mapping[str, Any],
+        text: str,
+    ) -> None:
+        """The same of an answer whose numbers were looked at when it was read."""
+        self._append(args, list(tokens), list(log_probs), True, meta_info, text, True)
+
+    def _append(
+        self,
+        args: ExpertArgs | None,
+        new: list[int],
+        log_probs: list[float] | None,
+        trainable: bool,
+        meta_info: Mapping[str, Any] | None,
+        text: str | None,
+        update_terminal_info: bool,
+    ) -> None:
         self._check_append(new, log_probs, trainable)
         start = self.response_length
         mask = [1] * start if self.loss_mask is None else self.loss_mask
@@ -238,9 +263,9 @@ class Sample:
         self.loss_mask = mask
         self.tokens.extend(new)
         self.response_length += len(new)
-        values = list(map(float, log_probs)) if trainable and log_probs is not None else [0.0] * len(new)
         if new or log_probs is not None:
-            self.rollout_log_probs = (self.rollout_log_probs or []) + values
+            values = log_probs if log_probs is not None else [0.0] * len(new)
+            self.rollout_log_probs = self.rollout_log_probs + values if self.rollout_log_probs else values
         if text:
             self.response += text
         self._merge_top_p(meta_info or {}, start, len(new), trainable)
@@ -270,7 +295,7 @@ class Sample:
             )
 
     def _apply_meta_info(
-        self, args: ExpertArgs | None, meta: dict[str, Any], start: int, count: int, terminal: bool
+        self, args: ExpertArgs | None, meta: Mapping[str, Any], start: int, count: int, terminal: bool
     ) -> None:
         self._merge_routed_experts(args, meta)
         for span in meta.get("weight_versions") or ():
@@ -287,7 +312,7 @@ class Sample:
         reason = (meta["finish_reason"] or {}).get("type", "")
         self.status = _STATUS_OF_FINISH.get(reason, self.status)
 
-    def _merge_top_p(self, meta: dict[str, Any], start: int, count: int, trainable: bool) -> None:
+    def _merge_top_p(self, meta: Mapping[str, Any], start: int, count: int, trainable: bool) -> None:
         """Take the ids that the new tokens were drawn from; tokens of other origin have none."""
         ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
         found: tuple[Any, Any] | None = top_p.from_meta(meta)
@@ -301,7 +326,7 @@ class Sample:
             ids, offsets = [], [0] * (start + 1)
         self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p.joined(ids, offsets, *found)
 
-    def _merge_routed_experts(self, args: ExpertArgs | None, meta: dict[str, Any]) -> None:
+    def _merge_routed_experts(self, args: ExpertArgs | None, meta: Mapping[str, Any]) -> None:
         if meta.get("routed_experts") is None:
             return
         assert args is not None, "append_response_tokens needs `args` for an answer with routed experts"
@@ -387,7 +412,10 @@ def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
     """All samples of a (nested) structure, in order: groups, fan-out lists inside groups, or a flat list."""
     flat: list[Sample] = []
     for item in groups:
-        flat.extend([item] if isinstance(item, Sample) else flatten_samples(item))
+        if isinstance(item, Sample):
+            flat.append(item)
+        else:
+            flat.extend(flatten_samples(item))
     return flat
 
 

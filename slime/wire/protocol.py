@@ -9,7 +9,6 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from operator import itemgetter
 from typing import Any, Literal
 
 from slime.catalog.engines import Dialect
@@ -24,6 +23,7 @@ ADAPTER_NAME = "policy"
 
 # Below this engines draw greedily, SGLang too: a division by less would overflow the logits.
 GREEDY_BELOW = 1e-6
+_INT = frozenset({int})
 MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
 
 
@@ -78,9 +78,11 @@ def wrong_token_id(ids: Sequence[Any], vocab_size: int | None) -> str | None:
 
     `vocab_size` None: not known, so that only what can be no id at all is found.
     """
-    high = math.inf if vocab_size is None else vocab_size
-    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < high)):
+    if set(map(type, ids)) <= _INT and (
+        not ids or (min(ids) >= 0 and (vocab_size is None or max(ids) < vocab_size))
+    ):
         return None  # the usual case, at the speed of C
+    high = math.inf if vocab_size is None else vocab_size
     return shown(next(i for i in ids if type(i) is not int or not 0 <= i < high))
 
 
@@ -316,10 +318,7 @@ class Generation:
             ids, log_probs = tuple(data["output_ids"]), None
         else:
             # Column by column: an answer has thousands of these, and all of them come at once.
-            ids, log_probs = (
-                tuple(map(itemgetter(1), triples)),
-                tuple(map(float, map(itemgetter(0), triples))),
-            )
+            ids, log_probs = tuple([t[1] for t in triples]), tuple(map(float, [t[0] for t in triples]))
             if "output_ids" in data and tuple(data["output_ids"]) != ids:
                 raise ValueError(_disagreement(shown(meta.get("id")), ids, data["output_ids"]))
             if not math.isfinite(sum(log_probs)):

@@ -136,28 +136,27 @@ class Collector(abc.ABC):
             return
         self._failed_in_a_row = 0
         group = ticket.task.result()
-        failure = next(
-            (s.reward_failure for s in flatten_samples(group) if s.reward_failure is not None), None
-        )
+        samples = flatten_samples(group)
+        failure = next((s.reward_failure for s in samples if s.reward_failure is not None), None)
         if failure is not None:
             self._on_reward_failure(ticket, group, failure)
-        elif any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
+        elif any(s.status is Sample.Status.ABORTED for s in samples):
             cause = f"the generate function gave up on {describe(group)} (a sample is aborted)"
             kept = self._resumable(group, ticket.origin)
             self.waste.begun("aborted", ticket.origin, kept, ticket.scope)
             self._requeue(ticket, kept, cause)
         else:
-            self._filter(ticket, group)
+            self._filter(ticket, group, samples)
 
-    def _filter(self, ticket: Ticket, group: Group) -> None:
+    def _filter(self, ticket: Ticket, group: Group, samples: list[Sample]) -> None:
         if len(group) != self.args.n_samples_per_prompt:
             raise ValueError(
                 f"{describe(group)}: the group has {len(group)} entries, --n-samples-per-prompt is "
                 f"{self.args.n_samples_per_prompt}."
             )
         self.decided.append(group)
-        made = [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED]
-        self.counts["samples_failed"] += len(flatten_samples(group)) - len(made)
+        made = [s for s in samples if s.status is not Sample.Status.FAILED]
+        self.counts["samples_failed"] += len(samples) - len(made)
         output = self._verdict(made)
         if should_drop_dynamic_filter_output(
             output, remaining_batch_size=self._remaining, target_data_size=self.target

@@ -37,14 +37,14 @@ class SamplingRefused(RunStopped, ValueError):
     """A request for trained tokens asks to draw them from another distribution than the trainer's."""
 
 
-@contextlib.contextmanager
-def not_trained() -> Iterator[None]:
+class not_trained:  # used like a function: with not_trained()
     """Within this block nobody trains on what engines answer: evaluation, rewards, baselines."""
-    token = _trained.set(False)
-    try:
-        yield
-    finally:
-        _trained.reset(token)
+
+    def __enter__(self) -> None:
+        self._token = _trained.set(False)
+
+    def __exit__(self, *_: object) -> None:
+        _trained.reset(self._token)
 
 
 def is_trained() -> bool:

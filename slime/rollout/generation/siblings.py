@@ -57,24 +57,23 @@ def go_together(
         and args.group_failure_action != "keep"
         and sampling_params.get("sampling_seed") is None
         and not http_utils.is_observed()
-        and all(isinstance(sample, Sample) and _is_fresh(sample) for sample in group)
-        and len({_prompt_of(sample) for sample in group}) == 1
+        and all(_is_fresh_copy_of(group[0], entry) for entry in group)
     )
 
 
-def _is_fresh(sample: Sample) -> bool:
+def _is_fresh_copy_of(first: Entry, entry: Entry) -> bool:
+    """Whether it begins with its prompt, which is that of the first."""
     return (
-        sample.status is Sample.Status.PENDING
-        and not sample.response_length
-        and sample.generate_function_path is None
-        and isinstance(sample.prompt, str)
-        and not pictures_of(sample)
+        isinstance(entry, Sample)
+        and isinstance(first, Sample)
+        and entry.status is Sample.Status.PENDING
+        and not entry.response_length
+        and entry.generate_function_path is None
+        and isinstance(entry.prompt, str)
+        and not (entry.multimodal_inputs and pictures_of(entry))
+        and entry.prompt == first.prompt
+        and entry.tokens == first.tokens
     )
-
-
-def _prompt_of(entry: Entry) -> tuple[Any, ...]:
-    assert isinstance(entry, Sample)
-    return entry.prompt, tuple(entry.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +96,9 @@ async def generate_siblings(
     alone: Work,
 ) -> Group:
     """All of them. `finish`: what comes after an answer; `alone`: the way of a sample that got none."""
-    for sample in samples:
-        prepare_prompt(sample, tokenizer)
+    prepare_prompt(samples[0], tokenizer)
+    for sample in samples[1:]:
+        sample.tokens = samples[0].tokens.copy()
     budget = token_budget(args, samples[0], sampling_params.get("max_new_tokens"), ways.scope.max_context_len)
     made: dict[int, Entry] = {}
 
@@ -110,19 +110,23 @@ async def generate_siblings(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            missing = set(range(len(samples)))
+            missing, last = set(range(len(samples))), list[int]()
             if budget != 0:
                 requests = sibling_requests(args, samples, sampling_params, budget)
                 told = _answers(args, samples, requests, ways)
                 async with contextlib.aclosing(told) as answers:
-                    async for came in answers:
-                        missing.difference_update(came)
-                        whole = [place for place, is_whole in came.items() if is_whole]
-                        tasks.create_task(follow(whole))
-                        for place in came.keys() - whole:
+                    async for whole, cut_short in answers:
+                        missing.difference_update(whole, cut_short)
+                        for place in cut_short:
                             tasks.create_task(go_alone(place))
+                        if missing and whole:
+                            tasks.create_task(follow(whole))
+                        elif whole:
+                            last = whole  # no task is needed to go on with these: nothing else is read
             for place in sorted(missing):
                 tasks.create_task(go_alone(place))
+            if last:
+                await follow(last)
     except BaseExceptionGroup as several:
         first = several.exceptions[0]  # its failure ended the others
         raise first from first.__cause__
@@ -134,8 +138,10 @@ async def _answers(
     samples: list[Sample],
     requests: SiblingRequests,
     ways: Ways,
-) -> AsyncGenerator[dict[int, bool], None]:
-    """By place, whether a sample has its answer, as they come; a sample that is not told of got none."""
+) -> AsyncGenerator[tuple[list[int], list[int]], None]:
+    """Places of samples that have their answer, and of those that go on alone from what they have now, as
+    answers come; a sample that is not told of got none.
+    """
     limit, scope = ways.limit, ways.scope
     await limit.enter(len(samples))
     waiting, began = set(range(len(samples))), None
@@ -143,7 +149,7 @@ async def _answers(
         if scope.aborted:
             for sample in samples:
                 sample.status = Sample.Status.ABORTED
-            yield dict.fromkeys(range(len(samples)), True)
+            yield list(range(len(samples))), []
             return
         began, started = scope.begin(requests.rids), time.time()
         async with contextlib.aclosing(ways.client.generate_together(requests)) as answers:
@@ -153,13 +159,16 @@ async def _answers(
                 limit.leave(len(fresh))
                 scope.end_all([requests.rids[place] for place in fresh], began)
                 scope.note_tokens(sum(len(one.ids) for one in fresh.values()) if is_trained() else 0)
+                # Of one stream, so of one engine.
+                engine = ways.engine_of(next(iter(fresh.values()))) if fresh else {}
+                whole: list[int] = []
+                cut_short: list[int] = []
                 for place, answer in fresh.items():
-                    attrs = {"tokens": len(answer.ids), **ways.engine_of(answer)}
-                    trace_stretch(samples[place], "generate", started, attrs)
-                yield {
-                    place: _take(args, requests, place, samples[place], answer, scope)
-                    for place, answer in fresh.items()
-                }
+                    sample = samples[place]
+                    trace_stretch(sample, "generate", started, {"tokens": len(answer.ids), **engine})
+                    is_whole = _take(args, requests, place, sample, answer, scope)
+                    (whole if is_whole else cut_short).append(place)
+                yield whole, cut_short
     finally:
         limit.leave(len(waiting))
         if began is not None:
@@ -180,11 +189,5 @@ def _take(
     except EngineAnswerError as error:
         logger.warning("%s is asked for again: %s", describe(sample), error)
         return False
-    sample.append_response_tokens(
-        args,
-        tokens=answer.ids,
-        log_probs=answer.log_probs or [],
-        meta_info=dict(answer.meta),
-        text=answer.text,
-    )
+    sample.append_answer(args, answer.ids, answer.log_probs or (), answer.meta, answer.text)
     return answer.finish != "abort" or scope.aborted

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
@@ -30,6 +29,7 @@ from slime.utils.types import Sample
 
 CUSTOM_RM = "--custom-rm-path"
 _MAX_REWARD_THREADS = 64
+_KEPT = (RewardConfigError,)
 
 
 async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
@@ -124,18 +124,16 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
     """Call a user's reward function, async or plain, with a deadline; a mistake in it ends the run."""
     function, name, rest = load_function(path), f"{CUSTOM_RM} {path}", None
 
-    def telling_mistakes() -> AbstractContextManager[None]:
-        return plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,))
-
+    telling_mistakes = plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=_KEPT)
     if _is_async(function) and not takes_columns(function):
-        with telling_mistakes():
+        with telling_mistakes:
             ended, rest = loop_watch.begin(name, function(args, subject, **kwargs))
         if ended:
             return rest  # it never waited, and nothing could have ended it earlier
     waited = waits.waiting(f"reward {path}", owner="rollout", deadline_s=args.generate_timeout_s)
     try:
         async with asyncio.timeout(args.generate_timeout_s) as deadline:
-            with waited, telling_mistakes():
+            with waited, telling_mistakes:
                 if rest is not None:
                     return await rest
                 if takes_columns(function):

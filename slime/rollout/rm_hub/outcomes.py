@@ -38,6 +38,8 @@ def store(sample: Sample, outcome: Any) -> None:
 
 def judge(args: PluginArgs, value: Any, *, evaluation: bool = False) -> Any:
     """The value as a score (a number, or a dict whose chosen key is one), or why it is none."""
+    if type(value) is float and math.isfinite(value):  # most rewards
+        return value
     if isinstance(value, RewardFailure):
         return value
     if isinstance(value, dict):

@@ -51,15 +51,20 @@ async def score_samples(args: PluginArgs, samples: Sequence[Any], *, evaluation:
 async def score_one(args: PluginArgs, sample: Sample, *, evaluation: bool = False) -> None:
     """The same of one sample, whose reward does not wait for its group."""
 
-    async def attempt() -> list[Any]:
-        value = await _guarded(async_rm(args, sample), custom_path_of(args, sample))
-        return [_judged(args, sample, value, evaluation)]
-
     with trace_span(sample, "reward_model"):
-        outcomes = await attempt()
-        if isinstance(outcomes[0], RewardFailure):
-            outcomes = await _with_retries(args, [sample], outcomes, attempt)
-    _conclude(args, sample, outcomes[0])
+        outcome = await _attempt(args, sample, evaluation)
+        if isinstance(outcome, RewardFailure):
+
+            async def attempt() -> list[Any]:
+                return [await _attempt(args, sample, evaluation)]
+
+            (outcome,) = await _with_retries(args, [sample], [outcome], attempt)
+    _conclude(args, sample, outcome)
+
+
+async def _attempt(args: PluginArgs, sample: Sample, evaluation: bool) -> Any:
+    value = await _guarded(async_rm(args, sample), custom_path_of(args, sample))
+    return _judged(args, sample, value, evaluation)
 
 
 async def _score_group(args: PluginArgs, samples: list[Sample], evaluation: bool) -> None:
