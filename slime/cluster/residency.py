@@ -98,6 +98,8 @@ class Residency:
                 params="cpu" if phase is GENERATE else "device",
                 optimizer="device" if phase is TRAIN else "cpu",
             )
+        elif self._offload_rollout and self._phase is TRAIN:
+            self._ranks.call(TrainActor.empty_cache)  # what a step needed; weights and moments stay
         if self._offload_rollout:
             self._restore(_ENGINE_HOLDS[phase] - self._held)
         self._phase = phase

@@ -203,6 +203,9 @@ class Recorder:
     def move(self, *, params, optimizer):
         self.log.append(("move", params, optimizer))
 
+    def empty_cache(self):
+        self.log.append(("empty cache",))
+
 
 def test_what_leaves_the_device_goes_before_what_comes():
     recorder = Recorder()
@@ -219,6 +222,21 @@ def test_what_leaves_the_device_goes_before_what_comes():
         ("move", "device", "cpu"),
         ("restore", "weights"),
         ("move", "cpu", "cpu"),
+        ("restore", "cuda_graph", "kv_cache"),
+    ]
+
+
+def test_a_trainer_that_stays_gives_back_what_its_step_needed_before_engines_come():
+    recorder = Recorder()
+    residency = Residency(SimpleNamespace(offload_rollout=True, offload_train=False), recorder, recorder)
+    for phase in (SYNC, GENERATE, TRAIN, SYNC, GENERATE):
+        residency.enter(phase)
+    assert recorder.log == [
+        ("release", "cuda_graph", "kv_cache"),
+        ("restore", "cuda_graph", "kv_cache"),
+        ("release", "cuda_graph", "kv_cache", "weights"),
+        ("empty cache",),
+        ("restore", "weights"),
         ("restore", "cuda_graph", "kv_cache"),
     ]
 

@@ -42,8 +42,8 @@ def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch):
     args = default_args(hf_checkpoint=str(tmp_path), dtype="float32", compile=False)
     with _alone():
         warm_up._train_one_layer(args, str(tmp_path / "layer"), torch.device("cpu"))
-    assert [len(step.batch["tokens"]) for step in seen] == [4, 2]
-    assert [share is not None for share in shares] == [True, False]  # layers are compiled for both
+    assert [len(step.batch["tokens"]) for step in seen] == [4, 4, 2]
+    assert [share is not None for share in shares] == [True, False, False]  # layers are compiled for both
     shape = seen[0].backend.model.lm.config
     assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (1, 32, 512)
 

@@ -20,8 +20,10 @@ from slime.algorithms.attention_variants import PLAIN, Variant
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import prefix_operator
 from slime.backends.attention.packed_documents import PackedDocuments, packed_attention, varlen_for
+from slime.backends.attention.prefix_operator import Readers, readers_of
 from slime.backends.attention.prefix_spans import LONGEST, SpanBatches
 from slime.backends.base import MicroBatch
+from slime.utils.ranges import ranges
 
 # Sharing costs attention a gather of keys and, on a GPU, its fastest kernels: it must save some tokens.
 _PAYS_FROM = 1 / 8
@@ -38,11 +40,10 @@ class PrefixTree:
     own: Tensor  # [T] for each token of the stream its place in `keys`, as a query of its part
     whole: PackedDocuments  # the bounds of the parts in `keys`
     cu_query: Tensor  # [parts + 1] int32, in the stream
-    # By token of the stream the places in `keys` where it stands.
-    readers: Tensor  # [sum of keys] int32
-    reader_ends: Tensor  # [T + 1] int32
     longest: Tensor  # [] int64, on the host: of the part with the most keys
     spans: SpanBatches = field(default_factory=SpanBatches)
+    # On a GPU: by token of the stream the places in `keys` where it stands.
+    readers: Readers | None = None
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
@@ -51,8 +52,8 @@ class PrefixTree:
         chosen = query.shape[-1] ** -0.5 if scale is None else scale
         cu_key, bound = self.whole.cu_seqlens, self.whole.bound
         if (kernel := varlen_for(query, variant)) is not None:
-            if variant is PLAIN and value.shape[-1] == query.shape[-1]:
-                layout = (self.keys, self.readers, self.reader_ends, self.cu_query, cu_key, self.longest)
+            if self.readers is not None and variant is PLAIN and value.shape[-1] == query.shape[-1]:
+                layout = (self.keys, *self.readers, self.cu_query, cu_key, self.longest)
                 return prefix_operator.attend(query, key, value, *layout, chosen)
             key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
             return kernel(
@@ -64,9 +65,10 @@ class PrefixTree:
         return packed_attention(query, key, value, self.whole, scale=scale, variant=variant, places=places)
 
     def to(self, device: torch.device) -> "PrefixTree":
-        names = ("keys", "own", "cu_query", "readers", "reader_ends")
+        names = ("keys", "own", "cu_query")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return replace(self, whole=self.whole.to(device), **moved)
+        readers = readers_of(moved["keys"], len(self.own)) if device.type == "cuda" else None
+        return replace(self, whole=self.whole.to(device), readers=readers, **moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,12 @@ class PrefixShare:
             return None
         ids, bounds = mb.input_ids[0].numpy(), mb.documents.bounds.numpy()
         trie = _Trie.of(ids, bounds)
-        looked_at = trie.nodes if all_tokens else np.delete(trie.nodes, bounds[1:] - 1)
-        read = np.zeros(trie.size, bool)
-        read[looked_at] = True
-        if len(looked_at) - read.sum() < _PAYS_FROM * len(ids):
+        copies = np.bincount(trie.nodes, minlength=trie.size)
+        last = trie.nodes[:0] if all_tokens else trie.nodes[bounds[1:] - 1]
+        read = copies > np.bincount(last, minlength=trie.size)
+        if len(ids) - len(last) - read.sum() < _PAYS_FROM * len(ids):
             return None
-        return _build(cls, mb, trie, read)
+        return _build(cls, mb, trie, read, copies[read])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class _Trie:
         starts, ends = bounds.tolist()[:-1], bounds.tolist()[1:]
         texts = [data[step * a : step * b] for a, b in zip(starts, ends, strict=True)]
         order = sorted(range(len(texts)), key=texts.__getitem__)
-        nodes, count = np.empty(len(ids), np.int64), np.arange(len(ids))
+        nodes, count = np.empty(len(ids), np.int32), np.arange(len(ids), dtype=np.int32)
         known, size, last = [], 0, slice(0, 0)
         for number in order:
             document = slice(starts[number], ends[number])
@@ -152,7 +154,9 @@ def _length_of_common(a: np.ndarray, b: np.ndarray) -> int:
     return first if size and differ[first] else size
 
 
-def _build(cls: type[PrefixShare], mb: MicroBatch, trie: _Trie, read: np.ndarray) -> PrefixShare:
+def _build(
+    cls: type[PrefixShare], mb: MicroBatch, trie: _Trie, read: np.ndarray, copies: np.ndarray
+) -> PrefixShare:
     # In numpy, whose small arrays cost a tenth of small tensors.
     bounds = mb.documents.bounds.numpy()
     starts, lengths = bounds[trie.order], np.diff(bounds)[trie.order]
@@ -162,17 +166,14 @@ def _build(cls: type[PrefixShare], mb: MicroBatch, trie: _Trie, read: np.ndarray
     parts = new > 0
     starts, known, new = starts[parts], trie.known[parts], new[parts]
     place = np.cumsum(read) - 1  # of a node in the stream
-    keys = place[trie.nodes[_ranges(starts, known + new)]]
+    keys = place[trie.nodes[ranges(starts, known + new)]]
     key_ends = np.cumsum(known + new)
-    added = _ranges(starts + known, new)  # for each token of the stream its place in the documents
-    readers, reader_ends = prefix_operator.readers_of(keys, len(added))
+    added = ranges(starts + known, new)  # for each token of the stream its place in the documents
     documents = PrefixTree(
         keys=torch.from_numpy(keys),
-        own=torch.from_numpy(_ranges(key_ends - new, new)),
+        own=torch.from_numpy(ranges(key_ends - new, new)),
         whole=PackedDocuments.from_lengths((known + new).tolist()),
         cu_query=torch.from_numpy(np.concatenate(([0], np.cumsum(new))).astype(np.int32)),
-        readers=readers,
-        reader_ends=reader_ends,
         longest=torch.tensor(int((known + new).max())),
     )
     positions = mb.logit_positions.numpy()
@@ -185,7 +186,7 @@ def _build(cls: type[PrefixShare], mb: MicroBatch, trie: _Trie, read: np.ndarray
         places=torch.from_numpy(places),
         which=torch.from_numpy(which),
         nucleus=mb.nucleus,
-        copies=torch.from_numpy(np.bincount(trie.nodes, minlength=trie.size)[read]),
+        copies=torch.from_numpy(copies),
     )
 
 
@@ -201,9 +202,3 @@ def _once(predicted: np.ndarray, size: int, each: bool) -> tuple[np.ndarray, np.
     first[predicted[::-1]] = count[::-1]
     found = first >= 0
     return first[found], (np.cumsum(found) - 1)[predicted]
-
-
-def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Concatenation of arange(start, start + size) for each pair."""
-    ends = np.cumsum(sizes)
-    return np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)

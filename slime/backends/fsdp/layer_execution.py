@@ -23,13 +23,14 @@ _KEPT_OPERATORS = (
     "_flash_attention_forward",
     "_varlen_attn",
     "packed_attention",
-    "prompt_attention",
+    "prefix_attention",
     "flash4_attention",
     "gated_experts",
 )
 _KEPT_PREFIXES = ("_scaled_dot_product",)
 # Compiled code is specialised to a bound on document lengths (a power of two), with and without gradients.
 _RECOMPILE_LIMIT = 64
+_WIDE = 2048
 
 
 def decoder_layers(lm: HFModel) -> list[nn.Module]:
@@ -44,7 +45,7 @@ def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, 
         return
     if compiled:
         packed_documents.prepare(*packed_documents.head_shape(config))
-        _compile_for_any_length()
+        _compile_for_any_length(config.get_text_config().hidden_size)
     functions: dict[type, Callable[..., Any]] = {}
     for layer in layers:
         kind = type(layer)
@@ -54,7 +55,7 @@ def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, 
         layer.forward = types.MethodType(functions[kind], layer)
 
 
-def _compile_for_any_length() -> None:
+def _compile_for_any_length(width: int) -> None:
     """Let torch compile a layer once for micro-batches of all sizes."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     if not torch.cuda.is_available():
@@ -62,9 +63,9 @@ def _compile_for_any_length() -> None:
     from torch._inductor import config  # seconds to import, and of kernels on a GPU
 
     # Sums over rows and over columns in one kernel, from some length on: below it the layer is compiled anew.
-    # A step is as fast without.
+    # A step of wide layers, most of which are products, is as fast without.
     if hasattr(config.triton, "mix_order_reduction"):
-        config.triton.mix_order_reduction = False
+        config.triton.mix_order_reduction = width < _WIDE
 
 
 def _checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:

@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention.packed_documents import PackedDocuments
 from slime.backends.base import MicroBatch
+from slime.utils.ranges import ranges
 from slime.utils.types import RolloutBatch
 
 TokenInputs = Mapping[str, Sequence[Tensor]]  # by name: for each sample of the rank's batch [R_i, ...]
@@ -29,16 +31,15 @@ def build_micro_batch(
     lengths = [len(document) for document in documents]
     response_lengths = [batch["response_lengths"][p] for p in positions]
     input_ids = torch.cat(documents)
-    sizes, responses = torch.tensor(lengths), torch.tensor(response_lengths)
-    starts = sizes.cumsum(0) - sizes
-    logit_positions = _ranges(starts + sizes - responses - 1, responses)
+    sizes, responses = np.array(lengths), np.array(response_lengths)
+    logit_positions = torch.from_numpy(ranges(sizes.cumsum() - responses - 1, responses))
     return MicroBatch(
         input_ids=input_ids[None],
-        position_ids=_ranges(torch.zeros_like(sizes), sizes)[None],
+        position_ids=torch.from_numpy(ranges(np.zeros_like(sizes), sizes))[None],
         documents=PackedDocuments.from_lengths(lengths),
         logit_positions=logit_positions,
         targets=input_ids[logit_positions + 1],
-        segments=torch.repeat_interleave(torch.arange(len(positions)), responses),
+        segments=torch.from_numpy(np.repeat(np.arange(len(positions)), responses)),
         loss_mask=torch.cat([batch["loss_masks"][p] for p in positions]).float(),
         rollout_mask_sums=torch.tensor(
             [batch["rollout_mask_sums"][p] for p in positions], dtype=torch.float32
@@ -105,13 +106,6 @@ def by_sample(mbs: Sequence[MicroBatch], outputs: Sequence[dict[str, Tensor]]) -
             # zip stops at once for a micro-batch of weight zero: it has no positions.
             found.setdefault(name, {}).update(zip(mb.positions, split_by_sample(values, mb), strict=False))
     return {name: [values[position] for position in sorted(values)] for name, values in found.items()}
-
-
-def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
-    """Concatenation of arange(start, start + count) for each pair."""
-    total = int(counts.sum())
-    offsets = counts.cumsum(0) - counts
-    return torch.arange(total) + torch.repeat_interleave(starts - offsets, counts)
 
 
 def empty_micro_batch(token_names: Iterable[str]) -> MicroBatch:

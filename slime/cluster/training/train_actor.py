@@ -281,6 +281,10 @@ class TrainActor:
         place = {"device": str(self._device), "cpu": "cpu"}
         self._backend.move(params=place[params], optimizer=place[optimizer])
 
+    def empty_cache(self) -> None:
+        """Gives back device memory that nothing is in."""
+        accelerator.empty_cache()
+
     def resident_bytes(self) -> int:
         """The most host memory that this process has held."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -90,10 +90,8 @@ def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
         **{name: getattr(args, name) for name in _KEPT},
     )
     backend = create_backend(own, rank=0, world_size=1, device=device, random_weights=True)
-    for tokens, siblings in (
-        (_LONG, 8),
-        (_SHORT, 1),
-    ):  # a layer is compiled for shared prompts, and for others
+    # A layer is compiled for shared prompts and for others, a narrow one for long and short micro-batches.
+    for tokens, siblings in ((_LONG, 8), (_LONG, 1), (_SHORT, 1)):
         share = split_for_ranks(own, samples_to_batch(own, _samples(tokens, siblings)), 1)[0]
         with _quiet():
             TrainingStep(backend, own, 0, share).run()
