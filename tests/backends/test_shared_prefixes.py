@@ -9,8 +9,10 @@ import torch.distributed as dist
 from trainer_helpers import meeting_point, trainer_args
 
 from slime.backends.attention import prefix_spans
+from slime.backends.attention.attention_operator import NotInstalled
 from slime.backends.attention.packed_documents import packed_attention
 from slime.backends.attention.prefix_operator import collect, readers_of
+from slime.backends.attention.prefix_passes import Passes, why_not
 from slime.backends.attention.shared_prefixes import PrefixShare
 from slime.backends.fsdp import create_backend, loading
 from slime.backends.shared.microbatch import build_micro_batch
@@ -138,6 +140,40 @@ def test_gradients_of_copies_are_added_up_over_readers_and_heads():
     wide = torch.randn(len(tree.keys), 6, 8)
     expected = torch.zeros(len(tree.own), 2, 8).index_add_(0, tree.keys, wide.view(-1, 2, 3, 8).sum(2))
     torch.testing.assert_close(collect(wide, *readers_of(tree.keys, len(tree.own)), 2), expected)
+
+
+def _plain_passes(wrong: float = 0.0) -> Passes:
+    """Both passes by autograd over plain attention, on any device; `wrong`: added to a gradient."""
+
+    def attended(query, key, value, bounds, scale):
+        parts = []
+        for q, k in zip(bounds.cu_query.unfold(0, 2, 1), bounds.cu_key.unfold(0, 2, 1), strict=True):
+            a, b, c = query[slice(*q)], key[slice(*k)], value[slice(*k)]
+            b, c = (x.repeat_interleave(a.shape[1] // x.shape[1], dim=1) for x in (b, c))
+            mask = torch.ones(len(a), len(b)).tril(len(b) - len(a)).bool()
+            scores = torch.einsum("qhd,khd->hqk", a, b).mul(scale).masked_fill(~mask, float("-inf"))
+            parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), c))
+        return torch.cat(parts)
+
+    def backward(grad, query, key, value, _out, _sums, bounds, scale):
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        first, *rest = torch.autograd.grad(attended(*inputs, bounds, scale), inputs, grad)
+        return first + wrong, *rest
+
+    return Passes(lambda *args: (attended(*args), torch.zeros(1)), backward)
+
+
+def _absent(*_args):
+    raise NotInstalled("flash-attn-4")
+
+
+def test_kernels_of_a_package_are_tried_against_known_ones_first():
+    shape = (4, 2, 8, torch.float32, torch.device("cpu"))
+    assert why_not(_plain_passes(), _plain_passes(), *shape) is None
+    assert "its result 1 is off by" in why_not(_plain_passes(wrong=1.0), _plain_passes(), *shape)
+    assert why_not(Passes(_absent, _absent), _plain_passes(), *shape) == "", "no fault of it"
+    broken = Passes(lambda *args: 1 / 0, _absent)
+    assert "it failed on a small batch (ZeroDivisionError" in why_not(broken, _plain_passes(), *shape)
 
 
 @pytest.mark.gpu

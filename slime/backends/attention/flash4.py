@@ -24,6 +24,36 @@ def _interface() -> Any:
     return interface
 
 
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, **lengths: Tensor | int
+) -> tuple[Tensor, Tensor]:
+    """Output [T, H, D] and a sum [H, T] for each head and token; `lengths` by the package's names."""
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    out, sums, *_ = _interface()._flash_attn_fwd(
+        query, key, value, softmax_scale=scale, causal=True, return_lse=True, **lengths
+    )
+    return out, sums
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    scale: float,
+    **lengths: Tensor | int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    grad, query, key, value = (x.contiguous() for x in (grad, query, key, value))
+    grads = _interface()._flash_attn_bwd(
+        query, key, value, out, grad, sums, softmax_scale=scale, causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(), **lengths,
+    )  # fmt: skip
+    return grads[0], grads[1], grads[2]
+
+
 def _documents(cu_seqlens: Tensor, bounds: Tensor) -> dict[str, Tensor | int]:
     longest = int(bounds.diff().max())
     return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest)
@@ -32,12 +62,7 @@ def _documents(cu_seqlens: Tensor, bounds: Tensor) -> dict[str, Tensor | int]:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, bounds: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    options = _documents(cu_seqlens, bounds)
-    out, sums, *_ = _interface()._flash_attn_fwd(
-        query, key, value, softmax_scale=scale, causal=True, return_lse=True, **options
-    )
-    return out, sums
+    return forward(query, key, value, scale, **_documents(cu_seqlens, bounds))
 
 
 def _backward(
@@ -51,12 +76,7 @@ def _backward(
     bounds: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, query, key, value = (x.contiguous() for x in (grad, query, key, value))
-    options = _documents(cu_seqlens, bounds) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
-    grads = _interface()._flash_attn_bwd(
-        query, key, value, out, grad, sums, softmax_scale=scale, causal=True, **options
-    )
-    return grads[0], grads[1], grads[2]
+    return backward(grad, query, key, value, out, sums, scale, **_documents(cu_seqlens, bounds))
 
 
 # One sum per head and token.

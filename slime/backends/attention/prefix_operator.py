@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_aten = torch.ops.aten
+from slime.backends.attention.prefix_passes import Bounds, Passes, passes_for
 
 
 class Readers(NamedTuple):
@@ -34,10 +34,9 @@ def _forward(
     longest: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    key, value, bound = key.index_select(0, keys), value.index_select(0, keys), int(longest)
-    out, sums, *_ = _aten._flash_attention_forward(
-        query.contiguous(), key, value, cu_query, cu_key, bound, bound, 0.0, True, False, scale=scale
-    )
+    bounds = Bounds(cu_query, cu_key, int(longest))
+    key, value = key.index_select(0, keys), value.index_select(0, keys)
+    out, sums = _passes(query, key).forward(query, key, value, bounds, scale)
     return out, sums.flatten()
 
 
@@ -64,14 +63,11 @@ def _backward(
     longest: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (tokens, heads, _width), bound = query.shape, int(longest)
+    (tokens, heads, _width), bounds = query.shape, Bounds(cu_query, cu_key, int(longest))
     wide_key, wide_value = (_for_each_head(x, heads).index_select(0, keys) for x in (key, value))
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    grad_query, *wide = _aten._flash_attention_backward(
-        grad.contiguous(), query.contiguous(), wide_key, wide_value, out, sums.view(heads, tokens),
-        cu_query, cu_key, bound, bound, 0.0, True, no_dropout, unused, scale=scale,
-    )  # fmt: skip
+    grad_query, *wide = _passes(query, key).backward(
+        grad, query, wide_key, wide_value, out, sums.view(heads, tokens), bounds, scale
+    )
     grad_key, grad_value = (collect(x, readers, reader_ends, key.shape[1]) for x in wide)
     return grad_query, grad_key, grad_value
 
@@ -91,6 +87,10 @@ def _differentiate(ctx: Any, grad: Tensor, _grad_sums: Tensor) -> tuple[Tensor |
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _passes(query: Tensor, key: Tensor) -> Passes:
+    return passes_for(query.shape[1], key.shape[1], query.shape[2], query.dtype, query.device)
 
 
 def attend(
