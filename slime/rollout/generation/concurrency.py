@@ -24,49 +24,42 @@ POLL_INTERVAL_S = 1.0
 
 
 class Limit:
-    """A semaphore whose size can change while it is held; who waits longest enters first."""
+    """A semaphore whose size can change while it is held; who waits longest enters first.
+
+    Who asks for several slots gets all of them at once or waits, and for more than there are, alone.
+    """
 
     def __init__(self, limit: int):
         self.limit = limit
         self.in_use = 0
-        self._waiters: collections.deque[asyncio.Future] = collections.deque()
-        self._entering = asyncio.Lock()  # who enters with many: two of them must not wait for each other
+        self._waiters: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiters)
 
     async def __aenter__(self) -> None:
-        if self.in_use < self.limit and not self._waiters:
-            self.in_use += 1
-            return
-        future = asyncio.get_running_loop().create_future()
-        self._waiters.append(future)
-        try:
-            await future  # whoever wakes it has counted it in
-        except asyncio.CancelledError:
-            if future.cancelled():
-                self._waiters.remove(future)
-            else:  # the slot was ours already
-                self.leave()
-            raise
+        await self.enter(1)
 
     async def __aexit__(self, *_: object) -> None:
         self.leave()
 
     async def enter(self, count: int) -> None:
         """Take so many slots, all or none; each is given back by `leave`."""
-        held = 0
+        if not self._waiters and self._fits(count):
+            self.in_use += count
+            return
+        entry = (count, asyncio.get_running_loop().create_future())
+        self._waiters.append(entry)
         try:
-            async with self._entering:
-                if self.in_use + count <= self.limit and not self._waiters:
-                    self.in_use += count
-                    return
-                while held < count:
-                    await self.__aenter__()
-                    held += 1
-        except BaseException:
-            self.leave(held)
+            await entry[1]  # whoever wakes it has counted it in
+        except asyncio.CancelledError:
+            if entry[1].cancelled():
+                if entry in self._waiters:
+                    self._waiters.remove(entry)
+                self._wake()  # those behind it may need fewer
+            else:  # the slots were ours already
+                self.leave(count)
             raise
 
     def leave(self, count: int = 1) -> None:
@@ -78,67 +71,34 @@ class Limit:
         self.limit = limit
         self._wake()
 
-    def _wake(self) -> None:
-        waiters = self._waiters
-        while waiters and self.in_use < self.limit:
-            future = waiters.popleft()
-            if not future.done():
-                self.in_use += 1
-                future.set_result(None)
-
-
-class TokenLimit:
-    """A cap on the tokens that requests in flight may come to; who waits longest enters first.
-
-    A request that is larger than the cap enters alone. None: no cap.
-    """
-
-    def __init__(self, limit: int | None):
-        self.limit = limit
-        self.in_use = 0
-        self._waiters: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
-
-    @contextlib.asynccontextmanager
-    async def holding(self, tokens: int) -> AsyncIterator[None]:
-        if self.limit is None:
-            yield
-            return
-        await self._enter(tokens)
-        try:
-            yield
-        finally:
-            self._leave(tokens)
-
-    async def _enter(self, tokens: int) -> None:
-        if not self._waiters and self._fits(tokens):
-            self.in_use += tokens
-            return
-        entry = (tokens, asyncio.get_running_loop().create_future())
-        self._waiters.append(entry)
-        try:
-            await entry[1]  # whoever wakes it has counted it in
-        except asyncio.CancelledError:
-            if entry[1].cancelled():
-                self._waiters.remove(entry)
-                self._wake()
-            else:
-                self._leave(tokens)
-            raise
-
-    def _fits(self, tokens: int) -> bool:
-        assert self.limit is not None
-        return self.in_use == 0 or self.in_use + tokens <= self.limit
-
-    def _leave(self, tokens: int) -> None:
-        self.in_use -= tokens
-        self._wake()
+    def _fits(self, count: int) -> bool:
+        return self.in_use == 0 or self.in_use + count <= self.limit
 
     def _wake(self) -> None:
         while self._waiters and self._fits(self._waiters[0][0]):
-            tokens, future = self._waiters.popleft()
+            count, future = self._waiters.popleft()
             if not future.done():
-                self.in_use += tokens
+                self.in_use += count
                 future.set_result(None)
+
+
+class TokenLimit(Limit):
+    """A cap on the tokens that requests in flight may come to. None: no cap."""
+
+    def __init__(self, limit: int | None):
+        super().__init__(limit or 0)
+        self._is_capped = limit is not None
+
+    @contextlib.asynccontextmanager
+    async def holding(self, tokens: int) -> AsyncIterator[None]:
+        if not self._is_capped:
+            yield
+            return
+        await self.enter(tokens)
+        try:
+            yield
+        finally:
+            self.leave(tokens)
 
 
 def tokens_of(request: GenerateRequest) -> int:
