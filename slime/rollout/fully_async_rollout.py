@@ -42,6 +42,7 @@ from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils import waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
+from slime.utils.machine.garbage import searching_new_only
 from slime.utils.misc import load_function
 
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
@@ -412,7 +413,8 @@ def generate_rollout_fully_async(
     """The plug-in point --rollout-function-path. Evaluation goes beside the pool and is not part of it."""
     if evaluation:
         return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
-    worker, collector = run(_collect(args, rollout_id, data_source))
+    with searching_new_only():
+        worker, collector = run(_collect(args, rollout_id, data_source))
     sglang_rollout.call_batch_hooks(args, collector.kept, collector.decided, data_source)
     return RolloutFnTrainOutput(
         samples=collector.kept, metrics=collector.metrics(), cursor=run(_close(worker))

@@ -9,9 +9,8 @@ import functools
 import inspect
 import logging
 import os
-import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
@@ -27,20 +26,18 @@ from slime.rollout.collection.greedy_baseline import with_greedy_baseline
 from slime.rollout.collection.spares import first_to_end, is_fresh
 from slime.rollout.collection.together import all_or_none
 from slime.rollout.collection.versions import name_versions
-from slime.rollout.generation.concurrency import Limit, TokenLimit, make_limit, tokens_of
 from slime.rollout.generation.generate_request import (
     PromptError,
     build_request,
     check_answer,
     prepare_prompt,
-    sampling_params_of,
     token_budget,
 )
-from slime.rollout.generation.per_args import OnePerArgs
-from slime.rollout.generation.policy_requests import PolicyRequests, is_trained, not_trained
+from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.generation.returned import CUSTOM_GENERATE, check_returned, without_a_score
-from slime.rollout.generation.scope import RequestScope, current_scope
+from slime.rollout.generation.scope import RequestScope
 from slime.rollout.generation.siblings import Ways, generate_siblings, go_together
+from slime.rollout.generation.state import GenerateState, get_model_url
 from slime.rollout.generation.turnstile import call_or_wait, can_be_kept
 from slime.rollout.prompt_groups import (
     Entry,
@@ -60,13 +57,11 @@ from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_r
 from slime.utils import http_utils, waits
 from slime.utils.async_utils import run, side_by_side
 from slime.utils.errors import EpisodeEnded, RunStopped
+from slime.utils.machine.garbage import searching_new_only
 from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
-from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample, flatten_samples
-from slime.wire.client import EngineClient
-from slime.wire.protocol import GenerateRequest, Generation
 
 __all__ = ["GenerateState", "abort", "eval_rollout", "generate", "generate_and_rm", "generate_and_rm_group"]
 __all__ += ["generate_rollout", "get_model_url"]
@@ -74,118 +69,7 @@ __all__ += ["generate_rollout", "get_model_url"]
 logger = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 20.0
-_PAUSE_BETWEEN_ATTEMPTS_S = 2.5  # at least, once the back-off has grown
 MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
-
-T = TypeVar("T")
-_PerLoop = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, T]]
-
-
-class GenerateState(metaclass=OnePerArgs):
-    """What the generate functions of one run share: tokenizer, sampling parameters, the cap on requests."""
-
-    def __init__(self, args: PluginArgs) -> None:
-        self.args = args
-        self.tokenizer = load_tokenizer(args.hf_checkpoint)
-        shows = args.multimodal_keys or any(data.multimodal_keys for data in args.eval_datasets)
-        self.processor = load_processor(args.hf_checkpoint) if shows else None
-        self._no_scope = RequestScope(args.rollout_max_context_len)
-        # Semaphores and clients belong to the loop that waits on them: one of each per set of engines.
-        self._semaphores: _PerLoop[Limit] = weakref.WeakKeyDictionary()
-        self._clients: _PerLoop[EngineClient] = weakref.WeakKeyDictionary()
-        self._token_limits: _PerLoop[TokenLimit] = weakref.WeakKeyDictionary()
-
-    @property
-    def max_running(self) -> int:
-        """How many requests the engines that the current task asks may have in flight."""
-        if self.scope.engines == EVALUATION_ENGINES:
-            return self.args.sglang_server_concurrency * self.args.eval_num_engines
-        return self.args.sglang_server_concurrency * max(1, self.args.rollout_num_engines)
-
-    @property
-    def sampling_params(self) -> dict[str, Any]:
-        """A fresh dict each time: what one caller changes, no other sees."""
-        return sampling_params_of(self.args)
-
-    @property
-    def semaphore(self) -> Limit:
-        """The running loop's cap on samples being generated; `async with state.semaphore`."""
-        held = self._semaphores.setdefault(asyncio.get_running_loop(), {})
-        engines = self.scope.engines
-        if engines not in held:
-            reserved = engines == EVALUATION_ENGINES  # nobody else loads these, so their number does not move
-            held[engines] = Limit(self.max_running) if reserved else make_limit(self.args, self.max_running)
-        return held[engines]
-
-    @property
-    def client(self) -> EngineClient:
-        held = self._clients.setdefault(asyncio.get_running_loop(), {})
-        engines = self.scope.engines
-        if engines not in held:
-            url = get_model_url(self.args, "default", endpoint="")
-            # Attempts outlast the wait for an engine: whoever watches the engines ends the run and knows why.
-            attempts = max(60, int(self.args.no_engine_timeout_s / _PAUSE_BETWEEN_ATTEMPTS_S))
-            held[engines] = EngineClient(
-                url,
-                timeout_s=self.args.generate_timeout_s,
-                max_retries=attempts,
-                max_running=self.max_running,
-            )
-        return held[engines]
-
-    @property
-    def scope(self) -> RequestScope:
-        """The requests of the rollout or evaluation this task belongs to."""
-        return current_scope() or self._no_scope
-
-    @property
-    def aborted(self) -> bool:
-        return self.scope.aborted
-
-    def reset(self) -> None:
-        self._no_scope = RequestScope(self.args.rollout_max_context_len)
-
-    async def send(self, request: GenerateRequest) -> Generation:
-        async with self.tokens_in_flight.holding(tokens_of(request)):
-            with self.scope.sending(request.rid) as made:
-                answer = await self.client.generate(request)
-                made(len(answer.ids) if is_trained() else 0)
-                return answer
-
-    def engine_of(self, answer: Generation) -> dict[str, str]:
-        """Its name, for whoever asks when which engine was busy; empty: a router does not tell."""
-        url = str(answer.meta.get("answered_by") or self.client.base_url)
-        name = waits.known_as(url)
-        return {"engine": name} if name not in (url, "router") else {}
-
-    @property
-    def tokens_in_flight(self) -> TokenLimit:
-        """The running loop's cap on the tokens that requests hold at the engines (--max-tokens-in-flight)."""
-        held = self._token_limits.setdefault(asyncio.get_running_loop(), {})
-        return held.setdefault(self.scope.engines, TokenLimit(self.args.max_tokens_in_flight))
-
-
-def get_model_url(args: PluginArgs, model_name: str = "default", endpoint: str = "/generate") -> str:
-    """Where requests for a model go: its own router where a topology serves several models, else the run's.
-
-    Within an evaluation "default" is the engines that are kept for it, if there are any.
-    """
-    # A namespace that a test or a script made itself may lack it.
-    routers = vars(args).get("sglang_model_routers") or {}
-    scope = current_scope()
-    if model_name == "default" and scope is not None:
-        model_name = scope.engines
-    if model_name in routers:
-        ip, port = routers[model_name]
-    elif routers and model_name not in ("default", "actor"):
-        raise ValueError(f"no model {model_name!r} is served; there are {sorted(routers)}.")
-    else:
-        ip, port = args.sglang_router_ip, args.sglang_router_port
-    if ip is None:
-        raise RuntimeError(
-            "no engine serves this run (router address is not set): generation is not possible."
-        )
-    return f"http://{ip}:{port}{endpoint}"
 
 
 async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -506,6 +390,7 @@ def generate_rollout(
     """The plug-in point --rollout-function-path, as called for training (a batch) and for evaluation."""
     if evaluation:
         return run(eval_rollout(args, rollout_id))
-    output, decided = run(generate_rollout_async(args, rollout_id, data_source))
+    with searching_new_only():
+        output, decided = run(generate_rollout_async(args, rollout_id, data_source))
     call_batch_hooks(args, output.samples, decided, data_source)
     return output

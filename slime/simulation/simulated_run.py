@@ -34,7 +34,8 @@ from slime.cluster.weight_push import WeightPush
 from slime.record import RECORD_FILE
 from slime.record.audit import Audit, audit
 from slime.record.writer import MAX_GATHER_S, RecordWriter
-from slime.rollout import fully_async_rollout, ledger, sglang_rollout
+from slime.rollout import fully_async_rollout, ledger
+from slime.rollout.generation import state as generation_state
 from slime.runtime.base import WorkerDied
 from slime.simulation import workload as work
 from slime.simulation.clock import Clock, ModelledHandle
@@ -405,13 +406,13 @@ async def _sleep(seconds: float) -> None:
 @contextlib.contextmanager
 def _plug_ins(workload: work.Workload) -> Iterator[None]:
     """Prompts and rewards are of the workload, and no tokenizer is needed."""
-    before = sglang_rollout.load_tokenizer
-    sglang_rollout.load_tokenizer = lambda *_: None  # type: ignore[assignment]
+    before = generation_state.load_tokenizer
+    generation_state.load_tokenizer = lambda *_: None  # type: ignore[assignment]
     work.use(workload)
     try:
         yield
     finally:
-        sglang_rollout.load_tokenizer = before
+        generation_state.load_tokenizer = before
         work.use(None)
         fully_async_rollout._workers.clear()
 

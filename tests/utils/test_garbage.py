@@ -36,3 +36,13 @@ def test_thresholds_come_back_after_a_failure():
     except KeyError:
         pass
     assert gc.get_threshold() == thresholds
+
+
+def test_a_block_within_another_changes_nothing():
+    thresholds = gc.get_threshold()
+    with searching_new_only():
+        inner = gc.get_threshold(), gc.get_freeze_count()
+        with searching_new_only():
+            pass
+        assert (gc.get_threshold(), gc.get_freeze_count()) == inner
+    assert gc.get_threshold() == thresholds and gc.get_freeze_count() == 0

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 
 _OF_PYTHON = (700, 10, 10)
 _SELDOM = (50_000, 10, 10)
+_lock = threading.Lock()
+_num_blocks = 0  # of `searching_new_only` that are open: the outermost one counts
+_before = _OF_PYTHON  # that one
+_stands = False  # `search_new_only` was called: what is left out is left out for good
 
 
 def search_seldom() -> None:
@@ -22,18 +27,32 @@ def search_seldom() -> None:
 
 def search_new_only() -> None:
     """Everything stands: what there is now is not looked at again. New cycles are found as soon as ever."""
+    global _stands
+    _stands = True
     gc.freeze()
     gc.set_threshold(*_OF_PYTHON)
 
 
 @contextlib.contextmanager
 def searching_new_only() -> Iterator[None]:
-    """Search seldom in a block that makes and drops many objects, of a process that may be another's."""
-    before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(*_SELDOM)
+    """Search seldom in a block that makes and drops many objects, of a process that may be another's.
+
+    Blocks may lie within each other, and beside each other in several threads.
+    """
+    global _num_blocks, _before
+    with _lock:
+        _num_blocks += 1
+        if _num_blocks == 1:
+            _before = gc.get_threshold()
+            if not _stands:
+                gc.freeze()
+            gc.set_threshold(*_SELDOM)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
+        with _lock:
+            _num_blocks -= 1
+            if _num_blocks == 0:
+                gc.set_threshold(*_before)
+                if not _stands:
+                    gc.unfreeze()
