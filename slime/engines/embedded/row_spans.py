@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 _SPAN = 8  # rows
 _MOST_SEEN = 1 << 15  # keys that rows see, all together, up to which laying out is worth the time
@@ -22,35 +23,54 @@ class SpanGroup:
 
     start: int
     count: int
-    rows: Tensor  # [n x L] the row that stands there; padding repeats one
+    rows: Tensor  # [n, L] the row that stands there; padding repeats one
     place: Tensor  # [count] where each row stands
-    keys: Tensor  # [n x K] rows of the pool
+    keys: Tensor  # [n, K] rows of the pool
     mask: Tensor  # [n, L, K] 0 where a key is seen and -inf elsewhere
-    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by heads, as products want them
+    made: dict[tuple[int, ...], "_ForHeads"] = field(default_factory=dict)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
         """[count, H, D] of query [T, H, D] and the pool's keys and values [P, G, D]."""
-        spans, length, _ = self.mask.shape
-        heads, width = query.shape[1:]
-        groups = keys.shape[1]
-        rows = query[self.start : self.start + self.count].index_select(0, self.rows)
-        rows = rows.view(spans, length, groups, -1, width).transpose(1, 2).reshape(spans * groups, -1, width)
+        (tokens, heads, width), groups = query.shape, keys.shape[1]
+        layout = self._for_heads(heads, groups, tokens)
+        by_head = query.transpose(0, 1).reshape(-1, width)  # as rotated queries lie in memory
+        rows = by_head.index_select(0, layout.rows).view(len(layout.mask), -1, width)
         key, value = (
-            pool.index_select(0, self.keys).view(spans, -1, groups, pool.shape[2]) for pool in (keys, values)
+            embedding(layout.keys, pool.view(-1, pool.shape[2])).view(len(rows), -1, pool.shape[2])
+            for pool in (keys, values)
         )
-        key = key.permute(0, 2, 3, 1).reshape(spans * groups, width, -1)
-        value = value.transpose(1, 2).reshape(spans * groups, -1, values.shape[2])
         scale = width**-0.5 if scaling is None else scaling
-        shares = torch.baddbmm(self._mask_of(groups, heads // groups), rows, key, alpha=scale).softmax(-1)
-        out = torch.bmm(shares, value).view(spans, groups, length, -1, values.shape[2]).transpose(1, 2)
-        return out.reshape(spans * length, heads, -1).index_select(0, self.place)
+        shares = torch.baddbmm(layout.mask, rows, key.transpose(1, 2), alpha=scale).softmax(-1)
+        out = torch.bmm(shares, value).view(-1, value.shape[2])
+        return out.index_select(0, layout.out).view(self.count, heads, -1)
 
-    def _mask_of(self, groups: int, count: int) -> Tensor:
-        if (groups, count) not in self.masks:
-            spans, length, keys = self.mask.shape
-            wide = self.mask[:, None, :, None].expand(spans, groups, length, count, keys)
-            self.masks[groups, count] = wide.reshape(spans * groups, -1, keys)
-        return self.masks[groups, count]
+    def _for_heads(self, heads: int, groups: int, tokens: int) -> "_ForHeads":
+        """The same for all layers of a pass whose heads are alike."""
+        if (heads, groups, tokens) not in self.made:
+            (spans, length, keys), each = self.mask.shape, heads // groups
+            group, head = torch.arange(groups)[:, None, None], torch.arange(heads).view(groups, 1, each)
+            rows = (self.start + self.rows)[:, None, :, None] + tokens * head  # [n, G, L, H / G]
+            span, row = self.place // length, self.place % length
+            block = (span[:, None, None] * groups + group[:, 0]) * length + row[:, None, None]
+            out = block * each + torch.arange(each)  # [count, G, H / G]
+            mask = self.mask[:, None, :, None].expand(spans, groups, length, each, keys)
+            self.made[heads, groups, tokens] = _ForHeads(
+                rows.flatten(),
+                (self.keys[:, None] * groups + group[:, 0]).flatten(),
+                out.flatten(),
+                mask.reshape(spans * groups, -1, keys),
+            )
+        return self.made[heads, groups, tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class _ForHeads:
+    """Where vectors of one head stand: in queries that lie by head, in the pool, and in the result."""
+
+    rows: Tensor  # [n x G x L x H / G]
+    keys: Tensor  # [n x G x K]
+    out: Tensor  # [count x H]
+    mask: Tensor  # [n x G, L x H / G, K]
 
 
 def lay_out(start: int, pages: np.ndarray, length: np.ndarray, page_size: int) -> SpanGroup | None:
@@ -80,4 +100,4 @@ def lay_out(start: int, pages: np.ndarray, length: np.ndarray, page_size: int) -
     stands = np.concatenate((order, np.full(spans * _SPAN - rows, order[-1])))
     as_tensor = torch.from_numpy
     wide = as_tensor(mask).view(spans, _SPAN, widest)
-    return SpanGroup(start, rows, as_tensor(stands), as_tensor(place), as_tensor(keys.reshape(-1)), wide)
+    return SpanGroup(start, rows, as_tensor(stands).view(-1, _SPAN), as_tensor(place), as_tensor(keys), wide)
