@@ -13,6 +13,7 @@ import torch
 
 ALIGNMENT = 16  # bytes; every tensor starts on a multiple, so that a typed view of the segment is legal
 _CHUNK_WORDS = 1 << 17  # 1 MiB of int64: the temporaries of the checksum stay in cache
+_CHUNKS_AT_ONCE = 16  # are in a cache when they are read a second time
 # Segments of one update; each is a mapping of its own, of which a process may have some 65,000.
 MAX_BUCKETS = 16_384
 
@@ -46,20 +47,21 @@ def byte_checksum(data: torch.Tensor) -> int:
     if body.storage_offset() % 8 or not body.is_contiguous():
         body = body.contiguous().clone()
     words = body.view(torch.int64)
-    longest = min(_CHUNK_WORDS, words.numel())
     # x * (2 (start + j) + 1) = x * (2 j + 1) + x * 2 start; int64 arithmetic wraps modulo 2^64. The words at
     # place j of all chunks have the factor 2 j + 1 in common.
-    together = torch.zeros(longest, dtype=torch.int64, device=data.device)
+    width = min(_CHUNK_WORDS, words.numel())
+    whole = words.numel() // max(width, 1)
+    rest = words[whole * width :]
+    together = torch.zeros(width, dtype=torch.int64, device=data.device)
+    together[: rest.numel()] = rest
     sums = []
-    for start in range(0, words.numel(), _CHUNK_WORDS):
-        chunk = words[start : start + _CHUNK_WORDS]
-        together[: chunk.numel()].add_(chunk)
-        sums.append(chunk.sum())
-    odd = torch.arange(longest, dtype=torch.int64, device=data.device).mul_(2).add_(1)
-    total = int(together.mul_(odd).sum())
-    if sums:
-        starts = torch.arange(len(sums), dtype=torch.int64, device=data.device).mul_(2 * _CHUNK_WORDS)
-        total += int(torch.stack(sums).mul_(starts).sum())
+    for chunks in words[: whole * width].view(whole, width).split(_CHUNKS_AT_ONCE):
+        together.add_(chunks.sum(0))
+        sums.append(chunks.sum(1))
+    sums.append(rest.sum()[None])
+    odd = torch.arange(width, dtype=torch.int64, device=data.device).mul_(2).add_(1)
+    starts = torch.arange(whole + 1, dtype=torch.int64, device=data.device).mul_(2 * width)
+    total = int(together.mul_(odd).sum()) + int(torch.cat(sums).mul_(starts).sum())
     if tail:
         last = int.from_bytes(bytes(data[data.numel() - tail :].tolist()), "little")
         total += last * (2 * words.numel() + 1)
