@@ -30,6 +30,15 @@ from slime.agent.history import THOUGHTS, History, Said
 from slime.agent.parsing import ParsedModelOutput, Parser, parser_for
 from slime.agent.parsing.output import plain_parser
 from slime.agent.rendering import Message, Renderer
+from slime.agent.session_errors import (
+    BadConversation,
+    ContextExhausted,
+    Outcome,
+    SessionClosed,
+    SessionError,
+    TokenBudgetUsed,
+    TurnBudgetUsed,
+)
 from slime.agent.shown_pictures import Placed, PromptImages, images_of
 from slime.agent.trajectory import TurnNode, TurnRecord, TurnTree, samples_of
 from slime.arguments import PluginArgs
@@ -37,49 +46,11 @@ from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
 from slime.rollout.generation.turnstile import RolloutEnded, turnstile_for_session
 from slime.rollout.prompt_groups import without_response
-from slime.utils.errors import EpisodeEnded
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.reward_failure import infra_error
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
-
-Outcome = Literal[
-    "open", "completed", "truncated", "turn_budget", "token_budget", "context", "failed", "aborted"
-]
-
-
-class SessionError(RuntimeError):
-    """A turn that is not taken. `outcome` is how the episode stands by it."""
-
-    outcome: Outcome = "failed"
-
-
-class SessionClosed(SessionError):
-    """The episode is over."""
-
-
-class TurnBudgetUsed(SessionError, EpisodeEnded):
-    outcome: Outcome = "turn_budget"
-
-
-class TokenBudgetUsed(SessionError, EpisodeEnded):
-    outcome: Outcome = "token_budget"
-
-
-class ContextExhausted(SessionError, EpisodeEnded):
-    """The prompt leaves no room for an answer."""
-
-    outcome: Outcome = "context"
-
-    def __init__(self, num_tokens: int, limit: int) -> None:
-        super().__init__(f"prompt is too long: {num_tokens} tokens > {limit - 1} maximum")
-        self.num_tokens, self.limit = num_tokens, limit
-
-
-class BadConversation(ValueError):
-    """Messages that no answer can follow."""
-
 
 _ANSWER_TOKENS = 4096  # of one answer, where neither a request nor --rollout-max-response-len says more
 

@@ -50,6 +50,7 @@ def test_a_limit_lets_in_as_many_as_it_says_in_order_and_follows_a_resize():
         leave.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert entered == [0, 1, 3, 4, 5] and most == 3 and limit.in_use == 0
+        assert tasks[2].cancelled()
 
     asyncio.run(scenario())
 
