@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.arguments import Args, RunInfo, plugin_args
-from slime.batch.convert import samples_to_batch
+from slime.batch.convert import in_lists, samples_to_cut_batch
 from slime.cluster.canary.probe import probe_tokens, why_no_canary
 from slime.cluster.checkpoints.run_ledger import Resume, open_ledger, plain_of
 from slime.cluster.recording import Recording
@@ -201,7 +201,7 @@ class RolloutManager:
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
         batch = None
         if not self._args.debug_rollout_only:
-            batch = samples_to_batch(self._plugin_args, output.samples, engine_version=version)
+            batch = samples_to_cut_batch(self._plugin_args, output.samples, engine_version=version)
         self._forward_s = forward_s.result()
         metrics["perf/engine_forward_time"] = max(0.0, self._forward_s - forward_before)
         self._tell_of_other_clients()
@@ -212,7 +212,7 @@ class RolloutManager:
         generated = Generated(batch, cursor, metrics, len(samples))
         if self._ledger is not None:
             self._ledger.made(rollout_id, plain_of(generated))
-        return generated
+        return generated if batch is None else replace(generated, batch=in_lists(batch))
 
     def _samples_of(self, rollout_id: int) -> RolloutFnTrainOutput:
         template = self._args.load_debug_rollout_data

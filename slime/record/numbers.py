@@ -11,15 +11,21 @@ import itertools
 import json
 import sqlite3
 import struct
-import sys
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from slime.record.packed import pack_floats, pack_ids, pack_mask, unpack_floats, unpack_ids, unpack_mask
+from slime.record.packed import (
+    pack_floats,
+    pack_ids,
+    pack_mask,
+    pack_numbers,
+    unpack_floats,
+    unpack_ids,
+    unpack_mask,
+)
 from slime.utils.types import Sample
 
 _FEW_TOKENS = 4096  # of a whole group
@@ -52,22 +58,20 @@ def pack_group(samples: Sequence[Sample]) -> bytes | None:
     masks = [_mask(sample.loss_mask, sample.response_length) for sample in samples]
     try:
         flat = list(itertools.chain.from_iterable(lists))
-        ids = array("H" if max(flat, default=0) < 1 << 16 else "I", flat)
-        floats = array("f", list(itertools.chain.from_iterable(row for row in log_probs if row is not None)))
+        code = "H" if max(flat, default=0) < 1 << 16 else "I"
+        ids = pack_numbers(code, flat)
+        floats = pack_floats(list(itertools.chain.from_iterable(row for row in log_probs if row is not None)))
         header = _as_json(
             {
-                "ids": [ids.typecode, lengths],
+                "ids": [code, lengths],
                 "log_probs": [None if row is None else len(row) for row in log_probs],
                 "masks": masks,
                 "versions": _versions_of(samples),
             }
         ).encode()
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, struct.error):
         return None
-    if sys.byteorder == "big":
-        ids.byteswap()
-        floats.byteswap()
-    return b"".join((struct.pack("<I", len(header)), header, ids.tobytes(), floats.tobytes()))
+    return b"".join((struct.pack("<I", len(header)), header, ids, floats))
 
 
 def unpack_group(data: bytes) -> list[dict[str, Any]]:
@@ -78,7 +82,7 @@ def unpack_group(data: bytes) -> list[dict[str, Any]]:
         code, lengths = header["ids"]
         if code not in ("H", "I"):
             raise KeyError(code)
-        ids, at = _numbers(data, at, f"<u{array(code).itemsize}", lengths)
+        ids, at = _numbers(data, at, f"<u{struct.calcsize('<' + code)}", lengths)
         counts = header["log_probs"]
         floats, at = _numbers(data, at, "<f4", [count or 0 for count in counts])
         if at != len(data):

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import operator
 import struct
-import sys
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from slime.record.packed import pack_numbers
 from slime.record.tables import pack_table, unpack_table
 
 _SHORT = 4  # lists below this many entries are written entry by entry
@@ -31,6 +31,13 @@ _as_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 class ForeignValue(ValueError):
     """A value that is not plain, and where it is."""
+
+
+class TensorRows(NamedTuple):
+    """Tensors of one dimension by the one they were cut from, and the length of each; read as their list."""
+
+    joined: Any
+    lengths: list[int]
 
 
 def dumps(value: Any) -> bytes:
@@ -79,7 +86,7 @@ def _write_list(out: bytearray, value: list[Any], where: str) -> None:
     if kinds == {int}:
         width = _width(min(value), max(value))
         if width is not None:
-            _head(out, b"i", bytes([width]), _blob(_bytes_of(_CODES[width], value)))
+            _head(out, b"i", bytes([width]), _blob(pack_numbers(_CODES[width], value)))
             return
     if kinds == {float}:
         _write_floats(out, value)
@@ -98,18 +105,11 @@ def _width(low: int, high: int) -> int | None:
     return next((n for n, bits in enumerate((7, 15, 31, 63)) if -1 << bits <= low and high < 1 << bits), None)
 
 
-def _bytes_of(code: str, value: list[Any]) -> bytes:
-    numbers = array(code, value)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
-
-
 def _write_floats(out: bytearray, value: list[float]) -> None:
     if len(value) < _LONG:
-        whole, half = _bytes_of("d", value), array("f", value)
-        exact = _bytes_of("d", half.tolist()) == whole
-        _head(out, b"f", bytes([4 if exact else 8]), _blob(_bytes_of("f", value) if exact else whole))
+        whole, half = pack_numbers("d", value), array("f", value)
+        exact = pack_numbers("d", half) == whole
+        _head(out, b"f", bytes([4 if exact else 8]), _blob(pack_numbers("f", half) if exact else whole))
         return
     doubles = np.array(value, dtype="<f8")
     with np.errstate(over="ignore"):
@@ -179,9 +179,13 @@ def _write_rows(out: bytearray, tensors: list[Any]) -> None:
     """Writes the rows as one tensor, and the length of each."""
     import torch  # as above
 
+    _write_cut_rows(out, TensorRows(torch.cat(tensors), [tensor.numel() for tensor in tensors]), "")
+
+
+def _write_cut_rows(out: bytearray, rows: TensorRows, where: str) -> None:
     out += b"C"
-    _write(out, [tensor.numel() for tensor in tensors], "")
-    _write_tensor(out, torch.cat(tensors))
+    _write(out, rows.lengths, "")
+    _write_tensor(out, rows.joined)
 
 
 def _write_values(out: bytearray, flat: np.ndarray[Any, Any]) -> None:
@@ -231,6 +235,7 @@ _WRITERS: dict[type, Callable[[bytearray, Any, str], None]] = {
     set: lambda out, value, where: _write_entries(out, b"E", sorted(value, key=repr), where),
     dict: _write_dict,
     np.ndarray: _write_array,
+    TensorRows: _write_cut_rows,
 }
 
 

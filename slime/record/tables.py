@@ -13,6 +13,8 @@ import sys
 from array import array
 from typing import Any
 
+from slime.record.packed import pack_numbers
+
 _SAME = frozenset({type(None), bool, int, str})  # equal ones are the same, unlike 0.0 and -0.0
 _CODES = "BHIqfd"
 _SCALARS = frozenset({type(None), bool, int, float, str})  # what JSON gives back as it was
@@ -54,8 +56,10 @@ def _pack_column(values: list[Any]) -> tuple[list[Any] | None, bytes]:
     if len(kinds) == 1:
         if type(first) in _SAME and values.count(first) == len(values):
             return ["=", first], b""
-        if type(first) is list and (numbers := _pack_numbers(values)) is not None:
-            return [numbers.typecode, list(map(len, values))], _bytes_of(numbers)
+        if type(first) is list:
+            numbers = _pack_numbers(list(itertools.chain.from_iterable(values)))
+            if numbers is not None:
+                return [numbers[0], list(map(len, values))], numbers[1]
     if is_json(values):
         return ["", values], b""
     return (["(", values] if _are_tuples(values) else None), b""
@@ -70,26 +74,20 @@ def _are_tuples(values: list[Any]) -> bool:
     )
 
 
-def _pack_numbers(lists: list[list[Any]]) -> array[Any] | None:
+def _pack_numbers(flat: list[Any]) -> tuple[str, bytes] | None:
     """All entries as narrow as they fit; None: there are others than whole numbers or floats, or none."""
-    flat = list(itertools.chain.from_iterable(lists))
     kinds = set(map(type, flat))
     if kinds == {float}:
-        doubles = array("d", flat)
-        singles = array("f", flat)
-        return singles if array("d", singles).tobytes() == doubles.tobytes() else doubles
+        singles = array("f", flat)  # rounds what is too large to infinity, which `struct` refuses
+        exact = array("d", singles).tobytes() == array("d", flat).tobytes()
+        return ("f", pack_numbers("f", singles)) if exact else ("d", pack_numbers("d", flat))
     if kinds != {int}:
         return None
     low, high = min(flat), max(flat)
     if low >= 0 and high < 1 << 32:
-        return array("B" if high < 1 << 8 else "H" if high < 1 << 16 else "I", flat)
-    return array("q", flat) if low >= -(1 << 63) and high < 1 << 63 else None
-
-
-def _bytes_of(numbers: array[Any]) -> bytes:
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+        code = "B" if high < 1 << 8 else "H" if high < 1 << 16 else "I"
+        return code, pack_numbers(code, flat)
+    return ("q", pack_numbers("q", flat)) if low >= -(1 << 63) and high < 1 << 63 else None
 
 
 def unpack_table(data: bytes) -> list[dict[str, Any]]:

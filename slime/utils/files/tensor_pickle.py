@@ -23,6 +23,19 @@ class _TensorPickler(pickle.Pickler):
         return torch.from_numpy, (value.numpy(),)
 
 
+class CutRows(list[torch.Tensor]):
+    """A list of tensors that were cut from one, which is known for as long as none of them is replaced."""
+
+    def __init__(self, joined: torch.Tensor, lengths: list[int]):
+        super().__init__(joined.split(lengths))
+        self._cut, self._whole = tuple(self), (joined, lengths)
+
+    def whole(self) -> tuple[torch.Tensor, list[int]] | None:
+        """That tensor, and the length of each; None: others are in the list now."""
+        same = len(self) == len(self._cut) and all(map(operator.is_, self, self._cut))
+        return self._whole if same else None
+
+
 class Rows:
     """Tensors of one dimension and one kind as a single one: each by itself takes long to be pickled.
 
