@@ -64,8 +64,7 @@ def play(folder: Path, sync: str, steps: list) -> None:
         ledger.begin(number, "run:1")
         ledger.issued(groups, from_buffer=False)
         for group in groups:
-            for sample in group:
-                ledger.finished_from_prompt(sample)
+            ledger.finished_from_prompt(group)
         ledger.consumed(groups, "trained")
         ledger.cut(number)
         writer.add("train", number, group_entries(groups, "trained"), version="run:1")

@@ -74,31 +74,36 @@ class Note(NamedTuple):
         return (self.time, start, self.event, self.rollout, *about, self.value)
 
 
-class Finished(NamedTuple):
-    """A sample is finished: that it was generated and scored, and all of it for a run that goes on.
+Columns = dict[str, list[Any]]  # the values of some samples by the names of fields
 
-    Those of a group that come together are one row of each kind. `kept` is what the sample is made again from
-    (the siblings of a fan-out are several), in containers of its own, since samples may change later; None:
-    it is not kept. `columns_of` makes of several what is written, by the names of fields: where the rollout
-    is complete before the writer's turn comes, nobody will ask for it. Example: Finished(1754820000.1, 3, 17,
-    68, 0, 0, 4, "8c1f", "completed", 1.0, True, [{"index": 68, "tokens": [5, 6]}], columns_of, False, True).
+
+class Kept(NamedTuple):
+    """What finished samples are made again from: of several samples, or of each sibling of a fan-out.
+
+    `keys`: index, attempt, response tokens at the start and newest weights of each; a fan-out has one.
+    Example: Kept([(68, 0, 0, 4)], [{"index": [68], "tokens": [[5, 6]]}]).
+    """
+
+    keys: list[tuple[int, int, int, int | None]]
+    columns: list[Columns]
+    is_fan_out: bool = False
+
+
+class Finished(NamedTuple):
+    """Samples of one group were finished together: that they were generated and scored, and all of each.
+
+    `kept` gives them as they were at that time; where the rollout is complete before the writer's turn comes,
+    nobody asks for it. Example: Finished(1754820000.1, 3, 17, 0, "8c1f", {68: "completed"}, {68: 1.0}, keep).
     """
 
     time: float
     rollout: int
     group_index: int | None
-    sample_index: int
     attempt: int
-    started: int  # response tokens that it had when generation began
-    version: int | None  # newest weights that made a token of it
-    settings: str  # digest of the settings it was made with
-    status: str
-    reward: object
-    is_scored: bool
-    kept: list[dict[str, Any]] | None
-    columns_of: Callable[[list[dict[str, Any]]], dict[str, list[Any]]]
-    is_fan_out: bool
-    is_small: bool  # it holds few numbers
+    settings: str  # digest of the settings they were made with
+    statuses: dict[int, str]  # by the index of the sample
+    rewards: dict[int, object]  # of those that are scored
+    kept: Callable[[], Kept] | None
 
     @property
     def event(self) -> Event:
@@ -163,13 +168,12 @@ def _write_finished(
     kept: list[tuple[object, ...]] = []
     for (rollout, group, attempt), notes in groups.items():
         about, time = (rollout, group, None, attempt), notes[-1].time
-        ended = _as_json({note.sample_index: note.status for note in notes})
-        rows.append((time, start, "generated", *about, ended))
-        rewards = {note.sample_index: note.reward for note in notes if note.is_scored}
-        if rewards:
+        ended = {index: status for note in notes for index, status in note.statuses.items()}
+        rows.append((time, start, "generated", *about, _as_json(ended)))
+        if rewards := {index: reward for note in notes for index, reward in note.rewards.items()}:
             rows.append((time, start, "scored", *about, _as_json(rewards)))
         if group not in forgotten:
-            kept += _kept_rows([note for note in notes if note.kept is not None])
+            kept += _kept_rows(notes)
     if kept:
         connection.executemany(
             "INSERT INTO ledger_finished (group_index, settings, keys, payload) VALUES (?, ?, ?, ?)", kept
@@ -178,35 +182,30 @@ def _write_finished(
 
 
 def _kept_rows(notes: list[Finished]) -> list[tuple[object, ...]]:
-    """Rows of ledger_finished of one group: small samples in one piece, large ones each by itself."""
-    small = [note for note in notes if note.is_small]
-    pieces = ([small] if small else []) + [[note] for note in notes if not note.is_small]
+    """Rows of ledger_finished: samples that were finished together in one piece."""
     rows: list[tuple[object, ...]] = []
-    for piece in pieces:
-        payload = _packed_samples(piece)
-        if payload is None and len(piece) > 1:  # one holds something foreign: the others need not suffer
-            rows += [row for note in piece for row in _kept_rows([note])]
-        elif payload is not None:
-            keys = [(note.sample_index, note.attempt, note.started, note.version) for note in piece]
-            rows.append((piece[0].group_index, piece[0].settings, _as_json(keys), payload))
+    for note in notes:
+        kept = note.kept() if note.kept is not None else None
+        for piece, payload in _packed_pieces(kept) if kept is not None and kept.keys else ():
+            rows.append((note.group_index, note.settings, _as_json(piece.keys), payload))
     return rows
 
 
-def _packed_samples(notes: list[Finished]) -> bytes | None:
-    """The bytes of finished samples; None where one holds what no file can, or they differ in kind."""
-    [first, *others] = notes
-    if not others:
-        kept = first.kept or []
-        # One by one, since what was attached later may differ between siblings.
-        samples = [{name: value for name, [value] in first.columns_of([fields]).items()} for fields in kept]
-        return _packed({"fan_out": first.is_fan_out, "samples": samples}, f"sample {first.sample_index}")
-    if any(note.is_fan_out for note in notes):
-        return None
-    several = [fields for note in notes for fields in note.kept or ()]
-    names = several[0].keys()
-    if any(fields.keys() != names for fields in several):
-        return None
-    return pack_columns(first.columns_of(several), len(several))
+def _packed_pieces(kept: Kept) -> list[tuple[Kept, bytes]]:
+    """Together where they are of one kind; where one holds something foreign, the others need not suffer."""
+    if len(kept.keys) > 1:
+        [columns] = kept.columns
+        payload = pack_columns(columns, len(kept.keys))
+        if payload is None:
+            singles = [
+                {n: values[at : at + 1] for n, values in columns.items()} for at in range(len(kept.keys))
+            ]
+            pieces = [Kept([key], [single]) for key, single in zip(kept.keys, singles, strict=True)]
+            return [found for piece in pieces for found in _packed_pieces(piece)]
+    else:
+        samples = [{name: value for name, [value] in columns.items()} for columns in kept.columns]
+        payload = _packed({"fan_out": kept.is_fan_out, "samples": samples}, f"sample {kept.keys[0][0]}")
+    return [] if payload is None else [(kept, payload)]
 
 
 @dataclass(frozen=True, slots=True)

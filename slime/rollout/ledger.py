@@ -8,23 +8,19 @@ the rollout manager, also if that function and its data source know nothing of t
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import itertools
 import json
 import logging
-import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from slime.record.ledger_rows import (
     Event,
     Finished,
     FinishedEntry,
     ForgetEntries,
+    Kept,
     Note,
     forget_rollouts,
     keep_rollout,
@@ -32,30 +28,14 @@ from slime.record.ledger_rows import (
 from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
 from slime.rollout.journal import CountingJournal, Outcome
-from slime.rollout.prompt_groups import FINISHED, Entry, Group, attempt_of, is_finished
+from slime.rollout.kept_samples import as_it_is, columns_of, from_kept, is_alone, is_whole
+from slime.rollout.prompt_groups import Entry, Group, attempt_of, is_finished
 from slime.utils.types import Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int, int]  # sample index, attempt, response tokens at the start
-_NOT_KEPT = frozenset({"multimodal_inputs", "trace"})
-_UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
-_FEW_TOKENS = 100
 _encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
-# The fields of a sample by what they hold: of most samples, most are as in a new one.
-_NEW = vars(Sample())
-_FIELDS = _NEW.keys()
-_OF_NUMBERS = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
-_COUNTS = {name: vars(_NEW[name]) for name in ("spec_info", "prefix_cache_info")}
-_APART = {*_OF_NUMBERS, *_COUNTS, *_NOT_KEPT, "status", "version_spans"}
-_CONTAINERS = {n: v for n, v in _NEW.items() if isinstance(v, (list, dict)) and n not in _APART}
-_MAY_BE_NEW = {**_CONTAINERS, **_COUNTS}
-_PLAIN = tuple(name for name in _NEW if name not in _APART and name not in _CONTAINERS)
-_PLAIN_NEW = tuple(_NEW[name] for name in _PLAIN)
-_plain_values = operator.itemgetter(*_PLAIN)
-_TEXT_OR_NUMBER = ("group_index", "index", "rollout_id", "response", "response_length")  # never containers
-_MAY_HOLD_MORE = tuple(name for name in _PLAIN if name not in _TEXT_OR_NUMBER)
-_more_values = operator.itemgetter(*_MAY_HOLD_MORE)
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
 
 
@@ -64,7 +44,7 @@ class Ledger:
 
     `keeps`: finished samples are kept whole until a checkpoint covers them (without checkpoints nothing goes
     on). `any_version`: samples of other weights than the engines hold may be used (the pool judges their
-    age).
+    age). `private`: no function of the user's gets finished samples in hand: it might change them in place.
     """
 
     def __init__(
@@ -74,10 +54,11 @@ class Ledger:
         *,
         keeps: bool = True,
         any_version: bool = False,
+        private: bool = False,
         known: Mapping[Key, FinishedEntry] | None = None,
     ):
         self._writer, self.settings = writer, settings
-        self._keeps, self._any_version = keeps, any_version
+        self._keeps, self._any_version, self._private = keeps, any_version, private
         self._known = dict(known or {})
         self._rollout = 0  # that events belong to
         self._version: int | None = None  # of the engines when it began
@@ -86,7 +67,6 @@ class Ledger:
         self._cut: dict[int, list[int]] = {}  # rollout -> groups decided in it, until its batch is kept
         self._kept: set[int] = set()  # since the last cut
         self._last_commits: list[int] = []
-        self._finished_now: list[tuple[float, Key, Sample]] = []  # in this round of the event loop
 
     def _note(
         self,
@@ -100,9 +80,15 @@ class Ledger:
         also: Any = None,
     ) -> None:
         number = self._rollout if rollout is None else rollout
-        if self._finished_now:
-            self.write_down()
         self._writer.note(Note(time.time(), event, number, group, sample, attempt, value, also))
+
+    def _of_group(self, event: Event, group: tuple[int, int], value: str | None = None) -> Note:
+        """`group`: index and attempt."""
+        return Note(time.time(), event, self._rollout, group[0], None, group[1], value)
+
+    def _tell(self, notes: Sequence[Note]) -> None:
+        if notes:
+            self._writer.note(*notes)
 
     # -- groups, as a journal (slime.rollout.journal)
 
@@ -110,33 +96,31 @@ class Ledger:
         self._issued(groups, "buffer" if from_buffer else "new")
 
     def _issued(self, groups: Sequence[Group], source: str) -> None:
-        for index, attempt in _groups(groups):
-            self._open[index] = attempt
-            self._note("issued", group=index, attempt=attempt, value=source)
+        found = _groups(groups)
+        self._open.update(found)
+        self._tell([self._of_group("issued", group, source) for group in found])
 
     def returned(self, groups: Sequence[Group]) -> None:
-        for index, attempt in _groups(groups):
-            self._decide(index)
-            self._note("returned", group=index, attempt=attempt)
+        found = _groups(groups)
+        self._decide(found)
+        self._tell([self._of_group("returned", group) for group in found])
 
     def consumed(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
-        for group in groups:
-            for index, attempt in _groups([group]):
-                self._decide(index)
-                if outcome == "trained":
-                    self._keep(group, index, attempt)
-                else:
-                    why = f"{outcome}: {reason}" if reason else outcome
-                    self._note("dropped", group=index, attempt=attempt, value=why)
+        found = _groups(groups)
+        self._decide(found)
+        if outcome == "trained":
+            self._kept.update(index for index, _ in found)
+            indices = [_indices(group) for group in groups if _groups([group])]
+            pairs = zip(found, indices, strict=True)
+            self._tell([self._of_group("kept", group, _encode(samples)) for group, samples in pairs])
+        else:
+            why = f"{outcome}: {reason}" if reason else outcome
+            self._tell([self._of_group("dropped", group, why) for group in found])
 
-    def _decide(self, index: int) -> None:
-        self._open.pop(index, None)
-        self._decided.append(index)
-
-    def _keep(self, group: Group, index: int, attempt: int) -> None:
-        self._kept.add(index)
-        samples = sorted({s.index for s in flatten_samples(group) if s.index is not None})
-        self._note("kept", group=index, attempt=attempt, value=json.dumps(samples))
+    def _decide(self, groups: Sequence[tuple[int, int]]) -> None:
+        for index, _ in groups:
+            self._open.pop(index, None)
+            self._decided.append(index)
 
     # -- samples
 
@@ -153,7 +137,7 @@ class Ledger:
             return None
         assert isinstance(entry, Sample)
         del self._known[key]  # type: ignore[arg-type]
-        samples = [_from_kept(fields) for fields in found.samples()]
+        samples = [from_kept(fields) for fields in found.samples()]
         for sample in samples:
             if sample.multimodal_inputs is None:
                 sample.multimodal_inputs = entry.multimodal_inputs  # of the prompt, as it was read again
@@ -165,59 +149,63 @@ class Ledger:
         key = _key(origin)
         if key is not None and not is_finished(origin):
             assert isinstance(origin, Sample), "only these have a key"
-            self._writer.note(self._finished(key, origin.group_index, made, time.time()))
+            if isinstance(made, Sample):
+                self._writer.note(self._finished(origin.group_index, [(key, made)]))
+            else:
+                self._writer.note(self._fanned_out(origin.group_index, key, flatten_samples(made)))
 
-    def finished_from_prompt(self, sample: Sample) -> None:
-        """The same of a sample that began with its prompt and is one still."""
-        key = _key(sample)
-        if key is None:
-            return
-        if not self._finished_now:
-            try:  # whoever waits for the sample comes after this: nobody has changed it until then
-                asyncio.get_running_loop().call_soon(self.write_down)
-            except RuntimeError:  # no loop: a rollout function of the user's
-                note = self._finished((key[0], key[1], 0), sample.group_index, sample, time.time())
-                self._writer.note(note)
-                return
-        self._finished_now.append((time.time(), (key[0], key[1], 0), sample))
+    def finished_from_prompt(self, samples: Sequence[Sample]) -> None:
+        """The same of samples that began with their prompts and are one each still; nobody else has them."""
+        together: dict[tuple[int | None, int, int | None], list[tuple[Key, Sample]]] = {}
+        for sample in samples:
+            if (key := _key(sample)) is not None:
+                index, attempt, _ = key
+                at = (sample.group_index, attempt, index if is_alone(sample) else None)
+                together.setdefault(at, []).append(((index, attempt, 0), sample))
+        if together:
+            self._writer.note(*[self._finished(at[0], made) for at, made in together.items()])
 
-    def write_down(self) -> None:
-        """The samples that were finished in this round: together they cost half as much as one by one."""
-        finished, self._finished_now = self._finished_now, []
-        if finished:
-            self._writer.note(*[self._finished(key, s.group_index, s, when) for when, key, s in finished])
-
-    def _finished(self, key: Key, group_index: int | None, made: Entry, when: float) -> Finished:
-        samples = [made] if isinstance(made, Sample) else flatten_samples([made])
-        whole, is_scored, size = self._keeps, False, 0
-        for sample in samples:  # with its own reward, if any
-            failed = sample.reward_failure is not None
-            whole = whole and sample.status in FINISHED and not failed
-            is_scored = is_scored or failed or sample.reward is not None
-            size += len(sample.tokens)
-        version = _newest_version(samples)
+    def _finished(self, group_index: int | None, made: Sequence[tuple[Key, Sample]]) -> Finished:
+        """Of samples that are kept in one piece, each with its key."""
+        kept: Callable[[], Kept] | None = None
+        if self._keeps:
+            whole = [(key, as_it_is(sample)) for key, sample in made if is_whole(sample)]
+            kept = functools.partial(_kept, whole, self._version)
+            if not self._private or any(sample.generate_function_path for _, sample in made):
+                kept = _given(kept())
         return Finished(
-            when,
+            time.time(),
             self._rollout,
             group_index,
-            *key,
-            self._version if version is None else version,
+            made[0][0][1],
             self.settings,
-            samples[-1].status.value,
-            _rewards(samples),
-            is_scored,
-            [_own_fields(s) for s in samples] if whole else None,
-            _kept_columns,
-            isinstance(made, list),
-            size <= _FEW_TOKENS,
+            {key[0]: sample.status._value_ for key, sample in made},
+            {key[0]: _reward(sample) for key, sample in made if _is_scored(sample)},
+            kept,
+        )
+
+    def _fanned_out(self, group_index: int | None, key: Key, siblings: Sequence[Sample]) -> Finished:
+        """The same of an entry that became several samples."""
+        kept: Callable[[], Kept] | None = None
+        if self._keeps and all(map(is_whole, siblings)):
+            version = newest_version(list(siblings))
+            found = [(*key, self._version if version is None else version)]
+            kept = _given(Kept(found, [columns_of([vars(sample)]) for sample in siblings], is_fan_out=True))
+        return Finished(
+            time.time(),
+            self._rollout,
+            group_index,
+            key[1],
+            self.settings,
+            {key[0]: siblings[-1].status._value_},
+            {key[0]: _rewards(siblings)} if any(map(_is_scored, siblings)) else {},
+            kept,
         )
 
     def scored(self, group: Group) -> None:
         """The samples of a group got their rewards together."""
-        for index, attempt in _groups([group]):
-            self._note(
-                "scored", group=index, attempt=attempt, value=_encode(_rewards(flatten_samples(group)))
-            )
+        value = _encode(_rewards(flatten_samples(group)))
+        self._tell([self._of_group("scored", at, value) for at in _groups([group])])
 
     # -- rollouts and steps
 
@@ -312,8 +300,20 @@ def current() -> Ledger | None:
 
 def _groups(groups: Sequence[Group]) -> list[tuple[int, int]]:
     """Index and attempt of those that have an index."""
-    firsts = [samples[0] for group in groups if (samples := flatten_samples([group]))]
+    firsts = [first for group in groups if (first := _first(group)) is not None]
     return [(s.group_index, attempt_of(s)) for s in firsts if s.group_index is not None]
+
+
+def _first(group: Group) -> Sample | None:
+    """The first sample of it; None: it has none."""
+    if isinstance(group, list) and group and isinstance(first := group[0], Sample):
+        return first
+    samples = flatten_samples([group])
+    return samples[0] if samples else None
+
+
+def _indices(group: Group) -> list[int]:
+    return sorted({sample.index for sample in flatten_samples(group) if sample.index is not None})
 
 
 def _key(entry: Entry) -> Key | None:
@@ -325,89 +325,32 @@ def _key(entry: Entry) -> Key | None:
     return None if entry.metadata.get(_GREEDY) else (entry.index, attempt_of(entry), entry.response_length)
 
 
-def _own_fields(sample: Sample) -> dict[str, Any]:
-    """Everything that the sample is made again from, as it is now: others may go on to change the sample."""
-    fields = sample.__dict__.copy()
-    for name in _OF_NUMBERS:
-        if (value := fields[name]) is not None:
-            fields[name] = value[:] if type(value) is list else _own(value)
-    for name in _CONTAINERS:
-        if (value := fields[name]) or type(value) not in (list, dict):
-            fields[name] = value.copy() if _is_flat(value) else _own(value)
-    fields["spec_info"] = sample.spec_info.__dict__.copy()
-    fields["prefix_cache_info"] = sample.prefix_cache_info.__dict__.copy()
-    if not _UNCHANGING.issuperset(map(type, _more_values(fields))):
-        fields.update({name: _own(fields[name]) for name in _MAY_HOLD_MORE})
-    fields["version_spans"] = tuple(fields["version_spans"])
-    if len(fields) > len(_FIELDS) + ("trace" in fields):  # attached later, as that is in nearly all
-        for name in fields.keys() - _FIELDS - _NOT_KEPT:
-            fields[name] = _own(fields[name])
-    return fields
-
-
-def _kept_columns(several: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """What is written of `_own_fields`: no media, no times of work, nothing that all new samples have."""
-    plain = zip(_PLAIN, _PLAIN_NEW, zip(*map(_plain_values, several), strict=True), strict=True)
-    columns = {n: list(v) for n, new, v in plain if not all(map(operator.is_, v, itertools.repeat(new)))}
-    for name in _OF_NUMBERS:
-        values = [fields[name] for fields in several]
-        if not all(map(operator.is_, values, itertools.repeat(None))):  # arrays have an == of their own
-            columns[name] = values
-    for name, new in _MAY_BE_NEW.items():
-        values = [fields[name] for fields in several]
-        if set(map(type, values)) != {type(new)} or values.count(new) < len(values):
-            columns[name] = values
-    columns["status"] = [fields["status"]._value_ for fields in several]
-    columns["version_spans"] = [_spans_text(fields["version_spans"]) for fields in several]
-    for name in several[0].keys() - _FIELDS - _NOT_KEPT:  # attached later
-        columns[name] = [fields[name] for fields in several]
-    return columns
-
-
-@functools.lru_cache(maxsize=1024)
-def _spans_text(spans: tuple[tuple[str, int, int], ...]) -> str:
-    """Most samples of a rollout have the same."""
-    return _encode(spans)
-
-
-def _newest_version(samples: Sequence[Sample]) -> int | None:
-    if len(samples) == 1:
-        return _newest_of(tuple(samples[0].version_spans))
-    return newest_version(list(samples))
-
-
 @functools.lru_cache(maxsize=1024)
 def _newest_of(spans: tuple[tuple[str, int, int], ...]) -> int | None:
+    """Most samples of a rollout have the same."""
     return newest_version([Sample(version_spans=list(spans))])
 
 
-def _from_kept(fields: dict[str, Any]) -> Sample:
-    spans = fields["version_spans"]
-    return Sample.from_dict({**fields, "version_spans": json.loads(spans) if spans else []})
+def _kept(whole: Sequence[tuple[Key, dict[str, Any]]], version: int | None) -> Kept:
+    """`whole`: the fields of each sample; `version`: of the engines, for those that name none."""
+    versions = [_newest_of(tuple(fields["version_spans"])) for _, fields in whole]
+    keys = [(*key, version if v is None else v) for (key, _), v in zip(whole, versions, strict=True)]
+    return Kept(keys, [columns_of([fields for _, fields in whole])] if whole else [])
 
 
-def _is_flat(value: Any) -> bool:
-    """Whether it is a list or a dict of what nobody changes, as the versions of weights are."""
-    kind = type(value)
-    return (kind is list or kind is dict) and _UNCHANGING.issuperset(
-        map(type, value if kind is list else value.values())
-    )
+def _given(kept: Kept) -> Callable[[], Kept]:
+    """What is copied already: nobody changes it any more."""
+    return lambda: kept
 
 
-def _own(value: Any) -> Any:
-    """The same value, which nobody else changes; what no file can hold stays as it is."""
-    kind = type(value)
-    if kind in _UNCHANGING:
-        return value
-    if kind is list or kind is tuple or kind is set:
-        return kind(map(_own, value))
-    if kind is dict:
-        return {key: _own(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    return value.detach().clone() if kind.__module__ == "torch" and hasattr(value, "detach") else value
+def _is_scored(sample: Sample) -> bool:
+    return sample.reward is not None or sample.reward_failure is not None
+
+
+def _reward(sample: Sample) -> Any:
+    return sample.reward if sample.reward_failure is None else sample.reward_failure.kind
 
 
 def _rewards(samples: Sequence[Sample]) -> Any:
-    values = [s.reward_failure.kind if s.reward_failure is not None else s.reward for s in samples]
+    values = list(map(_reward, samples))
     return values[0] if len(values) == 1 else values

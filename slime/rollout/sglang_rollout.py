@@ -252,6 +252,13 @@ async def _finish_siblings(
     args: PluginArgs, again: Callable[[Sample], Coroutine[Any, Any, Entry]], samples: list[Sample]
 ) -> list[Entry]:
     scores, durable = not waits_for_group(args), ledger.current()
+    loop = asyncio.get_running_loop()
+    done: list[Sample] = []  # in this round of the event loop
+
+    def tell() -> None:
+        if done and durable is not None:
+            durable.finished_from_prompt(done)
+            done.clear()
 
     async def finish(sample: Sample) -> Entry:
         try:
@@ -263,11 +270,15 @@ async def _finish_siblings(
                 raise
             logger.warning("%s begins again (%s: %s)", describe(sample), type(error).__name__, error)
             return await again(without_response(sample))
-        if durable is not None:
-            durable.finished_from_prompt(sample)
+        if not done:
+            loop.call_soon(tell)
+        done.append(sample)
         return sample
 
-    return await side_by_side(finish, samples)
+    try:
+        return await side_by_side(finish, samples)
+    finally:
+        tell()  # before anybody gets them
 
 
 async def _generate_with_retries(

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 import pytest
 from argument_helpers import parse
 
+from slime.batch.convert import in_lists
 from slime.cluster.checkpoints.run_ledger import (
+    _SEE_FINISHED,
     find_resume,
+    is_private,
     open_ledger,
     plain_of,
     settings_digest,
@@ -14,6 +17,10 @@ from slime.cluster.checkpoints.run_ledger import (
 )
 from slime.cluster.recording import Recording
 from slime.cluster.rollout_manager import Generated
+from slime.plugins import PLUGIN_POINTS
+from slime.record import plain_bytes
+from slime.record.plain_bytes import TensorRows
+from slime.utils.files.tensor_pickle import CutRows
 from slime.utils.machine.run_identity import Run
 
 torch = pytest.importorskip("torch")
@@ -38,6 +45,41 @@ def first_start(folder, args, rollouts=3, cursor=True):
     ledger.committed(0)
     ledger.evaluated(0)
     recording.close()
+
+
+def test_rows_that_were_cut_from_one_tensor_come_back_also_where_one_was_replaced():
+    cut, changed = (CutRows(torch.arange(9), [2, 0, 3, 4]) for _ in range(2))
+    changed[2] = torch.tensor([7])
+    batch = {"tokens": cut, "versions": changed}
+    kept = plain_of(Generated(batch, {}, {}, 4))["batch"]
+    assert isinstance(kept["tokens"], TensorRows) and type(kept["versions"]) is list
+    found = plain_bytes.loads(plain_bytes.dumps(kept))
+    for key, rows in batch.items():
+        assert [row.tolist() for row in found[key]] == [row.tolist() for row in rows]
+    assert [type(rows) for rows in in_lists(batch).values()] == [list, list]
+
+
+@pytest.mark.parametrize(
+    ("settings", "private"),
+    [
+        ({}, True),
+        ({"dynamic_sampling_filter_path": "slime.rollout.filter_hub.dynamic_sampling_filters.any"}, True),
+        ({"dynamic_sampling_filter_path": "my_filters.mine"}, False),
+        ({"custom_rm_path": "slime.cli.quickstart.rewards.exact_match"}, True),
+        ({"group_rm": True}, False),
+        ({"custom_generate_function_path": "my_agent.generate"}, False),
+    ],
+)
+def test_samples_are_copied_where_a_function_of_the_user_s_may_change_finished_ones(settings, private):
+    args = parse()
+    assert is_private(SimpleNamespace(**{**args.to_dict(), **settings})) is private
+
+
+def test_every_plug_in_point_that_gets_samples_is_known_to_the_ledger():
+    before = {"custom_rm_path", "eval_function_path", "custom_eval_rollout_log_function_path"}
+    samples = {"sample", "samples", "groups", "all_groups", "buffer", "data_source"}
+    named = {point.flag for point in PLUGIN_POINTS if samples & set(point.positional)}
+    assert named - before <= set(_SEE_FINISHED), "else its changes reach what is kept of finished samples"
 
 
 def test_rollouts_behind_the_checkpoint_are_taken_bit_for_bit(tmp_path):

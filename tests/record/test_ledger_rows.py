@@ -4,80 +4,19 @@ import contextlib
 import json
 import re
 import sqlite3
+import threading
 
 import numpy as np
 import pytest
 import torch
+from ledger_world import MIB, World, finish, full_disk, group_of
 from patience import PATIENCE_S, eventually
 
-from slime.cli.inspect import ledger as command
-from slime.cli.inspect import replay
-from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, ledger_rows, open_record
+from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, ledger_rows
 from slime.record.audit import audit
-from slime.rollout.dumps import load_rollout_dump
 from slime.rollout.ledger import Ledger, follow
 from slime.rollout.prompt_groups import begin_again, copy_group
-from slime.utils.files.run_file import open_run_file
 from slime.utils.types import RewardFailure, Sample
-
-MIB = 1 << 20
-
-
-def group_of(index, copies=2, **more):
-    return [Sample(group_index=index, index=index * copies + i, prompt="2+2=", **more) for i in range(copies)]
-
-
-def finish(sample, version=1, reward=1.0):
-    done = Sample.from_dict(sample.to_dict())
-    done.tokens, done.response_length, done.rollout_log_probs = [5, 6, 7], 2, [-0.1, -0.25]
-    done.version_spans, done.reward, done.status = [(f"run:{version}", 0, 2)], reward, Sample.Status.COMPLETED
-    return done
-
-
-class World:
-    """A run folder whose process can be started again; `step` plays one step of a run."""
-
-    def __init__(self, folder):
-        self.path, self.starts, self.writer = folder / "record.db", 0, None
-
-    def start(self, committed=-1, last_made=-1, settings="s", **options):
-        self.stop()
-        self.starts += 1
-        known = {}
-        if self.starts > 1:
-            with LedgerReader(self.path) as reader:
-                known = reader.finished_entries(settings)
-        self.writer = RecordWriter(self.path, "run", 64 * MIB, start=self.starts)
-        self.ledger = Ledger(self.writer, settings, known=known, **options)
-        self.ledger.resumed(committed, last_made)
-        return self.ledger
-
-    def stop(self):
-        if self.writer is not None:
-            self.writer.close()
-
-    def make(self, rollout_id, groups, source="new"):
-        ledger = self.ledger
-        ledger.begin(rollout_id, f"run:{rollout_id + 1}")
-        ledger.issued(groups, from_buffer=source == "buffer")
-        made = [[finish(s, rollout_id + 1) for s in group] for group in groups]
-        for group, done in zip(groups, made, strict=True):
-            for before, after in zip(group, done, strict=True):
-                ledger.finished(before, after)
-        ledger.consumed(made, "trained")
-        self.writer.add("train", rollout_id, group_entries(made, "trained"))
-        ledger.cut(rollout_id)
-        ledger.made(rollout_id, {"cursor": {"at": rollout_id}, "batch": {"tokens": [1, 2]}})
-
-    def step(self, rollout_id, groups, commit=False):
-        self.make(rollout_id, groups)
-        self.ledger.trained(rollout_id)
-        if commit:
-            self.ledger.committed(rollout_id)
-
-    def audit(self, finished=True):
-        self.stop()
-        return audit(self.path, finished=finished)
 
 
 @pytest.fixture
@@ -96,15 +35,6 @@ def test_an_undisturbed_run_is_conserved(world):
     assert found.committed == 1 and found.groups == {"kept": 6}
 
 
-def test_an_audit_as_json_is_json(world, capsys):
-    world.start()
-    world.step(0, [group_of(0)], commit=True)
-    world.stop()
-    assert command.main(["audit", str(world.path.parent), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["groups"] == {"kept": 1} and found["violations"] == [] and found["num_samples"] == 2
-
-
 def test_finished_samples_of_an_unfinished_rollout_come_back_with_every_number(world):
     ledger = world.start()
     ledger.begin(0, "run:1")
@@ -120,8 +50,9 @@ def test_finished_samples_of_an_unfinished_rollout_come_back_with_every_number(w
     assert ledger.recall(first) is None, "once"
 
 
-@pytest.mark.parametrize("attached", [(), (1,), (0, 1, 2, 3)])  # together they are packed by columns
-def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached):
+@pytest.mark.parametrize("together", [False, True])  # then they are packed by columns
+@pytest.mark.parametrize("attached", [(), (1,), (0, 1, 2, 3)])
+def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached, together):
     ledger = world.start()
     ledger.begin(0, "run:1")
     group = group_of(0, copies=4)
@@ -131,13 +62,48 @@ def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached)
         made[place].notes = f"attached later, to {place}"
     made[2].non_generation_time, made[2].remove_sample, made[2].loss_mask = 0.5, True, [1, 0]
     made[3].version_spans, made[3].turn_rewards = [("run:1", 0, 1), ("run:2", 1, 2)], [(0, 2, 0.5)]
-    for before, after in zip(group, made, strict=True):
-        ledger.finished(before, after)
+    if together:
+        ledger.finished_from_prompt(made)
+    else:
+        for before, after in zip(group, made, strict=True):
+            ledger.finished(before, after)
     ledger = world.start(any_version=True)
     ledger.begin(0, "run:1")
     found = [ledger.recall(sample) for sample in group]
     assert [vars(sample) for sample in found] == [vars(sample) for sample in made]
     assert [str(sample.reward) for sample in found] == ["0.0", "-0.0", "1", "0.3"]
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, private):
+    ledger = world.start(private=private)
+    ledger.begin(0, "run:1")
+    group = group_of(0)
+    made = [finish(sample, reward={"score": 0.5}) for sample in group]
+    before = [Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) for sample in made]
+    world.writer._write_notes = hold = Held(world.writer._write_notes)
+    for origin, sample in zip(group, made, strict=True):
+        ledger.finished(origin, sample)
+    for sample in made:  # as filters and the buffer do it
+        sample.reward["score"], sample.metadata["start_rollout_id"] = 7.0, 3
+        sample.tokens, sample.status, sample.remove_sample = [], Sample.Status.PENDING, True
+        if not private:
+            sample.rollout_log_probs[0], sample.version_spans = 9.0, []
+    hold.go_on.set()
+    ledger = world.start()
+    ledger.begin(0, "run:1")
+    assert [ledger.recall(sample) for sample in group] == before
+
+
+class Held:
+    """A call that waits until it is let go on."""
+
+    def __init__(self, call):
+        self.call, self.go_on = call, threading.Event()
+
+    def __call__(self, *what):
+        self.go_on.wait()
+        return self.call(*what)
 
 
 def test_numbers_in_arrays_as_plug_ins_may_make_them_come_back(world):
@@ -328,28 +294,6 @@ def test_a_full_disk_is_told_once_and_the_audit_says_that_nothing_can_be_proven(
     assert len(told) == 1 and "after a crash more is made again" in told[0]
 
 
-def test_what_a_full_disk_took_from_the_ledger_is_told_once_and_missing_samples_are_no_loss(world, capsys):
-    world.start()
-    world.step(0, [group_of(0)], commit=True)
-    world.writer.flush()
-    world.writer._write = full_disk  # the samples of step 1: its events are there
-    world.step(1, [group_of(1)], commit=True)
-    world.make(2, [group_of(2)])
-    world.writer.flush()
-    world.writer._write_notes = full_disk  # that step 2 was trained
-    world.ledger.trained(2)
-    world.start(committed=2, last_made=2)
-    world.step(3, [group_of(3)], commit=True)
-    world.step(4, [group_of(4)], commit=True)
-    found = world.audit()
-    assert found.unrecorded == [1, 2] and len(found.violations) == 2
-    assert "1 events could not be written" in found.violations[0]
-    assert "start 2 went on from the checkpoint after step 2" in found.violations[1]
-    assert "does not say that steps [2] were trained" in found.violations[1]
-    assert command.main(["audit", str(world.path.parent)]) == 1
-    assert "the samples of steps [1, 2] are not in the record" in capsys.readouterr().out
-
-
 def test_events_are_written_once_where_old_samples_cannot_be_removed(world):
     world.start()
     world.writer._prune = full_disk
@@ -384,10 +328,6 @@ def test_what_could_not_be_written_is_counted_over_all_starts(world):
         assert reader.meta("missed_rollouts") == "2"
 
 
-def full_disk(*what):
-    raise sqlite3.OperationalError("database or disk is full")
-
-
 def test_size_and_age_never_remove_what_no_checkpoint_covers(tmp_path):
     writer = RecordWriter(tmp_path / "record.db", "run", MIB, max_days=1e-9, keeps_uncommitted=True)
     ledger = Ledger(writer, "s")
@@ -411,73 +351,6 @@ def test_a_clock_that_goes_backwards_changes_no_order(world, monkeypatch):
     for step in range(3):
         world.step(step, [group_of(step)], commit=True)
     assert world.audit().violations == []
-
-
-def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_path):
-    world.start()
-    world.step(0, [group_of(0)])
-    world.stop()
-    assert command.main(["audit", str(tmp_path)]) == 0
-    assert "conserved: every group has one fate" in capsys.readouterr().out
-    assert command.main(["show", str(tmp_path), "--step", "0", "--sample", "1"]) == 0
-    assert "tokens    [5, 6, 7]" in capsys.readouterr().out
-    assert command.main(["show", str(tmp_path), "--step", "0", "--sample", "9"]) == 2
-    assert "step 0 has no sample 9; it has 0 to 1." in capsys.readouterr().err
-    for step in ("4", "-1", str(1 << 70), str(-(1 << 70))):
-        assert command.main(["show", str(tmp_path), "--step", step]) == 2
-        assert f"there is no step {step}; it has 0 to 0." in capsys.readouterr().err
-    assert command.main(["audit", str(world.path)]) == 2
-    assert "record.db is a file; give the folder of a run." in capsys.readouterr().err
-    world.start()
-    world.ledger.trained(0)
-    world.ledger.trained(0)
-    world.stop()
-    assert command.main(["audit", str(tmp_path)]) == 1
-    assert "VIOLATION: step 0 was trained twice" in capsys.readouterr().out
-    assert command.main(["audit", str(tmp_path / "nowhere")]) == 2
-
-
-@pytest.mark.parametrize("words", [["audit"], ["show", "--step", "0"], ["replay", "--step", "0"]])
-def test_a_folder_that_holds_runs_is_told_with_their_names(tmp_path, capsys, words):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text("{}")
-    assert command.main([*words, str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert f"In it are the runs {tmp_path / 'one'}, {tmp_path / 'two'}." in told
-
-
-def test_a_replay_offers_steps_that_were_made_and_whose_weights_are_there(world, tmp_path, capsys):
-    run = open_run_file(tmp_path, {}, str(tmp_path / "ckpt"), None, None)
-    assert run.num_starts == 1
-    world.start()
-    for step in range(3):
-        world.step(step, [group_of(step)])
-    world.stop()
-    for step in (1, 2):
-        (tmp_path / "ckpt" / f"step_{step:07d}").mkdir(parents=True)
-    assert command.main(["replay", str(tmp_path), "--step", "3"]) == 2
-    assert "there is no step 3; it has 0 to 2." in capsys.readouterr().err
-    assert command.main(["replay", str(tmp_path), "--step", "1"]) == 2
-    assert "Steps that can be replayed: [0, 2] (" in capsys.readouterr().err
-
-
-def test_a_replay_gets_pairs_and_siblings_as_they_were(world, tmp_path):
-    world.start()
-    world.make(0, [group_of(0, rollout_id=6), group_of(1)])
-    world.stop()
-    with open_record(tmp_path) as record:
-        replay._write_dump(record, 0, str(tmp_path / "{rollout_id}.pt"))
-    found = load_rollout_dump(str(tmp_path / "{rollout_id}.pt"), 0)
-    assert [(s.group_index, s.rollout_id) for s in found] == [(0, 6), (0, 6), (1, None), (1, None)]
-    assert found[0].tokens == [5, 6, 7] and found[0].rollout_log_probs == pytest.approx([-0.1, -0.25])
-
-
-def test_a_run_that_was_killed_before_its_first_event_has_lost_nothing(tmp_path, capsys):
-    RecordWriter(tmp_path / "record.db", "run", MIB).close()
-    assert command.main(["audit", str(tmp_path)]) == 0
-    assert "the ledger is empty: no rollout was made yet" in capsys.readouterr().out
-    assert audit(tmp_path / "record.db", finished=True).violations
 
 
 def test_a_record_that_holds_nothing_is_taken_over_and_one_with_samples_is_not(tmp_path):

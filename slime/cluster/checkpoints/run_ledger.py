@@ -17,7 +17,10 @@ from slime.arguments import Args
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.cluster.recording import Recording
 from slime.record import RECORD_FILE, LedgerReader, RecordError
+from slime.record.plain_bytes import TensorRows
 from slime.rollout.ledger import Ledger
+from slime.rollout.rm_hub.hub import waits_for_group
+from slime.utils.files.tensor_pickle import CutRows
 from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,15 @@ _OF_NO_SAMPLE = """
     record_max_mib record_max_days record_sync skip_preflight lr_decay_iters max_restarts
     peer_copies restart_wait_s elastic
 """.split()  # noqa: SIM905 - a list of words reads better as words
+
+
+# Plug-in points that get samples in hand once they are finished.
+_SEE_FINISHED = (
+    *("rollout_function_path", "data_source_path", "custom_generate_function_path"),
+    *("rollout_sample_hook_path", "dynamic_sampling_filter_path", "buffer_filter_path"),
+    *("rollout_sample_filter_path", "rollout_all_samples_process_path", "custom_reward_post_process_path"),
+    *("custom_convert_samples_to_train_data_path", "custom_rollout_log_function_path"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +109,20 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
         resume.settings,
         keeps=args.save is not None,
         any_version=pool and not args.deterministic_mode,
+        private=is_private(args),
         known=known,
     )
     ledger.resumed(resume.committed, resume.last_made)
     return ledger
+
+
+def is_private(args: Args) -> bool:
+    """Whether no function but slime's own gets samples in hand that are finished.
+
+    Rewards of single samples come before that; those of groups do not.
+    """
+    paths = [getattr(args, name) for name in _SEE_FINISHED]
+    return not waits_for_group(args) and all(not path or path.startswith("slime.") for path in paths)
 
 
 def was_evaluated(run: Run, rollout_id: int) -> bool:
@@ -116,6 +138,11 @@ def plain_of(generated: Any) -> dict[str, Any]:
     """A rollout as the ledger keeps it: its fields, in containers of their own."""
     value = {f.name: getattr(generated, f.name) for f in fields(generated)}
     if value["batch"] is not None:
-        value["batch"] = {k: list(v) if isinstance(v, list) else v for k, v in value["batch"].items()}
+        value["batch"] = {k: _own_list(v) if isinstance(v, list) else v for k, v in value["batch"].items()}
     value["metrics"] = dict(value["metrics"])
     return value
+
+
+def _own_list(values: list[Any]) -> list[Any] | TensorRows:
+    whole = values.whole() if isinstance(values, CutRows) else None
+    return list(values) if whole is None else TensorRows(*whole)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slime.arguments import PluginArgs, with_defaults
+from slime.arguments import Flags, PluginArgs, with_defaults
 from slime.catalog.rewards import BOXED, REWARDS, Reward
 from slime.observability.rollout_metrics import NOT_COMPARED_KEY
 from slime.rollout.prompt_groups import describe_fully
@@ -98,7 +98,7 @@ def scores_groups(args: PluginArgs, samples: Sequence[Sample]) -> bool:
     )
 
 
-def waits_for_group(args: PluginArgs) -> bool:
+def waits_for_group(args: Flags) -> bool:
     """Whether rewards come when all samples of a group are there: by the flag, or by TRL's signature."""
     path = args.custom_rm_path
     return args.group_rm or (path is not None and takes_columns(load_function(path)))

@@ -1,0 +1,126 @@
+"""What a finished sample is made again from after a crash: its fields, as they were when it was finished."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.record.ledger_rows import Columns
+from slime.rollout.prompt_groups import FINISHED
+from slime.utils.types import Sample
+
+_FEW_TOKENS = 100
+_NOT_KEPT = frozenset({"multimodal_inputs", "trace"})
+_UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
+_encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
+# The fields of a sample by what they hold: of most samples, most are as in a new one.
+_NEW = vars(Sample())
+_FIELDS = _NEW.keys()
+_OF_NUMBERS = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
+_COUNTS = {name: vars(_NEW[name]) for name in ("spec_info", "prefix_cache_info")}
+_APART = {*_OF_NUMBERS, *_COUNTS, *_NOT_KEPT, "status", "version_spans"}
+_CONTAINERS = {n: v for n, v in _NEW.items() if isinstance(v, (list, dict)) and n not in _APART}
+_PLAIN = tuple(name for name in _NEW if name not in _APART and name not in _CONTAINERS)
+_PLAIN_NEW = tuple(_NEW[name] for name in _PLAIN)
+_plain_values = operator.itemgetter(*_PLAIN)
+
+
+def is_whole(sample: Sample) -> bool:
+    """Whether all of it is there: it came to its end, and its reward did not fail."""
+    return sample.status in FINISHED and sample.reward_failure is None
+
+
+def is_alone(sample: Sample) -> bool:
+    """Whether it is kept in a piece of its own: it is large, or something was attached to it."""
+    return len(sample.tokens) > _FEW_TOKENS or _has_more(sample.__dict__)
+
+
+def _has_more(fields: dict[str, Any]) -> bool:
+    """Whether something was attached to the sample, beside what is in nearly all."""
+    return len(fields) > len(_FIELDS) + ("trace" in fields)
+
+
+def as_it_is(sample: Sample) -> dict[str, Any]:
+    """Its fields, where nobody but slime has samples in hand that are finished.
+
+    Slime gives fields new values and adds to the metadata; no list of numbers is changed in place, and those
+    are not copied here.
+    """
+    fields = sample.__dict__.copy()
+    fields["metadata"] = _own(fields["metadata"]) if fields["metadata"] else {}
+    if isinstance(fields["reward"], dict):
+        fields["reward"] = _own(fields["reward"])
+    return fields
+
+
+def columns_of(several: Sequence[dict[str, Any]]) -> Columns:
+    """All that samples are made again from, in containers of its own, by the fields of each.
+
+    No media, no times of work, nothing that all new samples have. Several samples have the same names.
+    """
+    columns: Columns = {}
+    plain = zip(*map(_plain_values, several), strict=True)
+    for name, new, of_all in zip(_PLAIN, _PLAIN_NEW, plain, strict=True):
+        if not all(map(operator.is_, of_all, itertools.repeat(new))):
+            columns[name] = list(map(_own, of_all)) if _changes(of_all) else list(of_all)
+    for name in _OF_NUMBERS:
+        values = [fields[name] for fields in several]
+        if set(map(type, values)) != {type(None)}:
+            columns[name] = [value[:] if type(value) is list else _own(value) for value in values]
+    for name, new in _CONTAINERS.items():
+        values = [fields[name] for fields in several]
+        if set(map(type, values)) != {type(new)} or any(values):
+            columns[name] = [value.copy() if _is_flat(value) else _own(value) for value in values]
+    for name, counts in _COUNTS.items():
+        values = [fields[name].__dict__ for fields in several]
+        if values.count(counts) < len(values):
+            columns[name] = [value.copy() for value in values]
+    columns["status"] = [fields["status"]._value_ for fields in several]
+    columns["version_spans"] = [_spans_text(tuple(fields["version_spans"])) for fields in several]
+    if _has_more(several[0]):
+        for name in several[0].keys() - _FIELDS - _NOT_KEPT:  # attached later
+            columns[name] = [_own(fields[name]) for fields in several]
+    return columns
+
+
+@functools.lru_cache(maxsize=1024)
+def _spans_text(spans: tuple[tuple[str, int, int], ...]) -> str:
+    """Most samples of a rollout have the same."""
+    return _encode(spans)
+
+
+def from_kept(fields: dict[str, Any]) -> Sample:
+    """Inverse of one row of those columns."""
+    spans = fields["version_spans"]
+    return Sample.from_dict({**fields, "version_spans": json.loads(spans) if spans else []})
+
+
+def _changes(values: Iterable[Any]) -> bool:
+    """Whether somebody might change one of them."""
+    return not _UNCHANGING.issuperset(map(type, values))
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is a list or a dict of what nobody changes, as the versions of weights are."""
+    kind = type(value)
+    return (kind is list or kind is dict) and not _changes(value if kind is list else value.values())
+
+
+def _own(value: Any) -> Any:
+    """The same value, which nobody else changes; what no file can hold stays as it is."""
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    if kind is list or kind is tuple or kind is set:
+        return kind(map(_own, value))
+    if kind is dict:
+        return {key: _own(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value.detach().clone() if kind.__module__ == "torch" and hasattr(value, "detach") else value

@@ -1,0 +1,118 @@
+"""`slime ledger`: audit, show and replay say what they found, and end accordingly."""
+
+import json
+
+import pytest
+from ledger_world import MIB, World, full_disk, group_of
+
+from slime.cli.inspect import ledger as command
+from slime.cli.inspect import replay
+from slime.record import RecordWriter, open_record
+from slime.record.audit import audit
+from slime.rollout.dumps import load_rollout_dump
+from slime.utils.files.run_file import open_run_file
+
+
+@pytest.fixture
+def world(tmp_path):
+    made = World(tmp_path)
+    yield made
+    made.stop()
+
+
+def test_an_audit_as_json_is_json(world, capsys):
+    world.start()
+    world.step(0, [group_of(0)], commit=True)
+    world.stop()
+    assert command.main(["audit", str(world.path.parent), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["groups"] == {"kept": 1} and found["violations"] == [] and found["num_samples"] == 2
+
+
+def test_what_a_full_disk_took_from_the_ledger_is_told_once_and_missing_samples_are_no_loss(world, capsys):
+    world.start()
+    world.step(0, [group_of(0)], commit=True)
+    world.writer.flush()
+    world.writer._write = full_disk  # the samples of step 1: its events are there
+    world.step(1, [group_of(1)], commit=True)
+    world.make(2, [group_of(2)])
+    world.writer.flush()
+    world.writer._write_notes = full_disk  # that step 2 was trained
+    world.ledger.trained(2)
+    world.start(committed=2, last_made=2)
+    world.step(3, [group_of(3)], commit=True)
+    world.step(4, [group_of(4)], commit=True)
+    found = world.audit()
+    assert found.unrecorded == [1, 2] and len(found.violations) == 2
+    assert "1 events could not be written" in found.violations[0]
+    assert "start 2 went on from the checkpoint after step 2" in found.violations[1]
+    assert "does not say that steps [2] were trained" in found.violations[1]
+    assert command.main(["audit", str(world.path.parent)]) == 1
+    assert "the samples of steps [1, 2] are not in the record" in capsys.readouterr().out
+
+
+def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_path):
+    world.start()
+    world.step(0, [group_of(0)])
+    world.stop()
+    assert command.main(["audit", str(tmp_path)]) == 0
+    assert "conserved: every group has one fate" in capsys.readouterr().out
+    assert command.main(["show", str(tmp_path), "--step", "0", "--sample", "1"]) == 0
+    assert "tokens    [5, 6, 7]" in capsys.readouterr().out
+    assert command.main(["show", str(tmp_path), "--step", "0", "--sample", "9"]) == 2
+    assert "step 0 has no sample 9; it has 0 to 1." in capsys.readouterr().err
+    for step in ("4", "-1", str(1 << 70), str(-(1 << 70))):
+        assert command.main(["show", str(tmp_path), "--step", step]) == 2
+        assert f"there is no step {step}; it has 0 to 0." in capsys.readouterr().err
+    assert command.main(["audit", str(world.path)]) == 2
+    assert "record.db is a file; give the folder of a run." in capsys.readouterr().err
+    world.start()
+    world.ledger.trained(0)
+    world.ledger.trained(0)
+    world.stop()
+    assert command.main(["audit", str(tmp_path)]) == 1
+    assert "VIOLATION: step 0 was trained twice" in capsys.readouterr().out
+    assert command.main(["audit", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize("words", [["audit"], ["show", "--step", "0"], ["replay", "--step", "0"]])
+def test_a_folder_that_holds_runs_is_told_with_their_names(tmp_path, capsys, words):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    assert command.main([*words, str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"In it are the runs {tmp_path / 'one'}, {tmp_path / 'two'}." in told
+
+
+def test_a_replay_offers_steps_that_were_made_and_whose_weights_are_there(world, tmp_path, capsys):
+    run = open_run_file(tmp_path, {}, str(tmp_path / "ckpt"), None, None)
+    assert run.num_starts == 1
+    world.start()
+    for step in range(3):
+        world.step(step, [group_of(step)])
+    world.stop()
+    for step in (1, 2):
+        (tmp_path / "ckpt" / f"step_{step:07d}").mkdir(parents=True)
+    assert command.main(["replay", str(tmp_path), "--step", "3"]) == 2
+    assert "there is no step 3; it has 0 to 2." in capsys.readouterr().err
+    assert command.main(["replay", str(tmp_path), "--step", "1"]) == 2
+    assert "Steps that can be replayed: [0, 2] (" in capsys.readouterr().err
+
+
+def test_a_replay_gets_pairs_and_siblings_as_they_were(world, tmp_path):
+    world.start()
+    world.make(0, [group_of(0, rollout_id=6), group_of(1)])
+    world.stop()
+    with open_record(tmp_path) as record:
+        replay._write_dump(record, 0, str(tmp_path / "{rollout_id}.pt"))
+    found = load_rollout_dump(str(tmp_path / "{rollout_id}.pt"), 0)
+    assert [(s.group_index, s.rollout_id) for s in found] == [(0, 6), (0, 6), (1, None), (1, None)]
+    assert found[0].tokens == [5, 6, 7] and found[0].rollout_log_probs == pytest.approx([-0.1, -0.25])
+
+
+def test_a_run_that_was_killed_before_its_first_event_has_lost_nothing(tmp_path, capsys):
+    RecordWriter(tmp_path / "record.db", "run", MIB).close()
+    assert command.main(["audit", str(tmp_path)]) == 0
+    assert "the ledger is empty: no rollout was made yet" in capsys.readouterr().out
+    assert audit(tmp_path / "record.db", finished=True).violations
