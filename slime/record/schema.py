@@ -16,7 +16,9 @@
                what was generated and is not part of a checkpoint yet, whole: a run that was killed goes on
                with it
 
-When the file reaches its limit, the oldest rollouts lose their groups and samples; their own rows stay.
+When the file reaches its limit, the oldest rollouts lose their groups and samples; their own rows stay. What
+refers to a removed row is removed by `forget_groups`: SQLite, asked to, would look for the group of each
+sample as it is written.
 """
 
 from __future__ import annotations
@@ -161,7 +163,6 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA foreign_keys = ON")
         if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
             connection.executescript(f"BEGIN; {_TABLES} {_ADDED['1']} COMMIT;")
             connection.execute(
@@ -186,6 +187,19 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def forget_groups(connection: sqlite3.Connection, rollout: int) -> None:
+    """Removes the groups of a rollout's row, with all that refers to them."""
+    groups = "(SELECT id FROM groups WHERE rollout = ?)"
+    for query in (
+        f"DELETE FROM advantages WHERE sample IN (SELECT id FROM samples WHERE group_row IN {groups})",
+        f"DELETE FROM samples WHERE group_row IN {groups}",
+        f"DELETE FROM numbers WHERE group_row IN {groups}",
+        f"DELETE FROM group_advantages WHERE group_row IN {groups}",
+        "DELETE FROM groups WHERE rollout = ?",
+    ):
+        connection.execute(query, (rollout,))
 
 
 def refuse_foreign(path: Path, run_id: str) -> None:

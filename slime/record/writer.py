@@ -26,7 +26,8 @@ from slime.record.entries import Entry, prompt_hash, prompt_text
 from slime.record.ledger_rows import MILESTONES, Finished, ForgetEntries, Note, write_notes
 from slime.record.missed import Missed
 from slime.record.numbers import pack_alone, pack_group
-from slime.record.schema import create_or_open
+from slime.record.schema import create_or_open, forget_groups
+from slime.utils.reward_failure import RewardFailure
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,8 @@ class RecordWriter:
                 self._news.wait_for(lambda: self._rollouts_waiting < _MAX_WAITING)
                 self._rollouts_waiting += 1
             self._waiting.append(item)
-            self._news.notify_all()
+            if self._is_idle or self._is_due():
+                self._news.notify_all()
 
     def note(self, *notes: Note | Finished) -> None:
         """Hand over events of the ledger. Never waits: the event loop calls it."""
@@ -185,14 +187,21 @@ class RecordWriter:
             # Events lie in tables of their own: they may be written before what came between them.
             parts: list[_Part] = [notes] if notes else []
             parts += [item for item in items if isinstance(item, (_Rollout, _Work))]
+            waiting = [item for item in items if isinstance(item, threading.Event)]
+            items.clear()
             if parts:
                 began = time.perf_counter()
                 self._write_parts(parts)
                 self._took.append(time.perf_counter() - began)
                 self._gather_s = min(max(_GATHERED_PER_WRITING * max(self._took), MIN_GATHER_S), MAX_GATHER_S)
-            for item in items:
-                if isinstance(item, threading.Event):
-                    item.set()
+            notes.clear()
+            self._let_go(parts)
+            for event in waiting:
+                event.set()
+
+    def _let_go(self, parts: list[_Part]) -> None:
+        """Whoever has the samples of a rollout last spends the time to free them: often this thread."""
+        parts.clear()
 
     def _next_items(self) -> list[_Item]:
         """All that waits together; none: nothing will come any more."""
@@ -293,7 +302,12 @@ class RecordWriter:
         rewards = [reward for group in found for reward in group if reward is not None]
         # With its groups and samples: a rollout that is made again after a resume replaces the first.
         key = (rollout.kind, rollout.rollout_id)
-        connection.execute("DELETE FROM rollouts WHERE kind = ? AND rollout_id = ?", key)
+        before = connection.execute(
+            "SELECT id FROM rollouts WHERE kind = ? AND rollout_id = ?", key
+        ).fetchone()
+        if before is not None:
+            forget_groups(connection, before[0])
+            connection.execute("DELETE FROM rollouts WHERE id = ?", before)
         row = connection.execute(
             "INSERT INTO rollouts (kind, rollout_id, time, version, num_groups, num_samples, mean_reward)"
             " VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -332,7 +346,7 @@ class RecordWriter:
         if kind == "train" and self._committed is not None and rollout_id > self._committed:
             return False
         with self._connection as connection:
-            connection.execute("DELETE FROM groups WHERE rollout = ?", (row,))
+            forget_groups(connection, row)
             connection.execute(  # those of samples
                 "DELETE FROM spans WHERE rollout_id = ? AND (lane LIKE 'engine%' OR lane = 'reward')",
                 (rollout_id,),
@@ -363,24 +377,31 @@ def _write_entries(
 ) -> None:
     """`found`: the rewards of the samples of each."""
     packed = [pack_group(entry.samples) for entry in entries]
-    together = None not in packed
-    samples: list[tuple[Any, ...]] = []
-    numbers: list[tuple[int, bytes | None]] = []
-    for entry, rewards, piece in zip(entries, found, packed, strict=True):
-        group = _write_group(connection, rollout, entry, rewards)
-        numbers.append((group, piece))
-        for sample, reward in zip(entry.samples, rewards, strict=True):
-            row = (group, *_sample_row(sample, reward))
-            samples.append(row if together else row + pack_alone(sample))
-    columns = (
-        "group_row, sample_index, execution, status, reward, reward_parts, failure, response, num_tokens"
-    )
-    if together:
-        connection.executemany("INSERT INTO numbers VALUES (?, ?)", numbers)
+    groups = [_write_group(connection, rollout, *each) for each in zip(entries, found, strict=True)]
+    samples = [sample for entry in entries for sample in entry.samples]
+    columns: dict[str, list[Any]] = {
+        "group_row": [row for row, entry in zip(groups, entries, strict=True) for _ in entry.samples],
+        "sample_index": [sample.index for sample in samples],
+        "status": [sample.status._value_ for sample in samples],
+        "reward": [reward for rewards in found for reward in rewards],
+        "response": [r if r.isascii() else _text(r) for r in [sample.response for sample in samples]],
+        "num_tokens": [sample.response_length for sample in samples],
+    }
+    rare: dict[str, list[Any]] = {
+        "execution": [sample.rollout_id for sample in samples],
+        "reward_parts": [_json(s.reward) if isinstance(s.reward, dict) else None for s in samples],
+        "failure": [sample.reward_failure and _failure(sample.reward_failure) for sample in samples],
+    }
+    if None in packed:
+        numbers = zip(*map(pack_alone, samples), strict=True)
+        rare |= dict(zip(("tokens", "log_probs", "loss_mask", "versions"), map(list, numbers), strict=True))
     else:
-        columns += ", tokens, log_probs, loss_mask, versions"
-    marks = ", ".join("?" * len(columns.split(", ")))
-    connection.executemany(f"INSERT INTO samples ({columns}) VALUES ({marks})", samples)
+        connection.executemany("INSERT INTO numbers VALUES (?, ?)", zip(groups, packed, strict=True))
+    columns |= {name: values for name, values in rare.items() if values.count(None) < len(values)}
+    connection.executemany(
+        f"INSERT INTO samples ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
+        zip(*columns.values(), strict=True),
+    )
 
 
 def _write_group(
@@ -411,18 +432,8 @@ def _write_group(
     return group
 
 
-def _sample_row(sample: Sample, reward: float | None) -> tuple[Any, ...]:
-    failure = sample.reward_failure
-    return (
-        sample.index,
-        sample.rollout_id,
-        sample.status.value,
-        reward,
-        _json(sample.reward) if isinstance(sample.reward, dict) else None,
-        _text(f"{failure.kind}: {failure.reason}") if failure is not None else None,
-        _text(sample.response),
-        sample.response_length,
-    )
+def _failure(failure: RewardFailure) -> str:
+    return _text(f"{failure.kind}: {failure.reason}")
 
 
 def _reward(sample: Sample, key: str | None) -> float | None:
