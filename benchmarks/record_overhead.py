@@ -12,7 +12,8 @@ start of each part spread over the steps; against the seconds of a step on two i
 that record, show samples and advise, against those of all processes of the run. The load of the machine is
 in both. The goal is then that of the ledger: the driver's calls, and of the writer's thread everything but
 what is no event of a group or a sample (spans of the timeline, texts of tokens, advantages, what is done
-now). So the groups and samples that readers see count as ledger, and all transactions do.
+now). So the groups and samples that readers see count as ledger, and all transactions do. Not counted, but
+told, is that samples are freed by the writer's thread where it has them last: without it another would.
 """
 
 import argparse
@@ -115,6 +116,7 @@ def costs(folder: Path, num_steps: int) -> dict[str, float]:
 
 
 _WRITER = "ledger: transactions, pruning and waking of the writer"
+_FREED = "samples freed by the writer instead of the driver"
 _THREADS = {"record": _WRITER, "screen": "screen", "quickstart-metrics": "screen"}
 _PARTS_WRITTEN = {
     list: "ledger: events, unfinished rollouts, batch and buffer, written",
@@ -155,18 +157,22 @@ class Meter:
         return timed
 
     def watch_writer(self) -> None:
-        write_part = RecordWriter._write_part
+        write_part, let_go = RecordWriter._write_part, RecordWriter._let_go
 
-        def timed(one: RecordWriter, part: Any) -> None:
+        def timed(act: Callable[[RecordWriter, Any], None], one: RecordWriter, of: Any, part: str) -> None:
             started = time.thread_time()
             try:
-                write_part(one, part)
+                act(one, of)
             finally:
                 seconds = time.thread_time() - started
-                self.calls[_PARTS_WRITTEN[type(part)]] += seconds
+                self.calls[part] += seconds
                 self.calls[_WRITER] -= seconds
 
-        RecordWriter._write_part = timed  # type: ignore[method-assign]
+        def write(one: RecordWriter, part: Any) -> None:
+            timed(write_part, one, part, _PARTS_WRITTEN[type(part)])
+
+        RecordWriter._write_part = write  # type: ignore[method-assign]
+        RecordWriter._let_go = lambda one, parts: timed(let_go, one, parts, _FREED)  # type: ignore
 
     def now(self) -> dict[str, float]:
         found = dict(self.calls)
