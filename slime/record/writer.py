@@ -377,7 +377,13 @@ def _write_entries(
 ) -> None:
     """`found`: the rewards of the samples of each."""
     packed = [pack_group(entry.samples) for entry in entries]
-    groups = [_write_group(connection, rollout, *each) for each in zip(entries, found, strict=True)]
+    [(last,)] = connection.execute("SELECT coalesce(max(id), 0) FROM groups")
+    groups = range(last + 1, last + 1 + len(entries))
+    connection.executemany(
+        "INSERT INTO groups (id, rollout, dataset, group_index, prompt, prompt_hash, label, outcome, reason, "
+        "spread) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [(row, rollout, *_group_row(e, f)) for row, e, f in zip(groups, entries, found, strict=True)],
+    )
     samples = [sample for entry in entries for sample in entry.samples]
     columns: dict[str, list[Any]] = {
         "group_row": [row for row, entry in zip(groups, entries, strict=True) for _ in entry.samples],
@@ -404,32 +410,21 @@ def _write_entries(
     )
 
 
-def _write_group(
-    connection: sqlite3.Connection, rollout: int, entry: Entry, found: Sequence[float | None]
-) -> int:
-    """Writes what its samples have in common; its row."""
+def _group_row(entry: Entry, found: Sequence[float | None]) -> tuple[Any, ...]:
+    """What its samples have in common."""
     first = entry.samples[0]
     rewards = [reward for reward in found if reward is not None]
-    prompt = _text(prompt_text(first.prompt))
-    group = connection.execute(
-        "INSERT INTO groups (rollout, dataset, group_index, prompt, prompt_hash, label, outcome, reason, "
-        "spread) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            rollout,
-            entry.dataset,
-            first.group_index,
-            prompt,
-            prompt_hash(prompt),
-            None
-            if first.label is None
-            else _text(first.label if isinstance(first.label, str) else _json(first.label)),
-            entry.outcome,
-            entry.reason and _text(entry.reason),
-            max(rewards) - min(rewards) if len(rewards) > 1 else None,
-        ),
-    ).lastrowid
-    assert group is not None
-    return group
+    prompt, label = _text(prompt_text(first.prompt)), first.label
+    return (
+        entry.dataset,
+        first.group_index,
+        prompt,
+        prompt_hash(prompt),
+        None if label is None else _text(label if isinstance(label, str) else _json(label)),
+        entry.outcome,
+        entry.reason and _text(entry.reason),
+        max(rewards) - min(rewards) if len(rewards) > 1 else None,
+    )
 
 
 def _failure(failure: RewardFailure) -> str:
@@ -437,6 +432,8 @@ def _failure(failure: RewardFailure) -> str:
 
 
 def _reward(sample: Sample, key: str | None) -> float | None:
+    if type(sample.reward) is float:  # of most
+        return sample.reward
     value = sample.reward.get(key) if isinstance(sample.reward, dict) and key else sample.reward
     return float(value) if isinstance(value, (int, float)) else None
 
