@@ -59,7 +59,7 @@ def _is_transformers_own(kind: Any) -> bool:
     return bool(
         issubclass(kind, PreTrainedTokenizerFast)
         and kind.encode is PreTrainedTokenizerBase.encode
-        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and getattr(kind, "_encode_plus", None) is getattr(PreTrainedTokenizerFast, "_encode_plus", kind)
     )
 
 

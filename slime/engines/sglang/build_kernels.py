@@ -35,14 +35,16 @@ class Call(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def kernels(config: dict[str, Any], dtype: Any, index_dtype: Any, ranks: int) -> dict[str, list[Call]]:
+def kernels(
+    config: dict[str, Any], dtype: Any, index_dtype: Any, ranks: int, cache_bytes: int
+) -> dict[str, list[Call]]:
     """What a decoder of this config needs; for each kernel its call in each layout of SGLang's package."""
     config = config.get("text_config", config)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rotary_dim = int(head_dim * (config.get("partial_rotary_factor") or 1))
     key_heads = max(1, (config.get("num_key_value_heads") or heads) // ranks)
-    row_bytes = key_heads * head_dim * dtype.itemsize
+    row_bytes = key_heads * head_dim * cache_bytes
     old, new = "sglang.jit_kernel", "sglang.kernels.ops"
     return {
         "norm": [Call("flashinfer.norm", "get_norm_module", ())],
@@ -123,6 +125,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--kv-cache-dtype", default="auto")
     options, _ = parser.parse_known_args(words)
     if len(os.sched_getaffinity(0)) < _MIN_CORES or not (options.model_path / "config.json").is_file():
         return
@@ -133,7 +136,8 @@ def main(words: list[str]) -> None:
     config = json.loads((options.model_path / "config.json").read_text())
     dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
     start = time.monotonic()
-    told = build_all(kernels(config, dtype, torch.int64, options.tp_size))
+    cache_bytes = 1 if options.kv_cache_dtype.startswith("fp8") else dtype.itemsize
+    told = build_all(kernels(config, dtype, torch.int64, options.tp_size, cache_bytes))
     told["checksums"] = f"code {checksums.wait()}"
     listed = ", ".join(f"{name} {text}" for name, text in told.items())
     print(f"kernels built beside the start in {time.monotonic() - start:.1f} s: {listed}", flush=True)

@@ -12,8 +12,8 @@ from slime.engines.sglang.build_kernels import Call
 QWEN = {"num_attention_heads": 32, "hidden_size": 2560, "head_dim": 128, "num_key_value_heads": 8}
 
 
-def arguments(config: dict, ranks: int = 1) -> dict[str, tuple]:
-    found = build_kernels.kernels(config, torch.bfloat16, torch.int64, ranks)
+def arguments(config: dict, ranks: int = 1, cache_bytes: int = 2) -> dict[str, tuple]:
+    found = build_kernels.kernels(config, torch.bfloat16, torch.int64, ranks, cache_bytes)
     return {name: calls[-1].arguments for name, calls in found.items()}
 
 
@@ -22,6 +22,7 @@ def test_a_config_says_what_kernels_are_built_for():
     assert wanted["query and key norm"] == (128, torch.bfloat16)
     assert wanted["rotary positions"] == (True, 128, torch.bfloat16)
     assert wanted["key cache"] == (8 * 128 * 2,)
+    assert arguments(QWEN, cache_bytes=1)["key cache"] == (8 * 128,)
     assert arguments(QWEN, ranks=4)["key cache"] == (2 * 128 * 2,)
     assert arguments(QWEN, ranks=16)["key cache"] == (128 * 2,), "a head that ranks share stands on each"
     assert arguments({"text_config": QWEN}) == wanted
