@@ -55,6 +55,15 @@ def test_progress_knows_where_the_time_goes_and_how_long_it_takes():
         assert words in line
 
 
+def test_the_end_is_near_where_a_timed_rollout_is_many_counted_steps():
+    progress = Progress(total=400, title="SFT", value_key="train/loss", done_key="train/loss")
+    for rollout in range(3):
+        for step in range(20 * rollout, 20 * rollout + 20):
+            progress.add({"step_key": "train/step", "step": step, "train/loss": 1.0})
+        progress.add({"step_key": "rollout/step", "step": rollout, "perf/step_time": 2.0})
+    assert progress.done == 60 and progress.seconds_left() == pytest.approx(2.0 * 17)
+
+
 def test_the_first_step_of_a_start_does_not_count_once_there_is_another():
     rows = steps(3)
     rows[3]["perf/step_time"] = 100.0  # kernels were compiled

@@ -81,7 +81,11 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         each = self.step_seconds()
-        return None if each is None or self.total is None else each * max(0, self.total - self.done)
+        if each is None or self.total is None:
+            return None
+        # What is timed may be several of what is counted: a rollout of a supervised run is many steps.
+        timed = 1 + max(step for step, numbers in self._steps.items() if STEP_TIME in numbers)
+        return each * max(0, self.total - self.done) * (timed / self.done if self.done else 1.0)
 
     def tokens_per_second(self) -> float | None:
         """Response tokens of the last steps, over all the time that these took."""
