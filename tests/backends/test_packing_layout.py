@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_helpers import random_samples, trainer_args
 
+from slime.backends.attention import flash4, long_documents, prefix_operator
 from slime.backends.attention.context_parallel import ZigzagPlan, chunk_multiple
 from slime.backends.attention.long_documents import plan_parts
 from slime.backends.attention.packed_documents import (
@@ -15,8 +16,18 @@ from slime.backends.attention.packed_documents import (
     prepare,
     transformers_attention,
 )
+from slime.backends.experts import experts_operator
+from slime.backends.fsdp import layer_execution
 from slime.backends.shared.microbatch import build_micro_batch, split_by_sample
 from slime.batch.convert import samples_to_batch
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [long_documents.attend, prefix_operator._forward, flash4.attend, experts_operator._forward],
+)
+def test_selective_recomputation_keeps_our_own_operators_by_their_names(operator):
+    assert operator._name in layer_execution._KEPT_OPERATORS
 
 
 def one_document(query, key, value, scale):
