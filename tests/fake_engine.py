@@ -39,6 +39,8 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []  # of everything that was posted
         self.aborts: list[dict[str, Any]] = []
+        self.aborted: set[str] = set()  # ids that were named, and those in flight that were meant
+        self._in_flight: set[str] = set()
         self.headers: list[dict[str, str]] = []
         self.running = self.most_running = 0
         self.abort_delay_s = 0.0
@@ -85,6 +87,7 @@ class FakeEngine:
         self.requests.append(payload)
         self.headers.append(dict(request.headers))
         self.running += 1
+        self._in_flight.add(payload.get("rid"))
         self.most_running = max(self.most_running, self.running)
         action = self.script(payload, number) if self.script else None
         try:
@@ -99,6 +102,7 @@ class FakeEngine:
             return await self._answer(payload, action)
         finally:
             self.running -= 1
+            self._in_flight.discard(payload.get("rid"))
 
     async def _generate_group(self, request: web.Request, payload: dict) -> web.StreamResponse:
         if not self.takes_groups:
@@ -116,6 +120,7 @@ class FakeEngine:
             self.requests.append(member)
             self.headers.append(dict(request.headers))
             self.running += 1
+            self._in_flight.add(member["rid"])
             self.most_running = max(self.most_running, self.running)
             try:
                 action = self.script(member, len(self.requests) - 1) if self.script else None
@@ -126,6 +131,7 @@ class FakeEngine:
                     await response.write(f"data: {json.dumps({**body, 'index': place})}\n\n".encode())
             finally:
                 self.running -= 1
+                self._in_flight.discard(member["rid"])
 
         await asyncio.gather(*(answer(place, member) for place, member in enumerate(members)))
         await response.write(b"data: [DONE]\n\n")
@@ -208,8 +214,20 @@ class FakeEngine:
     async def _abort(self, request: web.Request) -> web.Response:
         payload = await request.json()
         self.aborts.append(payload)
+        self.aborted |= {rid for rid in self._in_flight if rid is not None and names(payload, rid)}
+        self.aborted |= set() if payload.get("prefix") else {payload.get("rid")}
         await asyncio.sleep(self.abort_delay_s)
-        event = self._held.pop(payload.get("rid"), None)
-        if event is not None:
-            event.set()
+        for rid in [rid for rid in self._held if names(payload, rid)]:
+            self._held.pop(rid).set()
         return web.json_response({})
+
+
+def sample_index(request: dict[str, Any]) -> int:
+    """Of which sample a request is, as slime names its requests: the scope, the sample, a random end."""
+    return int(request["rid"].rpartition(".")[2].partition("-")[0])
+
+
+def names(abort: dict[str, Any], rid: str) -> bool:
+    """Whether an abort, as it was posted, is one of this request."""
+    prefix = abort.get("prefix") and rid.startswith(abort["rid"])
+    return bool(abort.get("abort_all") or prefix or rid == abort.get("rid"))

@@ -200,7 +200,7 @@ class EnginePolicy:
                 num_prompt_tokens=len(prompt_ids) + count if images is not None else None,
                 forbidden_ids=frozenset() if images is None else frozenset((images.image_token_id,)),
                 sampling=left,
-                rid=uuid4().hex,
+                rid=f"{scope.name if scope is not None else ''}{uuid4().hex}",
                 stream=stream,
                 session=session,
                 extra=self.extra,

@@ -22,6 +22,9 @@ class Dialect:
     probes_while_paused: bool = False  # a health probe makes its token also while generation is paused
     clamps_length: bool = False  # more new tokens than the context holds are cut to fit; others answer 400
     frees_at_hang_up: bool = False  # a client that hangs up ends its request at once; others notice later
+    # /abort_request with `prefix` ends all requests whose ids begin with the `rid`. SGLang 0.5.23 has no such
+    # field, and drops an id that is not exactly that of a request it holds.
+    aborts_by_prefix: bool = False
     # The transport of low-rank adapters, if it was started for them; None: none.
     adapters_by: str | None = None
     tells_nucleus: bool = False  # it can say which ids each token was drawn from, with log-probs over these
@@ -90,6 +93,7 @@ ENGINES: dict[str, EngineKind] = {
             probes_while_paused=True,
             clamps_length=True,
             frees_at_hang_up=True,
+            aborts_by_prefix=True,
             adapters_by="adapter_shared_memory",
             tells_nucleus=True,
         ),

@@ -60,6 +60,7 @@ class AsyncRolloutWorker:
         _check(args, data_source)
         self.args, self.data_source = args, data_source
         self.tickets: dict[int, Ticket] = {}  # in flight or done, not decided; in order of issue
+        self._scope = RequestScope(args.rollout_max_context_len)  # of all that is in flight
         self.rollout_id = args.start_rollout_id - 1  # the last one that was asked for
         self._plan = push_plan(args)
         self.num_kept = 0  # of the batch being collected; set by the collector
@@ -117,8 +118,7 @@ class AsyncRolloutWorker:
 
     def _start(self, group: Group) -> None:
         number, self.num_issued = self.num_issued, self.num_issued + 1
-        origin = copy_group(group)
-        scope = RequestScope(self.args.rollout_max_context_len)
+        origin, scope = copy_group(group), self._scope.child()
         set_current_rollout_id(self.rollout_id)
         with scope.entered():  # the task inherits it: this group can be ended without touching another
             params = sglang_rollout.GenerateState(self.args).sampling_params
@@ -200,13 +200,17 @@ class AsyncRolloutWorker:
 
     async def end(self, ticket: Ticket) -> None:
         """Cancel one group at the engines, which answer with what they made of it, and here."""
-        rids = ticket.scope.rids.copy()
-        abort = asyncio.ensure_future(sglang_rollout.abort_scope(self.args, ticket.scope, self.rollout_id))
+        await self._end(ticket.scope, [ticket.task])
+
+    async def _end(self, scope: RequestScope, tasks: list[asyncio.Task[Group]]) -> None:
+        rids = scope.rids.copy()
+        abort = asyncio.ensure_future(sglang_rollout.abort_scope(self.args, scope, self.rollout_id))
         await asyncio.wait([abort], timeout=DISCARD_GRACE_S)
         if abort.done():
-            await ticket.scope.answered(rids, DISCARD_GRACE_S)
-        ticket.task.cancel()
-        await asyncio.gather(ticket.task, abort, return_exceptions=True)
+            await scope.answered(rids, DISCARD_GRACE_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, abort, return_exceptions=True)
 
     def pause(self) -> None:
         """No new groups, until `close`: hooks may use the data source from another thread."""
@@ -236,8 +240,11 @@ class AsyncRolloutWorker:
     async def stop(self) -> list[Group]:
         """End all work; what is to be returned to the data source."""
         self._paused = True
-        groups, tickets = self.held(), list(self.tickets.values())
-        await asyncio.gather(*(self.end(ticket) for ticket in tickets if not ticket.task.done()))
+        groups, scope = self.held(), self._scope
+        running = [ticket.task for ticket in self.tickets.values() if not ticket.task.done()]
+        self._scope = RequestScope(self.args.rollout_max_context_len)
+        if running:
+            await self._end(scope, running)
         self.tickets.clear()
         return groups
 

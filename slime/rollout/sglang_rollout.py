@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
+from slime.catalog.engines import ENGINES
 from slime.catalog.estimators import ESTIMATORS
 from slime.observability.trace_utils import trace_span
 from slime.rollout import eval_rollout as evaluation_run
@@ -329,10 +330,25 @@ async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int | N
     urls = await _worker_urls(args)
     try:
         await waits.within(
-            GenerateState(args).client.cancel(urls, rids), "abort of surplus requests", ABORT_DEADLINE_S
+            _cancel(args, urls, scope.name, rids), "abort of surplus requests", ABORT_DEADLINE_S
         )
     except (http_utils.HttpError, waits.WaitTimeout) as error:
         logger.warning("abort of %d requests: %s", len(rids), error)
+
+
+async def _cancel(args: PluginArgs, urls: list[str], scope: str, rids: list[str]) -> None:
+    """One call to each engine for all ids of the scope, where engines know that; others are named one by one:
+    those that a generate function chose, and those of calls that came from another scope.
+    """
+    client = GenerateState(args).client
+    # Who is behind given addresses is not known here.
+    by_scope = (
+        ENGINES[args.rollout_engine].dialect.aborts_by_prefix and not args.rollout_external_engine_addrs
+    )
+    named = [rid for rid in rids if not (by_scope and rid.startswith(scope))]
+    if len(named) < len(rids):
+        await client.cancel_scope(urls, scope)
+    await client.cancel(urls, named)
 
 
 async def _worker_urls(args: PluginArgs) -> list[str]:

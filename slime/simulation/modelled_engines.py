@@ -98,7 +98,7 @@ class ModelledEngine:
             raise ConnectionRefusedError(f"{self.url} is down")
         params, prompt = payload["sampling_params"], len(payload["input_ids"]) * self._unit
         rid = str(payload.get("rid"))
-        sample = rid.partition("-")[0]
+        sample = rid.rpartition(".")[2].partition("-")[0]
         length = self._left.pop(sample, None)
         if length is None or payload["input_ids"][-1] != _TOKEN:  # it begins anew
             length = self._lengths.answer(int(params.get("sampling_seed") or next(self._numbers)))
@@ -121,10 +121,10 @@ class ModelledEngine:
             self._change()
             raise
 
-    def abort(self, rid: str) -> None:
+    def abort(self, rid: str, *, prefix: bool) -> None:
         """Aborts all at once in order of arrival: nothing depends on the order of ids, which are random."""
         for request in (*self._running.values(), *self._waiting):
-            if request.rid == rid:
+            if request.rid == rid or (prefix and request.rid.startswith(rid)):
                 if not self._aborted:
                     self._clock.at(self._clock.now + _ABORT_S, self._end_aborted)
                 self._aborted.append(request)
@@ -358,7 +358,7 @@ class ModelledFleet:
             if not engine.alive:
                 raise ConnectionRefusedError(f"{engine.url} is down")
             if path == "abort_request":
-                engine.abort(payload["rid"])
+                engine.abort(payload["rid"], prefix=payload.get("prefix", False))
                 return None
             if path in ("model_info", "server_info"):
                 return {"weight_version": engine.version}

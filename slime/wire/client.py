@@ -119,7 +119,17 @@ class EngineClient:
         ignored; a worker that is gone has nothing left to abort.
         """
         slots = asyncio.Semaphore(MAX_ABORTS)
-        await asyncio.gather(*(_abort(url, rid, slots) for url in engine_urls for rid in rids))
+        calls = [(url, {"rid": rid}) for url in engine_urls for rid in rids]
+        await asyncio.gather(*(_abort(url, which, slots) for url, which in calls))
+
+    async def cancel_scope(self, engine_urls: Sequence[str], scope: str) -> None:
+        """`cancel` of all requests whose ids begin with this, by one call to each worker.
+
+        Only for workers whose dialect has `aborts_by_prefix`: others take it for the id of one request.
+        """
+        slots = asyncio.Semaphore(MAX_ABORTS)
+        which = {"rid": scope, "prefix": True}
+        await asyncio.gather(*(_abort(url, which, slots) for url in engine_urls))
 
 
 def _read(event: Any) -> Generation | None:
@@ -130,12 +140,10 @@ def _read(event: Any) -> Generation | None:
         return None
 
 
-async def _abort(url: str, rid: str, slots: asyncio.Semaphore) -> None:
+async def _abort(url: str, which: dict[str, Any], slots: asyncio.Semaphore) -> None:
     try:
         async with slots:
-            await http_utils.post(
-                f"{url.rstrip('/')}/abort_request", {"rid": rid}, max_retries=0, timeout_s=30.0
-            )
+            await http_utils.post(f"{url.rstrip('/')}/abort_request", which, max_retries=0, timeout_s=30.0)
     except http_utils.HttpError as error:
         if error.status != 0:
             raise

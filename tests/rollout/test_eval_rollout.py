@@ -140,7 +140,7 @@ def test_an_abort_of_training_does_not_touch_evaluation(tmp_path):
         trained.set()
         thread.join()
     evaluation_rids = {r["rid"] for r in engine.requests if r["sampling_params"]["temperature"] == 0.5}
-    assert evaluation_rids.isdisjoint(a["rid"] for a in engine.aborts)
+    assert evaluation_rids.isdisjoint(engine.aborted)
     assert all(s.response_length == 4 for s in result[0].data["one"]["samples"])
 
 

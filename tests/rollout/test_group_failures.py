@@ -2,7 +2,7 @@
 
 import pytest
 import rollout_plugins
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, sample_index
 from rollout_helpers import assert_conserved, counts, make_args, make_source
 
 from slime.batch.convert import samples_to_batch
@@ -20,11 +20,11 @@ def fresh():
 
 
 def sample_3_is_refused(payload, number):
-    return 400 if payload["rid"].startswith("3-") else None
+    return 400 if sample_index(payload) == 3 else None
 
 
 def sample_3_is_garbage(payload, number):
-    return "garbage" if payload["rid"].startswith("3-") else None
+    return "garbage" if sample_index(payload) == 3 else None
 
 
 def test_drop_counts_the_group_and_fills_its_place(tmp_path):
@@ -32,7 +32,7 @@ def test_drop_counts_the_group_and_fills_its_place(tmp_path):
         args = make_args(tmp_path, engine, "--group-failure-action", "drop")
         source = make_source(args)
         output = generate_rollout(args, 0, source)
-        assert sum(r["rid"].startswith("3-") for r in engine.requests) == 1  # a 4xx is not tried again
+        assert sum(sample_index(r) == 3 for r in engine.requests) == 1  # a 4xx is not tried again
     assert [group[0].group_index for group in output.samples] == [0, 2, 3, 4]
     assert counts(source)["failed"] == 1 and output.metrics["rollout/groups/failed"] == 1
     assert_conserved(source)
@@ -56,7 +56,7 @@ def test_keep_trains_the_others_and_nothing_of_the_failed_one(tmp_path, script):
 
 def test_retry_generates_the_group_again_with_other_seeds(tmp_path):
     def garbage_at_first(payload, number):
-        return "garbage" if payload["rid"].startswith("3-") and number < 12 else None
+        return "garbage" if sample_index(payload) == 3 and number < 12 else None
 
     with FakeEngine(garbage_at_first) as engine:
         args = make_args(tmp_path, engine, "--group-failure-action", "retry")
@@ -64,7 +64,7 @@ def test_retry_generates_the_group_again_with_other_seeds(tmp_path):
         for rollout_id in range(2):
             output = generate_rollout(args, rollout_id, source)
             assert len(output.samples) == 4
-        seeds = {r["sampling_params"]["sampling_seed"] for r in engine.requests if r["rid"].startswith("3-")}
+        seeds = {r["sampling_params"]["sampling_seed"] for r in engine.requests if sample_index(r) == 3}
     assert len(seeds) >= 2
     assert "failed" not in counts(source)
     assert_conserved(source)
@@ -84,7 +84,7 @@ def test_a_group_is_tried_as_often_as_it_is_told(tmp_path):
         args = make_args(tmp_path, engine, "--group-max-attempts", "5")
         with pytest.raises(GroupFailed, match="5 attempts were made"):
             generate_rollout(args, 0, make_source(args))
-        assert sum(r["rid"].startswith("3-") for r in engine.requests) == 5
+        assert sum(sample_index(r) == 3 for r in engine.requests) == 5
 
 
 def test_groups_that_all_fail_stop_the_run_although_each_could_be_dropped(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import rollout_plugins
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, sample_index
 from rollout_helpers import make_args, make_source
 
 from slime.record import LedgerReader, RecordWriter, group_entries
@@ -67,7 +67,7 @@ def test_only_what_was_not_finished_is_generated_again_and_the_batch_is_the_same
         again = second.rollout(args, source)
         second.writer.close()
     assert seen(again) == seen(undisturbed)
-    asked = {int(request["rid"].partition("-")[0]) for request in engine.requests[before:]}
+    asked = {sample_index(request) for request in engine.requests[before:]}
     assert asked == {s.index for s in flatten_samples(undisturbed.samples)[5:]}
     found = audit(second.path, finished=True)
     assert found.violations == [] and found.recalled == 5 and found.num_samples == 8

@@ -2,7 +2,7 @@
 
 import pytest
 import sessions_under_test as episodes
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, names, sample_index
 from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.rollout.generation import turnstile
@@ -41,11 +41,11 @@ def spare_args(tmp_path, engine, *flags, spares="2"):
 
 def test_a_sample_that_hangs_is_replaced_by_a_spare_and_ended_at_the_engine(tmp_path):
     held = set()
-    with FakeEngine(hold(lambda payload: payload["rid"].startswith("1-"), held)) as engine:
+    with FakeEngine(hold(lambda payload: sample_index(payload) == 1, held)) as engine:
         args = spare_args(tmp_path, engine)
         source = make_source(args)
         output = generate_rollout(args, 0, source)
-        aborted = {abort.get("rid") for abort in engine.aborts}
+        aborted = {rid for rid in held if any(names(abort, rid) for abort in engine.aborts)}
     samples = flatten_samples(output.samples)
     assert sorted(s.index for s in samples) == list(range(8)), "a spare has the index of what it replaces"
     assert all(s.tokens[-s.response_length :] == [20, 21, EOS] and s.reward is not None for s in samples)
@@ -57,7 +57,7 @@ def test_a_sample_that_hangs_is_replaced_by_a_spare_and_ended_at_the_engine(tmp_
 
 def test_a_failure_is_made_up_for_and_too_many_of_them_are_told(tmp_path):
     def refuse(payload, number):
-        return 400 if payload["rid"].startswith("3-") else ends(payload)
+        return 400 if sample_index(payload) == 3 else ends(payload)
 
     with FakeEngine(refuse) as engine:
         args = spare_args(tmp_path, engine)
@@ -82,7 +82,7 @@ def test_episodes_of_sessions_are_replaced_too(tmp_path, function):
         args = make_args(tmp_path, engine, "--spare-samples-per-prompt", "1", *flags, max_context_len=400)
         source = make_source(args)
         samples = flatten_samples(generate_rollout(args, 0, source).samples)
-        aborted = {abort.get("rid") for abort in engine.aborts}
+        aborted = {rid for rid in held if any(names(abort, rid) for abort in engine.aborts)}
     assert sorted(s.index for s in samples) == list(range(8))
     assert sorted(s.rollout_id for s in samples) == list(range(8))
     assert all(len(s.metadata["turns"]) == 3 for s in samples)
@@ -94,7 +94,7 @@ def test_what_the_end_of_a_rollout_cuts_keeps_its_places_and_continues(tmp_path)
     holding, held = {"on": True}, set()
 
     def is_held(payload):
-        return holding["on"] and int(payload["rid"].partition("-")[0]) % (1 << 40) >= 2 * 4
+        return holding["on"] and sample_index(payload) % (1 << 40) >= 2 * 4
 
     with FakeEngine(hold(is_held, held)) as engine:
         flags = ("--over-sampling-batch-size", "6", "--partial-rollout")

@@ -219,9 +219,14 @@ class Engine:
                 return {"type": "stop", "matched": matched}
         return {"type": "length", "length": count} if count >= sequence.max_new_tokens else None
 
-    def abort(self, rid: str | None) -> list[Sequence]:
-        """End the requests of that id, or all for None; each keeps what it has made."""
-        chosen = [s for s in self._everyone if rid is None or s.rid == rid]
+    def abort(self, rid: str | None, *, prefix: bool = False) -> list[Sequence]:
+        """End the requests of that id, or all for None; each keeps what it has made.
+
+        `prefix`: all whose ids begin with it.
+        """
+        chosen = [
+            s for s in self._everyone if rid is None or s.rid == rid or (prefix and s.rid.startswith(rid))
+        ]
         for sequence in chosen:
             self.abort_sequence(sequence)
         return chosen

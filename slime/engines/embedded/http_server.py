@@ -1,6 +1,7 @@
 """The HTTP face of the embedded engine: SGLang's endpoints, and one for weights in shared memory."""
 
 import asyncio
+import functools
 import json
 import logging
 import secrets
@@ -222,10 +223,13 @@ class Server:
 
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await read_json(request)
-        rid = body.get("rid")
-        if not body.get("abort_all") and not isinstance(rid, str):
-            raise BadRequest('give "rid": string, or "abort_all": true')
-        await self.loop.call_and_tell(self.engine.abort, None if body.get("abort_all") else rid)
+        rid, prefix = body.get("rid"), body.get("prefix", False)
+        if not isinstance(prefix, bool):
+            raise BadRequest(f"prefix is {shown(prefix)}: expected true or false")
+        if not body.get("abort_all") and (not isinstance(rid, str) or (prefix and not rid)):
+            raise BadRequest('give "rid": string, not empty with "prefix": true, or "abort_all": true')
+        chosen = None if body.get("abort_all") else rid
+        await self.loop.call_and_tell(functools.partial(self.engine.abort, prefix=prefix), chosen)
         return web.Response()
 
     async def pause_generation(self, request: web.Request) -> web.Response:

@@ -10,6 +10,7 @@ from slime.arguments.groups.trained_sampling import engines_tell_nucleus, is_cut
 from slime.data.mix import mix64
 from slime.rollout.generation.policy_requests import check_sampling, is_trained
 from slime.rollout.generation.sample_images import encode_prompt_with_images, pictures_of, wire_form
+from slime.rollout.generation.scope import current_scope
 from slime.rollout.prompt_groups import attempt_of, describe
 from slime.utils import top_p
 from slime.utils.errors import EngineAnswerError
@@ -233,7 +234,8 @@ def sibling_requests(
 
 def new_rid(sample: Sample) -> str:
     """An id that no other request has; `uuid4` takes four times as long to make one."""
-    return f"{sample.index}-{os.urandom(16).hex()}"
+    scope = current_scope()
+    return f"{scope.name if scope is not None else ''}{sample.index}-{os.urandom(16).hex()}"
 
 
 def _sampling(params: dict[str, Any]) -> SamplingParams:

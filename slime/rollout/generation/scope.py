@@ -6,9 +6,13 @@ nothing that another rollout sent can be touched through it.
 
 import asyncio
 import contextlib
+import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+
+from slime.wire.request_names import new_scope_name, part_name
 
 _POLL_S = 0.005
 _current: ContextVar["RequestScope | None"] = ContextVar("slime_request_scope", default=None)
@@ -18,10 +22,12 @@ class RequestScope:
     """Request ids in flight. `aborted` turns true once: work that has not begun then does not begin. Adapters
     note ids from threads of their own. What its requests cost is counted: `num_sent`, `tokens` and `seconds`.
 
-    `engines`: whom "default" means for these requests, by the name of their router.
+    `engines`: whom "default" means for these requests, by the name of their router. `name`: what the ids of
+    its requests, and of no others, begin with.
     """
 
     def __init__(self, max_context_len: int | None = None, engines: str = "default") -> None:
+        self.name = new_scope_name()
         self.max_context_len = max_context_len  # prompt plus response; None: only the engine's own limit
         self.engines = engines
         self.rids: set[str] = set()
@@ -29,7 +35,8 @@ class RequestScope:
         self.num_sent = self.tokens = 0
         self.seconds = 0.0  # of requests, those that ran side by side added up
         self._parent: RequestScope | None = None
-        self._children: list[RequestScope] = []
+        self._children: weakref.WeakSet[RequestScope] = weakref.WeakSet()  # a pool has any number over time
+        self._numbers = itertools.count()
 
     @property
     def aborted(self) -> bool:
@@ -38,14 +45,14 @@ class RequestScope:
     def abort(self) -> None:
         """Lets nothing begin from now on; called on the loop of the rollout side."""
         self.ended.set()
-        for child in self._children:
+        for child in list(self._children):
             child.abort()
 
     def child(self) -> "RequestScope":
         """A part of it that can be aborted alone, and is with the whole."""
         new = RequestScope(self.max_context_len, self.engines)
-        new._parent = self
-        self._children.append(new)
+        new.name, new._parent = part_name(self.name, next(self._numbers)), self
+        self._children.add(new)
         if self.aborted:
             new.abort()
         return new

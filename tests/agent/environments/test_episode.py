@@ -5,7 +5,7 @@ import itertools
 
 import environments_under_test as envs
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, sample_index
 from patience import longer_each_time
 from rollout_helpers import assert_conserved, make_args, make_source
 
@@ -237,7 +237,7 @@ def cut_rollout(tmp_path, *flags, waits=True):
         is_first = len(payload["input_ids"]) < 20
         if is_first or not holding["on"]:
             return answer(payload, number)
-        if int(payload["rid"].partition("-")[0]) > 1:
+        if sample_index(payload) > 1:
             held_back.add(payload["rid"])
             return {"hold": True, "tokens": [30, 31]}
         return {**answer(payload, number), "until": lambda: len(held_back) == 4}
