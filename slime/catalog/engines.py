@@ -16,6 +16,7 @@ class Dialect:
     memory_saver: bool = False  # release and resume free memory (SGLang: only with its flag, see EngineInfo)
     flush_while_running: bool = False  # the prefix cache can be flushed while requests are held in place
     compares_manifests: bool = False  # it compares its tensors with the bytes of a manifest
+    overwrites_weights: bool = False  # with noise, when asked: those alone that it tells checksums of
     # `sampling_seed` alone decides the tokens (SGLang: only with its flag, see EngineInfo).
     has_seeds: bool = False
     strict: bool = False  # it answers 400 to whatever is wrong with a request; others may ignore it, or end
@@ -36,6 +37,7 @@ _SGLANG = Dialect(
     transports=("disk", "tensor", "distributed"),
     has_spans=True,
     has_begin_end=True,
+    overwrites_weights=True,
     adapters_by="adapter_tensors",
     oldest_version=(0, 5),
 )

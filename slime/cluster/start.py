@@ -45,6 +45,7 @@ from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_opening import close_run, note_restart, open_run
 from slime.cluster.run_requests import Requests
 from slime.cluster.serving.engine_weights import EngineWeights
+from slime.cluster.serving.loaded_weights import begins_as_served
 from slime.cluster.serving.served_model import trains_on_every_gpu
 from slime.cluster.training.release import TrainerRelease
 from slime.cluster.training.train_actor import TrainActor
@@ -206,7 +207,12 @@ def _start(
         RolloutProcess.start, beginning.rollout_id, beginning.rollout_state, beginning.resume
     )
     folder = checkpoint.trainer if checkpoint is not None else None
-    facts, trainer = _load_both(args, rollout, len(placement.engines), ranks, folder, residency)
+
+    def note_loaded() -> None:
+        if placement.engines and placement.trainer and begins_as_served(args, folder):
+            engines.call_control(EngineWeights.note_loaded).result(_READ_DEADLINE_S)
+
+    facts, trainer = _load_both(args, rollout, len(placement.engines), ranks, folder, residency, note_loaded)
 
     def expect_rollouts() -> None:
         if args.num_rollout is None:
@@ -312,8 +318,13 @@ def _load_both(
     ranks: RankProcesses,
     folder: Path | None,
     residency: Residency,
+    note_loaded: Callable[[], None],
 ) -> tuple[RolloutFacts, TrainGroup]:
     """Engines and trainer, as soon as both stand; the first failure ends the wait."""
+
+    def when_served() -> None:
+        rollout.result()
+        note_loaded()
 
     def progress() -> str:
         engines_are = "serve" if rollout.done() else "are not up yet"
@@ -325,7 +336,7 @@ def _load_both(
             gather(first)
             residency.make_room()
         loading = in_background(lambda: ranks.load(folder), "trainer-start")
-        both: list[Future[object]] = [rollout, loading]
+        both: list[Future[object]] = [rollout, loading, in_background(when_served, "engines-noted")]
         gather(both)
     return rollout.result(), loading.result()
 

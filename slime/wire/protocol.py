@@ -396,6 +396,18 @@ class EngineInfo:
         return self.dialect.compares_manifests
 
     @property
+    def can_be_overwritten(self) -> bool:
+        """A whole push restores all that `EngineControl.overwrite_weights` destroys.
+
+        Not so where the engine derives more from weights (scales, drafts, adapters), or does not tell the
+        checksums of all its ranks.
+        """
+        derives = any(self.raw.get(name) for name in ("quantization", "speculative_algorithm", "enable_lora"))
+        plain_cache = (self.raw.get("kv_cache_dtype") or "auto") in ("auto", "bf16", "bfloat16", "float16")
+        tells_all = all((self.raw.get(name) or 1) == 1 for name in ("pp_size", "dp_size"))
+        return self.dialect.overwrites_weights and not derives and plain_cache and tells_all
+
+    @property
     def has_seeds(self) -> bool:
         return self.dialect.has_seeds or bool(self.raw.get("enable_deterministic_inference"))
 

@@ -80,7 +80,7 @@ def test_a_failure_is_left_to_those_who_load_the_model(tmp_path, caplog):
 
 def test_a_colocated_trainer_warms_up_while_engines_start():
     warmed = threading.Event()
-    order = []
+    order, noted = [], []
 
     class Ranks:
         def warm_up(self):
@@ -106,6 +106,15 @@ def test_a_colocated_trainer_warms_up_while_engines_start():
             function(self)
 
     room = types.SimpleNamespace(make_room=lambda: order.append("room"))
-    found = start._load_both(types.SimpleNamespace(colocate=True), Rollout(), 1, Ranks(), None, room)
+    found = start._load_both(
+        types.SimpleNamespace(colocate=True),
+        Rollout(),
+        1,
+        Ranks(),
+        None,
+        room,
+        lambda: noted.append(order[:2]),
+    )
     assert found == ("facts", "trainer")
     assert order == ["warm up", "room", "load"]
+    assert noted == [["warm up", "room"]]  # beside the trainer's load

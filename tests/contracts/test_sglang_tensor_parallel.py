@@ -81,3 +81,28 @@ def test_a_push_reaches_both_shares(server, tiny_folder, new_folder, new_model, 
     run(server.control.update_from_disk(str(tiny_folder), "default"))
     sender.close()
     shm.unlink_prefix(options.shm_prefix)
+
+
+def test_a_push_restores_both_shares_after_they_were_overwritten(server, tiny_folder, old_model, tmp_path):
+    options, transport = (
+        SenderOptions(shm.make_prefix(), tmp_path, str(tiny_folder)),
+        transport_of("http_tensor"),
+    )
+    sender = transport.make_sender(options)
+    sender.send(list(old_model.state_dict().items()))
+    parcel, info = sender.finish("run:1"), run(server.control.info())
+    assert info.can_be_overwritten
+    loaded = run(server.control.checksums())
+    run(server.control.pause("retract"))
+    run(server.control.overwrite_weights())
+    run(server.control.flush())
+    noise = run(server.control.checksums())
+    assert all(noise[name] != value for name, value in loaded.items())
+    run(transport.deliver(parcel, server.control, info))
+    assert run(server.control.checksums()) == loaded
+    run(server.control.resume())
+    made = server.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids)) < 1e-4
+    run(server.control.update_from_disk(str(tiny_folder), "default"))
+    sender.close()
+    shm.unlink_prefix(options.shm_prefix)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from slime.arguments import Args
 from slime.catalog.transports import TRANSPORTS
+from slime.cluster.serving.loaded_weights import LoadedWeights
 from slime.engines.fleet import EngineFleet
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
@@ -24,7 +25,7 @@ from slime.utils.http_utils import HttpError
 from slime.weight_sync import LiveReport, Parcel, Target, transport_of
 from slime.weight_sync.base import check_receipt
 from slime.weight_sync.verify import check_replicas
-from slime.wire.control import EngineControl, PauseMode, Tag
+from slime.wire.control import EngineControl, NoChecksums, PauseMode, Tag
 from slime.wire.protocol import ADAPTER_NAME, EngineInfo
 
 R = TypeVar("R")
@@ -59,6 +60,7 @@ class EngineWeights:
         self._live: contextlib.ExitStack | None = None  # holds the membership during a live push
         self._current: set[str] = set()  # engines that a live push has brought to its version
         self._num_pushes = 0
+        self._loaded = LoadedWeights()
         self.parcel: Parcel | None = None  # what an engine that joins now must take
         fleet.keep_current(lambda: self.version, self.bring_up_to_date)
 
@@ -76,6 +78,9 @@ class EngineWeights:
             member = Member(run(EngineControl(url).info()), life, self._gpu_ids[place])
             self._members[url] = member
         return member.info
+
+    def _life(self, url: str) -> int:
+        return self._members[url].life if url in self._members else 0
 
     def _control(self, url: str) -> EngineControl:
         return EngineControl(url, self._args.update_weight_timeout_s)
@@ -97,6 +102,7 @@ class EngineWeights:
             if self._args.check_weight_update_equal:  # others were compared when they took the parcel
                 failures += self._on_each(sorted(self._current), self._compare_paused(parcel))
             failures += self._check_deeply(parcel, [url for url in urls if self._fleet.is_alive(url)])
+            self._loaded.forget()
             self._current = set()
         self._num_pushes += 1
         return {
@@ -117,6 +123,7 @@ class EngineWeights:
             control, transport = self._control(url), transport_of(parcel.transport)
             await transport.prepare(parcel, control)
             await self._pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
+            await self._loaded.overwrite(url, self._life(url), control)
             check_receipt(parcel, await transport.deliver(parcel, control, info), url)
             if self._args.check_weight_update_equal:
                 await self._compare(parcel, url, info)
@@ -154,6 +161,7 @@ class EngineWeights:
         async def begin(url: str, info: EngineInfo) -> None:
             control = self._control(url)
             await self._pause(control, info)
+            await self._loaded.overwrite(url, self._life(url), control)
             if info.has_begin_end:
                 await control.begin_update()
 
@@ -216,6 +224,25 @@ class EngineWeights:
 
     # -- verification
 
+    def note_loaded(self) -> None:
+        """Called before the first push where the trainer begins with the model that engines have loaded.
+
+        That push is then proven by their checksums, see `loaded_weights`; for an engine that cannot be asked,
+        or must not be overwritten, by a load from files.
+        """
+
+        async def note(url: str, info: EngineInfo) -> None:
+            if not info.can_be_overwritten:
+                return
+            try:
+                await self._loaded.note(url, self._life(url), self._control(url))
+            except (HttpError, NoChecksums) as error:
+                logger.info("the first push to %s will be compared with files: %s", url, error)
+
+        with self._fleet.frozen() as urls:
+            if self.parcel is None:
+                self._on_each(urls, note)
+
     def _check_deeply(self, parcel: Parcel, urls: list[str]) -> int:
         """Compares the engines' checksums; at first also with a load from files. Evicts who differs."""
         first, interval = self._num_pushes == 0, self._args.weight_checksum_interval
@@ -223,10 +250,12 @@ class EngineWeights:
             return 0
         sums = run(_gather([self._control(url).checksums() for url in urls]))
         known = {url: held for url, held in zip(urls, sums, strict=True) if isinstance(held, Mapping)}
+        apart = {url: self._loaded.apart(url, self._life(url), known.get(url, {})) for url in urls}
         if not known:
             logger.warning("weights are not compared over engines: %s", sums[0])
-            return 0
-        reference = next(iter(known))
+            return self._evict_overwritten(apart)
+        proven = [url for url in known if apart[url] == []]
+        reference = next(iter([*proven, *known]))
         failures = 0
         for url, held in known.items():
             try:
@@ -234,9 +263,17 @@ class EngineWeights:
             except RuntimeError as error:
                 self._fleet.evict(url, error)
                 failures += 1
-        if first and not self.info(reference).compares_manifests:
+        if first and not proven and not self.info(reference).compares_manifests:
             failures += self._on_each([reference], self._compare_paused(parcel))
-        return failures
+        return failures + self._evict_overwritten(apart)
+
+    def _evict_overwritten(self, apart: Mapping[str, list[str] | None]) -> int:
+        """Engines that may still hold noise: those that were overwritten, and the push did not restore."""
+        left = {url: names for url, names in apart.items() if names and self._fleet.is_alive(url)}
+        for url, names in left.items():
+            why = f"engine {url} was overwritten before the first push, which left {len(names)} tensors"
+            self._fleet.evict(url, RuntimeError(f"{why} otherwise than it had loaded them: {names[:8]}"))
+        return len(left)
 
     def score(self, probe: list[list[int]]) -> dict[str, list[list[float]] | str]:
         """For each engine, the log-probs of each text, or why it does not tell them."""
