@@ -18,7 +18,7 @@ import json
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,15 +282,17 @@ class Balancer:
                 return _Answer(answer.status, await answer.read(), kind, url)
             stream = web.StreamResponse(status=answer.status, headers={"Content-Type": kind, **_signed(url)})
             try:
-                await stream.prepare(errand.request)
+                await _to_client(stream.prepare(errand.request))
                 async for chunk in answer.content.iter_any():
-                    await stream.write(chunk)
-                await stream.write_eof()
+                    await _to_client(stream.write(chunk))
+                await _to_client(stream.write_eof())
+            except _ClientLeft as left:  # not the engine's fault, and nobody is there to be told
+                logger.debug("a client of %s left before the end of its stream: %s", target, left)
             except (*_BROKEN, asyncio.CancelledError) as error:
-                # A client that has left is not the engine's fault; one that has read a part cannot be served
-                # by another.
-                if errand.request.transport is not None or isinstance(error, asyncio.CancelledError):
-                    raise ConnectionResetError(f"{target} broke in the middle of a stream") from error
+                # A client that has read a part cannot be served by another engine: it sees the stream break.
+                logger.info("%s broke in the middle of a stream (%s)", target, error or type(error).__name__)
+                if errand.request.transport is not None:
+                    errand.request.transport.abort()
             return stream
 
     async def _workers(self, request: web.Request) -> web.Response:
@@ -298,6 +300,17 @@ class Balancer:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+
+class _ClientLeft(Exception):
+    """Whoever asked reads no further."""
+
+
+async def _to_client(write: Awaitable[object]) -> None:
+    try:
+        await write
+    except ConnectionError as error:  # closed, closing, or lost while its buffer was full
+        raise _ClientLeft(str(error) or type(error).__name__) from error
 
 
 def _signed(url: str) -> dict[str, str]:
