@@ -18,7 +18,7 @@ def test_a_key_keeps_its_place_and_holds_what_came_last():
 
 
 def test_tensors_share_blocks_and_do_not_overlap(monkeypatch):
-    monkeypatch.setattr(host_memory, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 4096)
     host = HostMemory()
     sizes = [3, 700, 1, 65, 5000, 900, 2]  # some fill a block, one needs more than one
     kept = [host.keep(i, torch.full((size,), float(i), dtype=torch.float64)) for i, size in enumerate(sizes)]
@@ -46,7 +46,7 @@ def test_a_model_that_comes_from_elsewhere_has_its_values_here_and_its_ties():
 
 
 def test_reserved_blocks_are_taken_first_and_a_refused_one_is_asked_for_again(monkeypatch):
-    monkeypatch.setattr(host_memory, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 4096)
     made = []
 
     def counting(nbytes):
@@ -66,6 +66,6 @@ def test_reserved_blocks_are_taken_first_and_a_refused_one_is_asked_for_again(mo
 def test_memory_locked_ahead_comes_in_whole_blocks_and_only_where_there_is_room(monkeypatch):
     made = []
     monkeypatch.setattr(host_memory, "_locked", made.append)
-    host_memory.lock_ahead(2500, 1000)
-    host_memory.lock_ahead(1 << 62)
-    assert made == [1000] * 3
+    for nbytes in (2500, 1 << 62):
+        host_memory.lock_ahead(nbytes, 1000, lambda: made.append("a turn of others"))
+    assert made == [1000, "a turn of others"] * 3

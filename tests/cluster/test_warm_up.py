@@ -2,12 +2,16 @@
 
 import contextlib
 import threading
+import time
 import types
 
+import pytest
 import torch
 import torch.distributed as dist
+from patience import LONG_S
 
 from slime.arguments import default_args
+from slime.backends.shared.host_memory import BLOCK_BYTES
 from slime.cluster import start
 from slime.cluster.training import warm_up
 
@@ -48,27 +52,111 @@ def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch):
     assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (1, 32, 512)
 
 
-def test_memory_is_locked_for_what_will_leave_the_device(tmp_path, monkeypatch):
+def test_memory_is_locked_for_what_will_leave_the_device(tmp_path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     config.save_pretrained(tmp_path)
     numbers = sum(p.numel() for p in Qwen3ForCausalLM(config).parameters())
-    locked = []
-    monkeypatch.setattr(warm_up, "lock_ahead", lambda *sizes: locked.append(sizes))
 
-    def lock(**flags):
-        locked.clear()
+    def blocks(**flags):
         flags = {"offload_train": False, "update_weight_buffer_size": 1 << 20, **flags}
-        warm_up._lock_host_memory(default_args(hf_checkpoint=str(tmp_path), **flags))
-        return list(locked)
+        return warm_up._blocks_to_lock(default_args(hf_checkpoint=str(tmp_path), **flags))
 
     pushed = (2 * numbers, 1 << 20)
-    assert lock() == [pushed]
-    assert lock(offload_train=True) == [(12 * numbers,), pushed]
-    assert lock(offload_train=True, lora_rank=4) == [(4 * numbers,), pushed]
-    half = lock(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-    assert half == [(4 * numbers,), pushed]
+    assert blocks() == [pushed]
+    assert blocks(offload_train=True) == [(12 * numbers, BLOCK_BYTES), pushed]
+    assert blocks(offload_train=True, lora_rank=4) == [(4 * numbers, BLOCK_BYTES), pushed]
+    half = blocks(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    assert half == [(4 * numbers, BLOCK_BYTES), pushed]
+
+
+class Steps:
+    """Stands for the parts of a warm-up, each of which may fail; `order` says how they went."""
+
+    def __init__(self, monkeypatch, **failures: Exception):
+        self.order, self.alone, self._failures = [], [], failures
+        self.begun = {name: threading.Event() for name in ("compile", "lock")}
+        monkeypatch.setattr(warm_up, "_blocks_to_lock", self.count)
+        monkeypatch.setattr(warm_up, "_compile_layers", lambda args, device: self._do("compile", "lock"))
+        monkeypatch.setattr(warm_up, "lock_ahead", self.lock)
+
+    def run(self, **flags) -> None:
+        args = default_args(hf_checkpoint="model", train_backend="fsdp", **flags)
+        warm_up.warm_up(args, torch.device("cuda", 0))
+
+    def count(self, args) -> list[tuple[int, int]]:
+        self.order.append("count")
+        assert threading.current_thread() is threading.main_thread()
+        if "count" in self._failures:
+            raise self._failures["count"]
+        return [(64, 8)]
+
+    def lock(self, nbytes, block_bytes, between) -> None:
+        assert (nbytes, block_bytes) == (64, 8)
+        self._do("lock", "compile")
+        between()
+        time.sleep(0.2)  # so that a warm-up that did not wait would be over
+        self.order.append("locked")
+
+    def _do(self, what: str, beside: str) -> None:
+        self.order.append(what)
+        self.begun[what].set()
+        if not self.begun[beside].wait(0 if "alone" in self._failures else LONG_S):
+            self.alone.append(what)
+        if what in self._failures:
+            raise self._failures[what]
+
+
+def test_memory_is_locked_beside_compiling_and_both_have_ended_on_return(monkeypatch):
+    steps = Steps(monkeypatch)
+    steps.run()
+    assert steps.alone == []  # each waited for the other to begin
+    assert steps.order[0] == "count" and sorted(steps.order[1:3]) == ["compile", "lock"]
+    assert steps.order[3:] == ["locked"]
+
+
+@pytest.mark.parametrize(
+    ("failing", "done", "told"),
+    [
+        ("compile", "locked", "not layers compiled before the start: RuntimeError: no room"),
+        ("lock", "compile", "not host memory page-locked before the start: RuntimeError: no room"),
+    ],
+)
+def test_a_part_of_a_warm_up_that_fails_is_told_and_the_other_is_done(
+    monkeypatch, caplog, failing, done, told
+):
+    steps = Steps(monkeypatch, **{failing: RuntimeError("no room")})
+    with caplog.at_level("INFO", logger="slime"):
+        steps.run()
+    assert told in caplog.text and done in steps.order
+
+
+def test_memory_that_cannot_be_counted_is_not_locked_and_layers_are_compiled(monkeypatch, caplog):
+    steps = Steps(monkeypatch, count=OSError("no such model"), alone=RuntimeError())
+    with caplog.at_level("INFO", logger="slime"):
+        steps.run()
+    assert steps.order == ["count", "compile"] and "OSError: no such model" in caplog.text
+
+
+def test_memory_is_locked_where_nothing_is_compiled(monkeypatch):
+    steps = Steps(monkeypatch, alone=RuntimeError())
+    steps.run(compile=False)
+    assert steps.order == ["count", "lock", "locked"]
+
+
+def test_whoever_compiles_gets_a_turn_after_each_block_and_nobody_waits_for_a_turn_after_that(monkeypatch):
+    monkeypatch.setattr(warm_up, "_TURN_S", LONG_S)
+    turns, compiled = [], threading.Event()
+
+    def lock(nbytes, block_bytes, between) -> None:
+        compiled.set()  # while the others have their turn
+        turns.extend(between() for _ in range(100))
+
+    monkeypatch.setattr(warm_up, "lock_ahead", lock)
+    started = time.monotonic()
+    warm_up._lock([(64, 8)], compiled)
+    assert turns == [True] * 100 and time.monotonic() - started < LONG_S
 
 
 def test_a_failure_is_left_to_those_who_load_the_model(tmp_path, caplog):

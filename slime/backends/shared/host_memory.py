@@ -7,7 +7,7 @@ Shards of several ranks (DTensors) still go that way.
 import math
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import psutil
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-_BLOCK_BYTES = 1 << 30  # torch rounds page-locked memory up to a power of two, so tensors share blocks of one
+BLOCK_BYTES = 1 << 30  # torch rounds page-locked memory up to a power of two, so tensors share blocks of one
 _ALIGNMENT = 256
 _MOST_OF_FREE = 0.7
 
@@ -34,14 +34,14 @@ class HostMemory:
         engines: the first move to the host is then as fast as the later ones. Where there is no room, that
         move tries again and says so.
         """
-        num_blocks = math.ceil(sum(size for size in sizes if size <= _BLOCK_BYTES) / _BLOCK_BYTES)
+        num_blocks = math.ceil(sum(size for size in sizes if size <= BLOCK_BYTES) / BLOCK_BYTES)
         self._num_coming += num_blocks
         threading.Thread(target=self._lock, args=(num_blocks,), name="host-memory", daemon=True).start()
 
     def _lock(self, num_blocks: int) -> None:
         for _ in range(num_blocks):
             try:
-                self._reserved.put(_locked(_BLOCK_BYTES))
+                self._reserved.put(_locked(BLOCK_BYTES))
             except RuntimeError:
                 self._reserved.put(None)
 
@@ -80,7 +80,7 @@ class HostMemory:
 
     def _carve(self, nbytes: int) -> Tensor:
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if size > _BLOCK_BYTES:
+        if size > BLOCK_BYTES:
             return _locked(size)[:nbytes]
         if self._block is None or self._block.numel() < size:
             self._block = self._next_block()
@@ -92,18 +92,22 @@ class HostMemory:
         if self._num_coming:
             self._num_coming -= 1
             block = self._reserved.get()
-        return _locked(_BLOCK_BYTES) if block is None else block
+        return _locked(BLOCK_BYTES) if block is None else block
 
 
-def lock_ahead(nbytes: int, block_bytes: int = _BLOCK_BYTES) -> None:
+def lock_ahead(nbytes: int, block_bytes: int, between: Callable[[], object]) -> None:
     """Page-lock so much memory before anybody needs it: torch gives these blocks to the next who asks.
 
-    Locking a gigabyte takes about half a second, in which no other thread of the process reaches the device.
-    Where it would be most of the machine's free memory, it is left to those who need it, who say so.
+    Locking a gigabyte takes about half a second, in which no other thread of the process reaches the device;
+    `between`, called after each block, gives others a turn. Where it would be most of the machine's free
+    memory, it is left to those who need it, who say so.
     """
     if nbytes > _MOST_OF_FREE * psutil.virtual_memory().available:
         return
-    held = [_locked(block_bytes) for _ in range(math.ceil(nbytes / block_bytes))]
+    held = []
+    for _ in range(math.ceil(nbytes / block_bytes)):
+        held.append(_locked(block_bytes))
+        between()
     held.clear()
 
 

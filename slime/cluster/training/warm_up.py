@@ -8,6 +8,7 @@ import contextlib
 import gc
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 
@@ -15,10 +16,11 @@ import torch
 
 from slime.arguments import Args, default_args
 from slime.backends import create_backend
-from slime.backends.shared.host_memory import lock_ahead
+from slime.backends.shared.host_memory import BLOCK_BYTES, lock_ahead
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.catalog.backends import BACKENDS
+from slime.runtime.base import in_background
 from slime.step.training_step import TrainingStep
 from slime.utils.machine import accelerator
 from slime.utils.types import Sample
@@ -41,24 +43,32 @@ _KEPT = (
 
 # Of a number, of its two moments, of the number as it is pushed.
 _MASTER_BYTES, _MOMENT_BYTES, _PUSHED_BYTES = 4, 8, 2
+_TURN_S = 0.25  # half of what a block takes: locking then takes about as long as compiling
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def warm_up(args: Args, device: torch.device) -> None:
-    """For a rank that is alone on a GPU; whatever fails here fails again, and is told, where it is needed."""
+    """For a rank that is alone on a GPU; whatever fails here fails again, and is told, where it is needed.
+
+    Memory is locked on a thread, since compiling seldom needs the device. Both have ended on return: a model
+    that was loaded meanwhile would lock memory of its own before this is free for it.
+    """
     if device.type != "cuda" or not BACKENDS[args.train_backend].trains_transformers_model:
         return  # torch compiles the layers of those alone
-    if args.compile is not False and not args.lora_rank:
-        with (
-            _told("layers compiled"),
-            tempfile.TemporaryDirectory() as folder,
-            torch.random.fork_rng(devices=[device]),
-        ):
-            _train_one_layer(args, folder, device)
-        gc.collect()
-        accelerator.empty_cache()
-    with _told("host memory page-locked"):
-        _lock_host_memory(args)
+    blocks: list[tuple[int, int]] = []
+    with _told("host memory counted"):  # not on the thread: transformers changes defaults of all threads
+        blocks += _blocks_to_lock(args)
+    compiled = threading.Event()
+    locking = in_background(lambda: _lock(blocks, compiled), "host-memory")
+    try:
+        if args.compile is not False and not args.lora_rank:
+            with _told("layers compiled"):
+                _compile_layers(args, device)
+            gc.collect()
+            accelerator.empty_cache()
+    finally:
+        compiled.set()
+    locking.result()
 
 
 @contextlib.contextmanager
@@ -70,6 +80,11 @@ def _told(what: str) -> Iterator[None]:
         logger.info("not %s before the start: %s: %s", what, type(error).__name__, error)
     else:
         logger.info("%s before the model is loaded (%.1f s)", what, time.monotonic() - started)
+
+
+def _compile_layers(args: Args, device: torch.device) -> None:
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[device]):
+        _train_one_layer(args, folder, device)
 
 
 def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
@@ -97,19 +112,30 @@ def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
             TrainingStep(backend, own, 0, share).run()
 
 
-def _lock_host_memory(args: Args) -> None:
-    """For weights and moments that leave the device between steps, and for the copy of a push."""
+def _blocks_to_lock(args: Args) -> list[tuple[int, int]]:
+    """(bytes, bytes of a block): for what leaves the device between steps, and for the copy of a push."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(args.hf_checkpoint)
     with torch.device("meta"):
         numbers = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     moments = 0 if args.lora_rank else _MOMENT_BYTES * numbers
+    leaving = 0
     if args.offload_train:
-        lock_ahead(_MASTER_BYTES * numbers + moments)
+        leaving = _MASTER_BYTES * numbers + moments
     elif args.optimizer_cpu_offload:
-        lock_ahead(int(moments * args.optimizer_offload_fraction))
-    lock_ahead(_PUSHED_BYTES * numbers, args.update_weight_buffer_size)
+        leaving = int(moments * args.optimizer_offload_fraction)
+    needed = [(leaving, BLOCK_BYTES), (_PUSHED_BYTES * numbers, args.update_weight_buffer_size)]
+    return [(nbytes, block_bytes) for nbytes, block_bytes in needed if nbytes]
+
+
+def _lock(blocks: list[tuple[int, int]], compiled: threading.Event) -> None:
+    """At full speed once all is compiled; until then whoever compiles gets the device after each block."""
+    if not blocks:
+        return
+    with _told("host memory page-locked"):
+        for nbytes, block_bytes in blocks:
+            lock_ahead(nbytes, block_bytes, lambda: compiled.wait(_TURN_S))
 
 
 def _samples(tokens: int, siblings: int) -> list[Sample]:
