@@ -12,7 +12,7 @@ ROUTER_VENV := .venv-router
 BROWSER_VENV := .venv-browser
 # The parts of the long suites that `make ci` runs.
 MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py grouped_experts.py list_kernels.py)
-SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py
+SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py tests/weight_sync/test_fp8_kernel.py
 # What needs no model, no engine and no run of training.
 FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire)
 # But for four, which look at whole trainers, models and engines or start ranks; a file that is named is not ignored.

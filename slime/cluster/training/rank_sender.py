@@ -139,7 +139,7 @@ class RankSender:
             )
         if self._fp8 is None or self._content == "adapter":
             return bucket
-        return list(quantize_named(bucket, self._fp8, self._dither_seed))
+        return list(quantize_named(bucket, self._fp8, self._dither_seed, known_finite=True))
 
     def close(self) -> None:
         for sender in (self._live_sender, self._sender):

@@ -24,6 +24,11 @@ def quantize_blocks(
     right on average; the bounds are then twice as wide. What is FP8 already stays as it is either way.
     """
     rows, columns = block
+    if weight.is_cuda and noise is None and not powers_of_two:
+        from slime.utils.models import fp8_block_kernels
+
+        if fp8_block_kernels.can_quantize(weight, block):
+            return fp8_block_kernels.quantize(weight, block)
     tiles = _tiles(weight.float(), rows, columns)
     largest = tiles.abs().amax(dim=(1, 3))
     # Divided by a tensor: a GPU divides by a plain number through its
