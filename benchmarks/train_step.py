@@ -50,12 +50,13 @@ from slime.utils.types import Sample
 
 MODELS = ("0.6b", "4b", "moe", "glm", "long")
 PARTS = ("kernels", *MODELS, "balance")
-# Tokens of one micro-batch, and of one optimizer step.
+# Tokens of one micro-batch, and of one optimizer step: a little more than a whole part of it, because samples
+# never fill micro-batches to the last token, and one more micro-batch would be needed for what is left.
 TOKENS = {
-    "0.6b": (32768, 131072),
-    "4b": (16384, 65536),
-    "moe": (32768, 65536),
-    "glm": (32768, 65536),
+    "0.6b": (66560, 131072),
+    "4b": (16640, 65536),
+    "moe": (33280, 65536),
+    "glm": (33280, 65536),
     "long": (65536, 65536),
     "tiny": (256, 512),
     "tiny-moe": (256, 512),

@@ -175,14 +175,16 @@ def _split_step(
         ranks = [_pack(args, share, sizes, len(units[0]), cp_size) for share in shares]
         count = max(len(bins) for bins in ranks)
         ranks = [split_largest(bins, sizes, count) for bins in ranks]
-        if args.balance_by_flops:
-            ranks = [_even_bins(bins, costs, sizes, _token_budget(args, cp_size)) for bins in ranks]
+        if args.use_dynamic_batch_size:
+            works = costs if args.balance_by_flops else sizes
+            ranks = [_even_bins(bins, works, sizes, _token_budget(args, cp_size)) for bins in ranks]
         # Ranks wait for each other at every micro-batch: the heaviest of each meet.
         ranks = [sorted(bins, key=lambda members: -sum(costs[unit] for unit in members)) for bins in ranks]
     else:
         bins = _pack(args, everything, sizes, len(units[0]), cp_size)
         if args.use_dynamic_batch_size:
             bins = split_largest(bins, sizes, -(-len(bins) // dp_size) * dp_size)
+            bins = _even_bins(bins, sizes, sizes, _token_budget(args, cp_size))
         ranks = [bins[rank::dp_size] for rank in range(dp_size)]
         count = max(len(bins) for bins in ranks)
     # By length within a micro-batch: attention then meets its short documents in one run.
@@ -194,7 +196,11 @@ def _split_step(
 def _even_bins(
     bins: list[list[int]], costs: Sequence[float], sizes: Sequence[int], cap: int
 ) -> list[list[int]]:
-    """The same units in as many bins of nearly equal cost, if those stay within `cap` tokens; else `bins`."""
+    """The same units in as many bins of nearly equal cost, if those stay within `cap` tokens; else `bins`.
+
+    Bins that were filled one after another leave a last one that may hold a single short sample: a
+    micro-batch whose kernels take less time than it takes to start them.
+    """
     units = [unit for members in bins for unit in members]
     parts = balance([costs[unit] for unit in units], len(bins)) if bins else []
     even = [[units[i] for i in part] for part in parts]

@@ -1,5 +1,6 @@
 """Micro-batches of equal work: within a rank, and where ranks wait for each other."""
 
+import pytest
 import torch
 from trainer_helpers import trainer_args
 
@@ -31,3 +32,12 @@ def test_heavy_micro_batches_of_all_ranks_meet():
 
 def test_balance_by_flops_evens_micro_batches_out():
     assert waiting(by_flops=True) < min(1.02, waiting(by_flops=False))
+
+
+@pytest.mark.parametrize("flags", [{}, {"balance_data": True}])
+def test_no_micro_batch_is_left_with_what_the_others_had_no_room_for(flags):
+    lengths = [400, 300, 300, 400, 300, 300, 10]  # two bins of 1,000 tokens, and ten
+    args = trainer_args("unused", use_dynamic_batch_size=True, max_tokens_per_gpu=1000, **flags)
+    (step,) = plan_steps(args, lengths, list(range(7)), dp_size=1)
+    sizes = [sum(lengths[p] for p in micro_batch) for micro_batch in step.ranks[0]]
+    assert len(sizes) == 3 and min(sizes) > 500 and max(sizes) <= 1000 and sum(sizes) == 2010
