@@ -14,7 +14,15 @@ from slime.arguments.args import Args
 from slime.arguments.core.draft import COMMAND_LINE, DEFAULT, SYNCHRONOUS, Draft, Refusals, Refused
 from slime.arguments.core.files import read_yaml_mapping
 from slime.arguments.core.flag import FlagSpec, convert
-from slime.arguments.core.unbuilt import PLUGIN_FLAGS, SYNONYMS, is_neutral, is_unbuilt, renamed, why_idle
+from slime.arguments.core.unbuilt import (
+    PLUGIN_FLAGS,
+    SYNONYMS,
+    is_neutral,
+    is_unbuilt,
+    renamed,
+    why_idle,
+    why_unbuilt,
+)
 from slime.arguments.groups.roles import apply_critic, read_roles, without_idle
 from slime.arguments.passthrough.megatron_flags import (
     is_megatron_flag,
@@ -82,7 +90,7 @@ def _read_all(
     words, unbuilt = split_flags(words, lambda o: is_unbuilt(o.removeprefix("--")) and o not in ours)
     for option, values in unbuilt.items():
         if not is_neutral(option, values):
-            refusals.add("Command line", _not_built(option))
+            refusals.add("Command line", why_unbuilt(option))
     words, kept = split_flags(words, lambda o: o.removeprefix("--") in PLUGIN_FLAGS and o not in ours)
     words, server_flags = split_flags(words, lambda o: o.startswith(PREFIX) and o not in ours)
     words, router_flags = split_flags(words, lambda o: o.startswith(ROUTER_PREFIX) and o not in ours)
@@ -269,10 +277,6 @@ def _explain_unknown_flag(flag: str, options: list[str]) -> str:
     return f"unknown flag {flag}; `slime train --help` lists all flags.{install}"
 
 
-def _not_built(flag: str) -> str:
-    return f"{flag} is a flag of slime's or Megatron's that this version does not build yet."
-
-
 def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
     """Flags of SGLang's own; giving one means SGLang unless another engine was asked for."""
     draft.set("sglang_options", [], DEFAULT)
@@ -387,7 +391,7 @@ def _find_key(key: str, name: str, path: str) -> tuple[FlagSpec, bool]:
     if name in spellings:
         return spellings[name]
     if is_unbuilt(name.replace("_", "-")):
-        raise ValueError(f"{path}: {_not_built(key)}")
+        raise ValueError(f"{path}: {why_unbuilt(key)}")
     near = get_close_matches(name, spellings, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     install = (

@@ -108,9 +108,29 @@ def test_no_declared_flag_is_listed_as_missing():
 
 
 def test_value_that_is_not_built_is_refused_by_name():
-    spec = FlagSpec("engine", "Run", str, False, False, "a", FlagInfo("", choices=("a",), not_built=("b",)))
+    info = FlagInfo("", choices=("a",), not_built={"b": "", "c": "use d"})
+    spec = FlagSpec("engine", "Run", str, False, False, "a", info)
     with pytest.raises(ValueError, match=r"this version does not build it yet; choose from a"):
         convert(spec, "b")
+    with pytest.raises(ValueError, match=r"this version does not build it yet; use d"):
+        convert(spec, "c")
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (("--use-mopd",), "--use-mopd: several teachers are not built. .*--use-opd"),
+        (("--mopd_alpha", "0.5"), "--mopd_alpha: it belongs to --use-mopd"),
+        (("--use-opd", "--opd-type", "self"), "--opd-type is 'self': .*--custom-rm-path .*--opd-type engine"),
+        (("--opsd-beta", "0.5"), "--opsd-beta: it belongs to --opd-type self"),
+        (("--save-lora", "adapters"), "--save-lora: .*--save-hf"),
+        (("--lora-target-preset", "dense_mlp"), "--lora-target-preset: .*--lora-target-modules"),
+        (("--int4-params-rollout",), "--int4-params-rollout: .*--rollout-quantization fp8"),
+    ],
+)
+def test_flags_of_forks_are_refused_with_what_to_use_instead(words, instead):
+    with pytest.raises(ValueError, match=instead):
+        parse(*words)
 
 
 @pytest.mark.parametrize(

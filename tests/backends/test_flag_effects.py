@@ -135,6 +135,7 @@ VALUES = {
     "value_clip": 1e-3,
     "num_critic_only_steps": 1,
     "use_opd": True,
+    "log_sft_entropy": True,
     "opd_type": "trainer",
     "opd_kl": "full",
     "opd_kl_coef": 0.2,

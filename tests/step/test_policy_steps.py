@@ -364,6 +364,24 @@ def test_a_broken_reference_is_named_as_the_cause(model, tmp_path):
         train(backend_of(args), args, random_samples(2, 4))
 
 
+def test_the_entropy_of_supervised_steps_is_the_mean_over_trained_tokens_and_trains_nothing(model):
+    outcomes = []
+    for logs in (True, False):
+        changes = dict(loss_type="sft_loss", loss_reduction="token_mean", optimizer="sgd", lr=0.3)
+        args = trainer_args(model, log_sft_entropy=logs, **changes)
+        backend, samples = backend_of(args), random_samples(2, 4)
+        mbs = build_micro_batches(samples_to_batch(args, samples), [[i] for i in range(8)])
+        entropies = backend.log_probs(mbs, entropy=True).entropy
+        metrics = train(backend, args, samples)
+        outcomes.append((metrics, weights_of(backend)))
+    (logged, moved), (silent, moved_too) = outcomes
+    masks = torch.cat([torch.tensor(sample.loss_mask) for sample in samples])
+    expected = (torch.cat(entropies).cpu() * masks).sum() / masks.sum()
+    assert logged.pop("train/entropy_loss") == pytest.approx(expected.item(), rel=1e-4)
+    assert logged["train/loss"] == silent["train/loss"] and "train/entropy_loss" not in silent
+    assert torch.equal(moved, moved_too)
+
+
 def test_a_broken_supervised_step_names_the_sample_with_the_broken_log_prob(model, tmp_path):
     args = trainer_args(model, loss_type="sft_loss", run_dir=str(tmp_path))
     backend, samples = backend_of(args), random_samples(1, 4)

@@ -5,7 +5,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,8 @@ class FlagInfo:
     alias: str | None = None
     repeatable: bool = False  # `--hook a --hook b` collects both
     secret: bool = False  # never printed
-    not_built: tuple[str, ...] = ()  # values that slime knows and this version refuses
+    # Values that slime knows and this version refuses, each with what there is instead; "": nothing.
+    not_built: Mapping[str, str] = field(default_factory=dict)
     only_with: tuple[OnlyWith, ...] = ()  # all must hold; the first that does not is the one told
 
     @property
@@ -152,9 +153,8 @@ def convert(spec: FlagSpec, value: Any) -> Any:
         value = with_home(str(value))
         if spec.info.choices and value not in spec.info.choices:
             if value in spec.info.not_built:
-                raise ValueError(
-                    f"this version does not build it yet; choose from {', '.join(spec.info.choices)}"
-                )
+                instead = spec.info.not_built[value] or f"choose from {', '.join(spec.info.choices)}"
+                raise ValueError(f"this version does not build it yet; {instead}")
             raise ValueError(f"choose from {', '.join(spec.info.choices)}")
         return value
     return _to_number(spec, value)

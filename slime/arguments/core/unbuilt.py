@@ -9,6 +9,31 @@ UNBUILT_FLAGS = frozenset(
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than many quoted lines
 )
 
+# What a flag of a fork, or of a change proposed to slime, would need, and what there is instead.
+_INSTEAD = {
+    "use-mopd": "several teachers are not built. One teacher: --use-opd with --opd-type trainer or engine; "
+    "several behind servers: --use-opd --opd-type engine and a --custom-rm-path of your own, which asks the "
+    "teacher of each sample's domain and sets sample.teacher_log_probs",
+    "save-lora": "with --save and --save-hf DIR/{rollout_id}, adapters are written to the folder `adapter` "
+    "of each saved model, as peft reads them",
+    "lora-target-preset": "sets of layers have no names here: name the layers with --lora-target-modules, "
+    "such as q_proj k_proj v_proj o_proj; all-linear is the default",
+    "int4-params-rollout": "engines get weights in 16 bits or FP8: use --rollout-quantization fp8, or remove "
+    "it and give a 16-bit --hf-checkpoint",
+}
+# Flags that mean nothing without another, which is refused.
+_COMPANIONS = {
+    "--use-mopd": """
+        mopd-teachers mopd-teacher-mode mopd-teacher-loads mopd-teacher-ckpt-steps mopd-distill-type
+        mopd-topk-k mopd-alpha mopd-eps-low mopd-eps-high mopd-sampling-logprobs-key""",
+    "--opd-type self": "opsd-beta opsd-jsd-clip opsd-privileged-info-key",
+}
+_INSTEAD |= {
+    name: f"it belongs to {flag}, which this version does not build; remove it"
+    for flag, names in _COMPANIONS.items()
+    for name in names.split()
+}
+
 # Why a flag does nothing here and changes nothing of what is trained -> such flags, of slime and of Megatron.
 IDLE_FLAGS = {
     "how it is computed is slime's to choose": """
@@ -133,7 +158,16 @@ SYNONYMS = {theirs: ours for ours, names in _SYNONYMS.items() for theirs in name
 
 def is_unbuilt(name: str) -> bool:
     """Whether `load-forge-rollout-data` (no dashes in front) is a flag of slime that this version refuses."""
-    return name in UNBUILT_FLAGS or name in _NEUTRAL
+    name = name.replace("_", "-")
+    return name in UNBUILT_FLAGS or name in _NEUTRAL or name in _INSTEAD
+
+
+def why_unbuilt(flag: str) -> str:
+    """What is said of such a flag, as it was written."""
+    instead = _INSTEAD.get(flag.removeprefix("--").replace("_", "-"))
+    if instead is not None:
+        return f"{flag}: {instead}."
+    return f"{flag} is a flag of slime's or Megatron's that this version does not build yet."
 
 
 def is_neutral(option: str, words: Sequence[str]) -> bool:

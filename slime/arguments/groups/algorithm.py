@@ -96,6 +96,11 @@ CUSTOM_LOSS = OnlyWith(
     lambda d: d.loss_type == "custom_loss",
     "only --loss-type custom_loss calls it; add that",
 )
+SFT = OnlyWith(
+    "with --loss-type sft_loss",
+    lambda d: d.loss_type == "sft_loss",
+    "a policy loss measures it anyway, and others have none; remove it",
+)
 COMPUTES_ADVANTAGES = OnlyWith(
     "without --disable-compute-advantages-and-returns",
     lambda d: d.compute_advantages_and_returns,
@@ -242,6 +247,9 @@ class AlgorithmFlags:
         False, "take the engine's log-probs as those of the old policy", only_with=(POLICY_TERMS, OLD_POLICY)
     )
     use_rollout_entropy: bool = flag(False, "measure entropy in the log-prob pass", only_with=POLICY_LOSS)
+    log_sft_entropy: bool = flag(
+        False, "measure the entropy of the model on the trained tokens in SFT, too", only_with=SFT
+    )
     skip_on_policy_check: bool = flag(
         False, "do not check that the first step of a rollout starts at ratio 1", only_with=POLICY_LOSS
     )

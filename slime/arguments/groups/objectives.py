@@ -134,6 +134,11 @@ class DistillationFlags:
         "who has the teacher: an engine at --rm-url (sglang is the same), or the trainer (megatron is the "
         "same)",
         choices=("engine", "trainer", *OPD_TYPE_ALIASES),
+        not_built={
+            "self": "forks mean different things by it: a frozen copy of the policy that reads more than the "
+            "policy does, or the policy of now. Score samples with a --custom-rm-path of your own that sets "
+            "sample.teacher_log_probs, and use --opd-type engine"
+        },
         only_with=DISTILS,
     )
     opd_kl: str = flag(

@@ -197,7 +197,7 @@ class OptimizerFlags:
         "fp32",
         "precision of the weights that Adam updates",
         choices=("fp32",),
-        not_built=("fp16",),
+        not_built={"fp16": ""},
     )
     clip_grad: float = flag(1.0, "largest gradient norm; 0 turns clipping off", ge=0)
 
