@@ -72,7 +72,7 @@ def samples_to_cut_batch(
                 "log-probs of another distribution with --allow-sampling-mismatch."
             )
     else:
-        check_samples(flat)
+        check_samples(flat, args.custom_generate_function_path)
         batch = _convert(args, flat)
         source = "the rollout"
     if engine_version is not None:

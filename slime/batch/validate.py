@@ -29,15 +29,19 @@ def check_reward(sample: Sample, value: Any) -> float:
     )
 
 
-def check_samples(samples: Sequence[Sample]) -> None:
-    """Lengths of one sample's fields agree; a mask or log-probs of another length is an error."""
+def check_samples(samples: Sequence[Sample], generate_function: str | None = None) -> None:
+    """Lengths of one sample's fields agree; a mask or log-probs of another length is an error.
+
+    `generate_function`: the path of the user's own that made those which name none themselves.
+    """
     for sample in samples:
-        name = f"sample {sample.index} (group {sample.group_index})"
-        length = sample.response_length
+        path, length = sample.generate_function_path or generate_function, sample.response_length
+        made_by = "" if path is None else f", returned by --custom-generate-function-path {path}"
+        name = f"sample {sample.index} (group {sample.group_index}{made_by})"
         if length > len(sample.tokens) - 1:
             raise ValueError(
                 f"{name} has response_length {length} but {len(sample.tokens)} tokens: at least one prompt "
-                "token must come before the response."
+                "token must come before the response; sample.tokens holds the ids of both."
             )
         if sample.loss_mask is not None and len(sample.loss_mask) != length:
             raise ValueError(

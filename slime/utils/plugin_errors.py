@@ -14,6 +14,7 @@ import inspect
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -106,8 +107,10 @@ class plugin_call:  # used like a function: with plugin_call("--custom-rm-path",
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit)):
+        if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             return
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            return  # of a person; in another thread the function made it, and it would end the event loop
         passes = isinstance(error, (RunStopped, *self._keep)) or may_pass(error)
         if not (isinstance(error, Exception) and passes):
             raise PluginError(mistake(self._option, self._path, error, self._subject())) from error

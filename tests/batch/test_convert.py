@@ -108,6 +108,10 @@ def test_metadata_and_shown_rewards_travel():
         ),
         (lambda: [sample(1.0, rollout_log_probs=[0.0, float("inf")])], "NaN or inf"),
         (lambda: [Sample(tokens=[1, 2], response_length=2, reward=1.0)], "at least one prompt token"),
+        (
+            lambda: [Sample(index=3, reward=1.0, generate_function_path="mine.generate")],
+            r"sample 3 \(group None, returned by --custom-generate-function-path mine.generate\) has",
+        ),
         (lambda: [sample(1.0, group=None)], "no group_index"),
         (lambda: [], "no samples"),
     ],

@@ -20,6 +20,7 @@ from slime.rollout.rm_hub import (
 )
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.rm_hub.workers.check_pool import close_pools, get_pool
+from slime.utils.async_utils import run
 from slime.utils.plugin_errors import PluginError
 from slime.utils.types import Sample, invalid
 
@@ -115,6 +116,10 @@ async def panicking_reward(args, sample):
 
 
 def interrupted_plain_reward(args, sample):
+    raise KeyboardInterrupt
+
+
+async def interrupted_reward(args, sample):
     raise KeyboardInterrupt
 
 
@@ -331,6 +336,14 @@ def test_a_task_of_the_function_s_own_that_was_cancelled_is_a_failure_not_the_en
 def test_exits_and_stop_iteration_are_mistakes_too(name):
     with pytest.raises(PluginError, match=f"in {name}"):
         score(make_args(custom_rm_path=here(name), generate_timeout_s=60.0), Sample(index=5))
+
+
+def test_an_interrupt_that_a_reward_raises_itself_does_not_end_the_event_loop():
+    """The loop's thread would be gone, and whoever waits for it would wait for ever."""
+    args = make_args(custom_rm_path=here("interrupted_reward"))
+    with pytest.raises(PluginError, match="raised KeyboardInterrupt"):
+        run(score_samples(args, [Sample(index=5)]), timeout_s=PATIENCE_S)
+    assert run(asyncio.sleep(0, "alive"), timeout_s=PATIENCE_S) == "alive"
 
 
 def test_a_built_in_reward_without_the_chosen_key_is_a_configuration_error():
