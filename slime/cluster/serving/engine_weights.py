@@ -281,7 +281,7 @@ class EngineWeights:
 
         async def score(url: str) -> list[list[float]]:
             control = self._control(url)
-            return [await control.score(ids, extra) for ids in probe]
+            return list(await asyncio.gather(*(control.score(ids, extra) for ids in probe)))
 
         with self._fleet.frozen() as urls:
             names = {server.url: server.plan for server in self._fleet.servers}
