@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from slime.utils.errors import FolderTaken, NotStarted, RunStopped
+from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStopped
 from slime.utils.machine.garbage import search_seldom
 from slime.utils.waits import WaitTimeout
 
@@ -153,7 +153,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         return importlib.import_module(COMMANDS[name].module).main(rest) or 0
     except KeyboardInterrupt:  # before or after a run: imports take seconds
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return INTERRUPTED
 
 
@@ -177,6 +177,12 @@ def render_help() -> str:
     )
 
 
+def _say(line: str) -> None:
+    """The last word of a command; a terminal that was closed, or a full disk, changes nothing of its end."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
     """End with one `error: ...` on stderr when the exception
@@ -188,9 +194,10 @@ def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
-        print("interrupted: all processes of the run were ended", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+    except KeyboardInterrupt as error:
+        _say("interrupted: all processes of the run were ended")
+        code = 128 + error.number if isinstance(error, EndedBySignal) else INTERRUPTED  # as shells count
+        raise SystemExit(code) from None
     except (ValueError, FileNotFoundError, RunStopped, WaitTimeout) as error:
         message = str(error) or type(error).__name__
         if traceback_file is not None and not isinstance(error, (FolderTaken, NotStarted)):
@@ -198,6 +205,6 @@ def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
                 traceback_file.parent.mkdir(parents=True, exist_ok=True)
                 traceback_file.write_text(traceback.format_exc(), encoding="utf-8")
                 message += f"\n(details: {traceback_file})"
-        print(f"error: {message}", file=sys.stderr)
+        _say(f"error: {message}")
         code = USER_MISTAKE if isinstance(error, (ValueError, FileNotFoundError)) else RUN_STOPPED
         raise SystemExit(code) from None

@@ -63,7 +63,7 @@ from slime.runtime.base import Future, Handle, Runtime, WorkerDied, WorkerSpec, 
 from slime.runtime.janitor import Janitor
 from slime.runtime.placement import Placement, plan_placement
 from slime.utils import waits
-from slime.utils.errors import NotStarted
+from slime.utils.errors import EndedBySignal, NotStarted
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.step_folders import StepFolder
 from slime.utils.machine import shm
@@ -476,4 +476,4 @@ def _open_push(
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(f"signal {number}")
+    raise EndedBySignal(number)

@@ -5,6 +5,14 @@ class RunStopped(RuntimeError):
     """A run cannot go on, and the message says why: shown without a traceback, unlike a defect of slime."""
 
 
+class EndedBySignal(KeyboardInterrupt):
+    """The run was asked to end, like by Ctrl-C, but by a signal of another number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
 class FolderTaken(ValueError):
     """A folder that a run was given belongs to another run: nothing is written there, not even this error."""
 

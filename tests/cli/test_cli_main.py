@@ -1,6 +1,9 @@
 """The `slime` command: readable help, mistakes that end with one line and exit code 2, lazy subcommands."""
 
+import contextlib
 import os
+import pty
+import signal
 import subprocess
 import sys
 
@@ -11,6 +14,7 @@ from slime.arguments.all_flags import GROUPS, all_specs
 from slime.cli import main as cli
 from slime.cli import train as cli_train
 from slime.cluster.checkpoints.checkpoint import write_checkpoint
+from slime.utils.errors import EndedBySignal, RunStopped
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.step_folders import Manifest
 
@@ -182,3 +186,26 @@ def test_a_reader_who_has_enough_of_the_help_sees_no_traceback(words):
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert done.returncode in (0, 1) and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (EndedBySignal(signal.SIGTERM), 143),
+        (EndedBySignal(signal.SIGHUP), 129),
+        (ValueError("a flag"), 2),
+        (RunStopped("no engine"), 1),
+    ],
+)
+def test_a_terminal_that_is_gone_changes_nothing_of_how_a_command_ends(error, code, monkeypatch):
+    ours, theirs = pty.openpty()
+    gone = open(theirs, "w")  # noqa: SIM115 - to close it writes, which fails
+    os.close(ours)
+    monkeypatch.setattr(sys, "stderr", gone)
+    with pytest.raises(SystemExit) as end, cli.user_errors():
+        raise error
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):
+        gone.close()
+    assert end.value.code == code

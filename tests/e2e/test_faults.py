@@ -236,6 +236,7 @@ def test_the_end_of_the_driver_ends_everything(world, sent):
     family = children(driver)
     assert len(family) >= 2
     process.send_signal(sent)
-    assert process.wait(PATIENCE_S) != 0
+    code = process.wait(PATIENCE_S)
+    assert code == (-sent if sent == signal.SIGKILL else 128 + sent), "as shells and schedulers count"
     assert all_gone(family)
     assert segments_of(process.pid) == []
