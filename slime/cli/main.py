@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStopped
 from slime.utils.machine.garbage import search_seldom
+from slime.utils.machine.standard_streams import open_missing
 from slime.utils.waits import WaitTimeout
 
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
@@ -119,6 +120,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    open_missing()
     try:
         try:
             return _main(argv)

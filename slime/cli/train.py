@@ -10,6 +10,7 @@ from slime.arguments import Args, explain_batch, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.cli.main import USER_MISTAKE, user_errors
 from slime.utils.files.folder_lock import refuse_locked
+from slime.utils.machine.standard_streams import open_missing
 
 
 def main(
@@ -21,6 +22,7 @@ def main(
     """Run one training. `train` is the loop, and `training_loop`
     its kind; without one it is the synchronous loop.
     """
+    open_missing()
     with user_errors():
         args = parse_args(argv, training_loop=training_loop)
         # Here, because a misspelt flag needs nothing of it.
