@@ -64,19 +64,26 @@ def test_a_link_to_nowhere_is_told(tmp_path):
         ValueError, match=r"--run-dir .*link cannot be written: it is a link to gone, which is"
     ):
         prepare_folder("--run-dir", tmp_path / "link")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ValueError, match=r"/loop cannot be written: it is a link that leads back to itself"):
+        prepare_folder("--run-dir", tmp_path / "loop")
 
 
 def test_a_read_only_folder_is_told(tmp_path):
     with (
         mounted(tmp_path / "ro", "ro"),
-        pytest.raises(ValueError, match=r"--save .*/ro cannot be written: it is read-only"),
+        pytest.raises(
+            ValueError, match=r"--save .*/ro cannot be written: it is read-only; give another folder"
+        ),
     ):
         open_save_folder(saving(tmp_path / "ro"))
 
 
 def test_a_full_disk_is_told(tmp_path):
     with mounted(tmp_path / "disk", "size=64k") as disk:
-        with pytest.raises(ValueError, match=r"--save .*/disk cannot be written: the disk is full"):
+        with pytest.raises(
+            ValueError, match=r"--save .*/disk cannot be written: the disk is full; free room"
+        ):
             open_save_folder(saving(disk))
         assert list(disk.iterdir()) == [], "what was tried is gone"
 

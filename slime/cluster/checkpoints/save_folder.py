@@ -55,17 +55,26 @@ def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
                 file.flush()
                 os.fsync(file.fileno())
     except OSError as error:
-        nowhere = folder.is_symlink() and not folder.exists()
-        why = f"it is a link to {os.readlink(folder)}, which is not there" if nowhere else _why(error)
-        raise ValueError(
-            f"{flag} {folder} cannot be written: {why}; free room there, or give another folder."
-        ) from None
+        why = (_broken_link(folder) if folder.is_symlink() else None) or _why(error)
+        fix = "free room there, or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
+        raise ValueError(f"{flag} {folder} cannot be written: {why}; {fix} another folder.") from None
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise ValueError(
             f"{flag} {folder} has {free >> 20} MiB free, and a checkpoint of this model takes at least "
             f"{needed_bytes >> 20} MiB: free room there, or give another folder."
         )
+
+
+def _broken_link(link: Path) -> str | None:
+    """Why nothing is at the end of a link; None: something is."""
+    try:
+        link.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return "it is a link that leads back to itself"
+        return f"it is a link to {os.readlink(link)}, which is not there"
+    return None
 
 
 @contextlib.contextmanager
