@@ -72,18 +72,14 @@ def test_a_link_to_nowhere_is_told(tmp_path):
 def test_a_read_only_folder_is_told(tmp_path):
     with (
         mounted(tmp_path / "ro", "ro"),
-        pytest.raises(
-            ValueError, match=r"--save .*/ro cannot be written: it is read-only; give another folder"
-        ),
+        pytest.raises(ValueError, match=r"--save .*/ro cannot be written: it is read-only .*; give another"),
     ):
         open_save_folder(saving(tmp_path / "ro"))
 
 
 def test_a_full_disk_is_told(tmp_path):
     with mounted(tmp_path / "disk", "size=64k") as disk:
-        with pytest.raises(
-            ValueError, match=r"--save .*/disk cannot be written: the disk is full; free room"
-        ):
+        with pytest.raises(ValueError, match=r"--save .*/disk cannot be written: the disk is full .*; free"):
             open_save_folder(saving(disk))
         assert list(disk.iterdir()) == [], "what was tried is gone"
 
