@@ -4,7 +4,8 @@
     groups     one row per prompt group: the prompt, its label, what became of the group and why
     samples    one row per answer: text, reward and its parts; where they are many, also tokens,
                log-probs, loss mask and weight versions
-    numbers    those of all answers of a group, where they are few
+    numbers_of_answers
+               those of all answers of several groups, where they are few (`numbers`: of schema 3, of a group)
     advantages what the trainer made of an answer, where that is one number for each token of the response
     group_advantages
                the same, where it is one number for each answer
@@ -27,8 +28,8 @@ import sqlite3
 from pathlib import Path
 
 RECORD_FILE = "record.db"
-SCHEMA_NUMBER = 3
-_READABLE = ("1", "2", "3")  # what a file of an earlier schema lacks is empty
+SCHEMA_NUMBER = 4
+_READABLE = ("1", "2", "3", "4")  # what a file of an earlier schema lacks is empty
 _BUSY_S = 30.0  # how long a statement waits for another process's lock
 
 _TABLES = """
@@ -67,7 +68,7 @@ CREATE TABLE samples (
     failure TEXT,                   -- why there is no reward
     response TEXT NOT NULL,
     num_tokens INTEGER NOT NULL,    -- of the response
-    tokens BLOB,                    -- prompt and response; NULL: in `numbers`, as the next three
+    tokens BLOB,                    -- prompt and response; NULL: in a piece, as the next three
     log_probs BLOB,                 -- one per response token
     loss_mask BLOB,                 -- run lengths, beginning with zeros; NULL: all ones
     versions TEXT                   -- JSON: [version, start, end] in the response
@@ -120,7 +121,17 @@ CREATE TABLE group_advantages (
     payload BLOB NOT NULL           -- float64, in the order of the samples' ids; NaN: none
 );
 """
-_ADDED = {"1": _ADDED_IN_2 + _ADDED_IN_3, "2": _ADDED_IN_3}  # to a file of this schema
+_ADDED_IN_4 = """
+CREATE TABLE numbers_of_answers (
+    first_sample INTEGER PRIMARY KEY,  -- the others of the piece follow it
+    payload BLOB NOT NULL           -- slime.record.numbers, in the order of the samples' ids
+);
+"""
+_ADDED = {  # to a file of this schema
+    "1": _ADDED_IN_2 + _ADDED_IN_3 + _ADDED_IN_4,
+    "2": _ADDED_IN_3 + _ADDED_IN_4,
+    "3": _ADDED_IN_4,
+}
 # Run whenever the writer opens a file.
 _LEDGER = """
 CREATE TABLE IF NOT EXISTS ledger (
@@ -192,8 +203,10 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
 def forget_groups(connection: sqlite3.Connection, rollout: int) -> None:
     """Removes the groups of a rollout's row, with all that refers to them."""
     groups = "(SELECT id FROM groups WHERE rollout = ?)"
+    samples = f"(SELECT id FROM samples WHERE group_row IN {groups})"
     for query in (
-        f"DELETE FROM advantages WHERE sample IN (SELECT id FROM samples WHERE group_row IN {groups})",
+        f"DELETE FROM advantages WHERE sample IN {samples}",
+        f"DELETE FROM numbers_of_answers WHERE first_sample IN {samples}",
         f"DELETE FROM samples WHERE group_row IN {groups}",
         f"DELETE FROM numbers WHERE group_row IN {groups}",
         f"DELETE FROM group_advantages WHERE group_row IN {groups}",

@@ -11,7 +11,6 @@ not be written is noted in the file once it can be again.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sqlite3
 import threading
@@ -20,22 +19,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from slime.record.entries import Entry, prompt_hash, prompt_text
+from slime.record.entries import Entry
 from slime.record.ledger_rows import MILESTONES, Finished, ForgetEntries, Note, write_notes
 from slime.record.missed import Missed
-from slime.record.numbers import pack_alone, pack_group
+from slime.record.sample_rows import rewards_of, write_entries
 from slime.record.schema import create_or_open, forget_groups
-from slime.utils.reward_failure import RewardFailure
-from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 4  # rollouts
 _LOCKED_S = 600.0  # how long another process may hold the file before what waits is given up
 _KEEP_SHARE = 0.9  # of the limit, after rows were removed
-_encode = json.JSONEncoder(ensure_ascii=False, default=str).encode  # `json.dumps` makes one for each call
 _PAGES_BACK = 20_000  # returned to the file system at a time, where more than this is free:
 _FREE_BYTES = 4 << 20
 
@@ -297,9 +292,9 @@ class RecordWriter:
             self._committed = done[-1] if done else self._committed
 
     def _write(self, rollout: _Rollout) -> None:
-        connection, key_of_reward = self._connection, rollout.reward_key
-        found = [[_reward(sample, key_of_reward) for sample in entry.samples] for entry in rollout.entries]
-        rewards = [reward for group in found for reward in group if reward is not None]
+        connection = self._connection
+        found = rewards_of(rollout.entries, rollout.reward_key)
+        rewards = [reward for reward in found if reward is not None]
         # With its groups and samples: a rollout that is made again after a resume replaces the first.
         key = (rollout.kind, rollout.rollout_id)
         before = connection.execute(
@@ -316,12 +311,12 @@ class RecordWriter:
                 rollout.time,
                 rollout.version,
                 len(rollout.entries),
-                sum(map(len, found)),
+                len(found),
                 sum(rewards) / len(rewards) if rewards else None,
             ),
         ).lastrowid
         assert row is not None
-        _write_entries(connection, row, rollout.entries, found)
+        write_entries(connection, row, rollout.entries, found)
         self._missed.note(connection)
 
     def _prune(self) -> None:
@@ -367,81 +362,3 @@ class RecordWriter:
 
     def _pragma(self, name: str) -> int:
         return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-def _write_entries(
-    connection: sqlite3.Connection,
-    rollout: int,
-    entries: Sequence[Entry],
-    found: Sequence[Sequence[float | None]],
-) -> None:
-    """`found`: the rewards of the samples of each."""
-    packed = [pack_group(entry.samples) for entry in entries]
-    [(last,)] = connection.execute("SELECT coalesce(max(id), 0) FROM groups")
-    groups = range(last + 1, last + 1 + len(entries))
-    connection.executemany(
-        "INSERT INTO groups (id, rollout, dataset, group_index, prompt, prompt_hash, label, outcome, reason, "
-        "spread) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [(row, rollout, *_group_row(e, f)) for row, e, f in zip(groups, entries, found, strict=True)],
-    )
-    samples = [sample for entry in entries for sample in entry.samples]
-    columns: dict[str, list[Any]] = {
-        "group_row": [row for row, entry in zip(groups, entries, strict=True) for _ in entry.samples],
-        "sample_index": [sample.index for sample in samples],
-        "status": [sample.status._value_ for sample in samples],
-        "reward": [reward for rewards in found for reward in rewards],
-        "response": [r if r.isascii() else _text(r) for r in [sample.response for sample in samples]],
-        "num_tokens": [sample.response_length for sample in samples],
-    }
-    rare: dict[str, list[Any]] = {
-        "execution": [sample.rollout_id for sample in samples],
-        "reward_parts": [_json(s.reward) if isinstance(s.reward, dict) else None for s in samples],
-        "failure": [sample.reward_failure and _failure(sample.reward_failure) for sample in samples],
-    }
-    if None in packed:
-        numbers = zip(*map(pack_alone, samples), strict=True)
-        rare |= dict(zip(("tokens", "log_probs", "loss_mask", "versions"), map(list, numbers), strict=True))
-    else:
-        connection.executemany("INSERT INTO numbers VALUES (?, ?)", zip(groups, packed, strict=True))
-    columns |= {name: values for name, values in rare.items() if values.count(None) < len(values)}
-    connection.executemany(
-        f"INSERT INTO samples ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
-        zip(*columns.values(), strict=True),
-    )
-
-
-def _group_row(entry: Entry, found: Sequence[float | None]) -> tuple[Any, ...]:
-    """What its samples have in common."""
-    first = entry.samples[0]
-    rewards = [reward for reward in found if reward is not None]
-    prompt, label = _text(prompt_text(first.prompt)), first.label
-    return (
-        entry.dataset,
-        first.group_index,
-        prompt,
-        prompt_hash(prompt),
-        None if label is None else _text(label if isinstance(label, str) else _json(label)),
-        entry.outcome,
-        entry.reason and _text(entry.reason),
-        max(rewards) - min(rewards) if len(rewards) > 1 else None,
-    )
-
-
-def _failure(failure: RewardFailure) -> str:
-    return _text(f"{failure.kind}: {failure.reason}")
-
-
-def _reward(sample: Sample, key: str | None) -> float | None:
-    if type(sample.reward) is float:  # of most
-        return sample.reward
-    value = sample.reward.get(key) if isinstance(sample.reward, dict) and key else sample.reward
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def _text(value: str) -> str:
-    """Half of a surrogate pair, which a tokenizer may leave at a cut, is no text that a file can hold."""
-    return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
-
-
-def _json(value: object) -> str:
-    return _text(_encode(value))

@@ -1,0 +1,120 @@
+"""The rows of a rollout in the record: one for each group, one for each answer, and the answers' numbers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import operator
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from slime.record.entries import Entry, prompt_hash, prompt_text
+from slime.record.numbers import Columns, pack_alone, pack_groups
+from slime.utils.reward_failure import RewardFailure
+
+_encode = json.JSONEncoder(ensure_ascii=False, default=str).encode  # `json.dumps` makes one for each call
+_FLOATS = frozenset({float})
+# Fields of a sample, and the columns that hold them as they are.
+_AS_THEY_ARE = {"index": "sample_index", "response_length": "num_tokens", "rollout_id": "execution"}
+_OTHERS = ("status", "response", "reward", "reward_failure")
+_of_sample = operator.itemgetter(*Columns._fields, *_AS_THEY_ARE, *_OTHERS)
+
+
+def rewards_of(entries: Sequence[Entry], key: str | None) -> list[float | None]:
+    """One number for each sample, in their order; `key`: which one, where rewards have several parts."""
+    rewards: list[Any] = [sample.reward for entry in entries for sample in entry.samples]
+    return rewards if _FLOATS.issuperset(map(type, rewards)) else [_number(r, key) for r in rewards]
+
+
+def _number(reward: Any, key: str | None) -> float | None:
+    value = reward.get(key) if isinstance(reward, dict) and key else reward
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def write_entries(
+    connection: sqlite3.Connection, rollout: int, entries: Sequence[Entry], rewards: Sequence[float | None]
+) -> None:
+    """Adds the groups of a rollout's row with their answers; `rewards`: one for each of these."""
+    if not entries:
+        return
+    samples = [sample for entry in entries for sample in entry.samples]
+    counts = [len(entry.samples) for entry in entries]
+    groups = _next_rows(connection, "groups", len(entries))
+    rows = _next_rows(connection, "samples", len(samples))
+    ends = list(itertools.accumulate(counts, initial=0))
+    connection.executemany(
+        "INSERT INTO groups (id, rollout, dataset, group_index, prompt, prompt_hash, label, outcome, reason, "
+        "spread) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            (row, rollout, *_group_row(entry, rewards[begin:end]))
+            for row, entry, (begin, end) in zip(groups, entries, itertools.pairwise(ends), strict=True)
+        ],
+    )
+    # All fields in one go: to ask each sample for each of them takes three times as long.
+    values = list(zip(*[_of_sample(sample.__dict__) for sample in samples], strict=True))
+    numbers, values = Columns(*values[: len(Columns._fields)]), values[len(Columns._fields) :]
+    *plain, status, response, reward, failure = values
+    columns: dict[str, Sequence[Any]] = {
+        "id": rows,
+        "group_row": list(itertools.chain.from_iterable(map(itertools.repeat, groups, counts))),
+        "status": [value._value_ for value in status],
+        "reward": rewards,
+        "response": [text if text.isascii() else _text(text) for text in response],
+    }
+    rare: dict[str, Sequence[Any]] = dict(zip(_AS_THEY_ARE.values(), plain, strict=True))
+    if dict in set(map(type, reward)):
+        rare["reward_parts"] = [_json(value) if isinstance(value, dict) else None for value in reward]
+    rare["failure"] = failure
+    if any(failure):
+        rare["failure"] = [value and _failure(value) for value in failure]
+    packed = pack_groups(numbers, counts)
+    if packed is None:
+        alone = zip(*map(pack_alone, samples), strict=True)
+        rare |= dict(zip(("tokens", "log_probs", "loss_mask", "versions"), alone, strict=True))
+    else:
+        connection.executemany(
+            "INSERT INTO numbers_of_answers VALUES (?, ?)",
+            [(rows[place], payload) for place, payload in packed],
+        )
+    columns |= {name: values for name, values in rare.items() if values.count(None) < len(values)}
+    connection.executemany(
+        f"INSERT INTO samples ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
+        zip(*columns.values(), strict=True),
+    )
+
+
+def _next_rows(connection: sqlite3.Connection, table: str, count: int) -> range:
+    """So many numbers behind those of the rows that a table has."""
+    [(last,)] = connection.execute(f"SELECT coalesce(max(id), 0) FROM {table}")
+    return range(last + 1, last + 1 + count)
+
+
+def _group_row(entry: Entry, found: Sequence[float | None]) -> tuple[Any, ...]:
+    """What its samples have in common."""
+    first = entry.samples[0]
+    rewards = [reward for reward in found if reward is not None]
+    prompt, label = _text(prompt_text(first.prompt)), first.label
+    return (
+        entry.dataset,
+        first.group_index,
+        prompt,
+        prompt_hash(prompt),
+        None if label is None else _text(label if isinstance(label, str) else _json(label)),
+        entry.outcome,
+        entry.reason and _text(entry.reason),
+        max(rewards) - min(rewards) if len(rewards) > 1 else None,
+    )
+
+
+def _failure(failure: RewardFailure) -> str:
+    return _text(f"{failure.kind}: {failure.reason}")
+
+
+def _text(value: str) -> str:
+    """Half of a surrogate pair, which a tokenizer may leave at a cut, is no text that a file can hold."""
+    return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+
+
+def _json(value: object) -> str:
+    return _text(_encode(value))
