@@ -163,6 +163,8 @@ def make_record(folder: Path, steps: int, samples: int) -> None:
             metrics.write(json.dumps(_line(step, at, mean, rng)) + "\n")
             if step % 500 == 499:
                 connection.commit()
+    if sample_row >= schema.MANY_SAMPLES:
+        schema.index_orders(connection)
     connection.commit()
     connection.close()
     settings = {"num_rollout": {"value": steps, "source": "default"}}

@@ -1,7 +1,7 @@
 """Questions of the page to a record: pages of answers in any order, one answer by tokens, a prompt's history.
 
-Every query goes by an index and ends after `_DEADLINE_S`: where a filter finds little in a large record, the
-page gets what was found so far and where to go on.
+Every query of a large record goes by an index and ends after `_DEADLINE_S`: where a filter finds little, the
+page gets what was found so far and where to go on. One of few samples is sorted as a whole.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from slime.record.additions import read_advantage
 from slime.record.numbers import TokenReader
 
 _DEADLINE_S = 0.08
+_SORTED_S = 2.0  # for a record that is sorted as a whole: half of that would give the page nothing at all
 _LOOK_STEPS = 2000  # of SQLite's machine between two looks at the clock
 _PREVIEW = 240  # characters
 _MAX_PAGE = 500
@@ -222,7 +223,8 @@ def _in_order(connection: sqlite3.Connection, wanted: Wanted, limit: int, after:
     tables = "samples s CROSS JOIN groups g ON g.id = s.group_row"
     if by_group:
         tables = "groups g CROSS JOIN samples s ON s.group_row = g.id"
-    deadline, complete = time.monotonic() + _DEADLINE_S, True
+    goes_by_index = column == "s.id" or has_index(connection, column.partition(".")[2])
+    deadline, complete = time.monotonic() + (_DEADLINE_S if goes_by_index else _SORTED_S), True
     found: list[tuple[Any, ...]] = []
     for condition, bound in _stages(column, ">" if direction == "ASC" else "<", after):
         where = " AND ".join([*words, condition])
@@ -410,6 +412,12 @@ def outcomes(connection: sqlite3.Connection, width: int = 400) -> list[dict[str,
 
 def has_table(connection: sqlite3.Connection, name: str) -> bool:
     return connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
+
+
+def has_index(connection: sqlite3.Connection, column: str) -> bool:
+    """Whether answers or groups can be read in the order of this column."""
+    query = "SELECT 1 FROM sqlite_master WHERE type = 'index' AND sql LIKE ?"
+    return connection.execute(query, (f"%({column})",)).fetchone() is not None
 
 
 def has_column(connection: sqlite3.Connection, table: str, name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.record.entries import Entry, prompt_hash, prompt_text
 from slime.record.numbers import Columns, pack_alone, pack_groups
+from slime.record.schema import MANY_SAMPLES, index_orders
 from slime.utils.reward_failure import RewardFailure
 
 _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode  # `json.dumps` makes one for each call
@@ -82,6 +83,8 @@ def write_entries(
         f"INSERT INTO samples ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
         zip(*columns.values(), strict=True),
     )
+    if rows[-1] >= MANY_SAMPLES:
+        index_orders(connection)
 
 
 def _next_rows(connection: sqlite3.Connection, table: str, count: int) -> range:
