@@ -8,6 +8,7 @@ it is.
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import struct
@@ -83,11 +84,9 @@ def _write_int(out: bytearray, value: int, where: str) -> None:
 
 def _write_list(out: bytearray, value: list[Any], where: str) -> None:
     kinds = set(map(type, value)) if len(value) >= _SHORT else set()
-    if kinds == {int}:
-        width = _width(min(value), max(value))
-        if width is not None:
-            _head(out, b"i", bytes([width]), _blob(pack_numbers(_CODES[width], value)))
-            return
+    if kinds == {int} and (packed := _pack_narrow(value)) is not None:
+        _head(out, b"i", bytes([packed[0]]), _blob(packed[1]))
+        return
     if kinds == {float}:
         _write_floats(out, value)
         return
@@ -97,12 +96,35 @@ def _write_list(out: bytearray, value: list[Any], where: str) -> None:
     if len(kinds) == 1 and _is_tensor(value[0]) and _are_rows(value):
         _write_rows(out, value)
         return
+    if (groups := _pack_groups(value)) is not None:
+        _head(out, b"g", *groups)
+        return
     _write_entries(out, b"L", value, where)
 
 
-def _width(low: int, high: int) -> int | None:
-    """Which of the widths is the first to hold both; None: none does."""
-    return next((n for n, bits in enumerate((7, 15, 31, 63)) if -1 << bits <= low and high < 1 << bits), None)
+def _pack_groups(value: list[Any]) -> tuple[bytes, bytes] | None:
+    """Lists of dicts that all have the same names, as groups of samples are: lengths, and one table of all.
+
+    None: it is something else. A table for each takes twice as long.
+    """
+    first = value[0] if value else None
+    if not (type(first) is list and first and type(first[0]) is dict):
+        return None
+    if set(map(type, value)) != {list}:
+        return None
+    rows = list(itertools.chain.from_iterable(value))
+    table = pack_table(rows) if set(map(type, rows)) == {dict} else None
+    return None if table is None else (_blob(pack_numbers("I", list(map(len, value)))), _blob(table))
+
+
+def _pack_narrow(value: list[int]) -> tuple[int, bytes] | None:
+    """In the first of the widths that holds all: to try is faster than to look for the largest."""
+    for width, code in enumerate(_CODES):
+        try:
+            return width, pack_numbers(code, value)
+        except struct.error:
+            continue
+    return None
 
 
 def _write_floats(out: bytearray, value: list[float]) -> None:
@@ -314,6 +336,16 @@ def _read_rows(data: memoryview, at: int) -> tuple[list[Any], int]:
     return [row.clone() for row in tensor.split(lengths)], at
 
 
+def _read_groups(data: memoryview, at: int) -> tuple[list[list[Any]], int]:
+    lengths, at = _read_blob(data, at)
+    table, at = _read_blob(data, at)
+    rows = unpack_table(bytes(table))
+    ends = [0, *np.frombuffer(lengths, "<u4").cumsum().tolist()]
+    if ends[-1] != len(rows):
+        raise IndexError("groups of another length")
+    return [rows[begin:end] for begin, end in itertools.pairwise(ends)], at
+
+
 def _read_numbers(data: memoryview, at: int) -> tuple[np.ndarray[Any, Any], int]:
     width = _WIDTHS[data[at]]
     blob, at = _read_blob(data, at + 1)
@@ -392,6 +424,7 @@ _READERS: dict[bytes, Callable[[memoryview, int], tuple[Any, int]]] = {
     b"O": _read_object,
     b"T": _read_json,
     b"C": _read_rows,
+    b"g": _read_groups,
     b"t": _of(_read_blob, lambda blob: unpack_table(bytes(blob))),
     b"i": _of(_read_numbers, lambda values: values.tolist()),
     b"f": _read_floats,

@@ -133,4 +133,7 @@ def is_json(value: Any) -> bool:
         return True
     if kind is list:
         return _SCALARS.issuperset(map(type, value)) or all(map(is_json, value))
-    return kind is dict and _STRINGS.issuperset(map(type, value)) and all(map(is_json, value.values()))
+    if kind is not dict or not _STRINGS.issuperset(map(type, value)):
+        return False
+    items = value.values()
+    return _SCALARS.issuperset(map(type, items)) or all(map(is_json, items))

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -89,3 +90,27 @@ def test_a_value_that_ends_early_is_refused():
     for end in range(len(data)):
         with pytest.raises(ValueError):
             loads(data[:end])
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[{"a": 1, "b": [2.5, 3.5]}], [{"a": 2, "b": []}, {"a": True, "b": [1.0]}]],
+        [[{"a": 1}], []],
+        [[{"a": 1}], [{"b": 1}]],
+        [[{"a": 1}], [[{"a": 1}]]],
+        [[{"a": 1}], 3],
+        [[], [{"a": 1}]],
+    ],
+)
+def test_groups_of_samples_come_back_in_their_groups(groups):
+    assert repr(loads(dumps(groups))) == repr(groups)
+
+
+def test_groups_of_another_number_than_their_samples_are_refused():
+    data = dumps([[{"a": 1}, {"a": 2}], [{"a": 3}]])
+    lengths = struct.pack("<2I", 2, 1)
+    assert data.count(lengths) == 1
+    for wrong in ((1, 1), (2, 2)):
+        with pytest.raises(ValueError, match="groups of another length"):
+            loads(data.replace(lengths, struct.pack("<2I", *wrong)))
