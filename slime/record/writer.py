@@ -89,6 +89,7 @@ class RecordWriter:
         self._sync, self._start = sync, start
         self._committed: int | None = -1 if keeps_uncommitted else None
         self._connection = create_or_open(path, run_id)
+        self._is_durable = False  # `create_or_open` leaves it so
         self._inode, self._is_gone = path.stat().st_ino, False
         self._waiting: list[_Item] = []
         self._rollouts_waiting = 0
@@ -264,7 +265,9 @@ class RecordWriter:
         durable = self._sync == "always" or (
             self._sync == "step" and any(note.event in MILESTONES for note in notes)
         )
-        self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        if durable != self._is_durable:
+            self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._is_durable = durable
 
     def _tell_missed(self, part: _Part, error: sqlite3.Error) -> None:
         is_first = type(part) not in self._told
