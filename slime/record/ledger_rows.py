@@ -1,8 +1,8 @@
 """The ledger of a run: every event of its groups, samples and steps, in the order they happened.
 
     issued     a group was handed out: `value` "new" (of the dataset) or "buffer"
-    generated  samples of a group are finished (tokens, log-probs, versions are in `samples`); `value`: how
-               each ended, by its index
+    generated  samples of a group are finished (tokens, log-probs, versions are in `samples`); `value`: which
+               ended in which way, by their indices
     recalled   a finished sample was taken from the ledger after a crash instead of generated again
     scored     samples got rewards; `value`: each one's by its index, or those of a group in their order
     kept       a group is part of the batch of this rollout; `value`: the indices of its samples
@@ -93,7 +93,7 @@ class Finished(NamedTuple):
     """Samples of one group were finished together: that they were generated and scored, and all of each.
 
     `kept` gives them as they were at that time; where the rollout is complete before the writer's turn comes,
-    nobody asks for it. Example: Finished(1754820000.1, 3, 17, 0, "8c1f", {68: "completed"}, {68: 1.0}, keep).
+    nobody asks for it. Example: Finished(1.7e9, 3, 17, 0, "8c1f", {"completed": [68]}, {68: 1.0}, keep).
     """
 
     time: float
@@ -101,7 +101,7 @@ class Finished(NamedTuple):
     group_index: int | None
     attempt: int
     settings: str  # digest of the settings they were made with
-    statuses: dict[int, str]  # by the index of the sample
+    statuses: dict[str, list[int]]  # indices of the samples that ended in each way
     rewards: dict[int, object]  # of those that are scored
     kept: Callable[[], Kept] | None
 
@@ -168,7 +168,10 @@ def _write_finished(
     kept: list[tuple[object, ...]] = []
     for (rollout, group, attempt), notes in groups.items():
         about, time = (rollout, group, None, attempt), notes[-1].time
-        ended = {index: status for note in notes for index, status in note.statuses.items()}
+        ended: dict[str, list[int]] = {}
+        for note in notes:
+            for status, indices in note.statuses.items():
+                ended[status] = ended.get(status, []) + indices
         rows.append((time, start, "generated", *about, _as_json(ended)))
         if rewards := {index: reward for note in notes for index, reward in note.rewards.items()}:
             rows.append((time, start, "scored", *about, _as_json(rewards)))

@@ -22,6 +22,7 @@ _encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for eac
 # The fields of a sample by what they hold: of most samples, most are as in a new one.
 _NEW = vars(Sample())
 _FIELDS = _NEW.keys()
+_NUM_FIELDS = len(_FIELDS)
 _OF_NUMBERS = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
 _COUNTS = {name: vars(_NEW[name]) for name in ("spec_info", "prefix_cache_info")}
 _APART = {*_OF_NUMBERS, *_COUNTS, *_NOT_KEPT, "status", "version_spans"}
@@ -38,12 +39,13 @@ def is_whole(sample: Sample) -> bool:
 
 def is_alone(sample: Sample) -> bool:
     """Whether it is kept in a piece of its own: it is large, or something was attached to it."""
-    return len(sample.tokens) > _FEW_TOKENS or _has_more(sample.__dict__)
+    fields = sample.__dict__
+    return len(fields["tokens"]) > _FEW_TOKENS or len(fields) > _NUM_FIELDS + ("trace" in fields)
 
 
 def _has_more(fields: dict[str, Any]) -> bool:
     """Whether something was attached to the sample, beside what is in nearly all."""
-    return len(fields) > len(_FIELDS) + ("trace" in fields)
+    return len(fields) > _NUM_FIELDS + ("trace" in fields)
 
 
 def as_it_is(sample: Sample) -> dict[str, Any]:
@@ -53,7 +55,9 @@ def as_it_is(sample: Sample) -> dict[str, Any]:
     are not copied here.
     """
     fields = sample.__dict__.copy()
-    fields["metadata"] = _own(fields["metadata"]) if fields["metadata"] else {}
+    metadata = fields["metadata"]
+    flat = type(metadata) is dict and _UNCHANGING.issuperset(map(type, metadata.values()))
+    fields["metadata"] = metadata.copy() if flat else _own(metadata or {})
     if isinstance(fields["reward"], dict):
         fields["reward"] = _own(fields["reward"])
     return fields

@@ -110,9 +110,8 @@ class Ledger:
         self._decide(found)
         if outcome == "trained":
             self._kept.update(index for index, _ in found)
-            indices = [_indices(group) for group in groups if _groups([group])]
-            pairs = zip(found, indices, strict=True)
-            self._tell([self._of_group("kept", group, _encode(samples)) for group, samples in pairs])
+            told = [(at, _indices(group)) for group in groups for at in _groups([group])]
+            self._tell([self._of_group("kept", at, samples) for at, samples in told])
         else:
             why = f"{outcome}: {reason}" if reason else outcome
             self._tell([self._of_group("dropped", group, why) for group in found])
@@ -173,16 +172,12 @@ class Ledger:
             kept = functools.partial(_kept, whole, self._version)
             if not self._private or any(sample.generate_function_path for _, sample in made):
                 kept = _given(kept())
-        return Finished(
-            time.time(),
-            self._rollout,
-            group_index,
-            made[0][0][1],
-            self.settings,
-            {key[0]: sample.status._value_ for key, sample in made},
-            {key[0]: _reward(sample) for key, sample in made if _is_scored(sample)},
-            kept,
-        )
+        statuses: dict[str, list[int]] = {}
+        for (index, _, _), sample in made:
+            statuses.setdefault(sample.status._value_, []).append(index)
+        rewards = {key[0]: _reward(sample) for key, sample in made if _is_scored(sample)}
+        about = (time.time(), self._rollout, group_index, made[0][0][1], self.settings)
+        return Finished(*about, statuses, rewards, kept)
 
     def _fanned_out(self, group_index: int | None, key: Key, siblings: Sequence[Sample]) -> Finished:
         """The same of an entry that became several samples."""
@@ -197,7 +192,7 @@ class Ledger:
             group_index,
             key[1],
             self.settings,
-            {key[0]: siblings[-1].status._value_},
+            {siblings[-1].status._value_: [key[0]]},
             {key[0]: _rewards(siblings)} if any(map(_is_scored, siblings)) else {},
             kept,
         )
@@ -232,8 +227,11 @@ class Ledger:
         """What the rollout function returned and nobody reported: groups of its own, of its own source."""
         if rollout_id < self._rollout:
             return  # a rollout function that cuts reports too
+        found = flatten_samples(samples)
+        if self._kept.issuperset([sample.group_index for sample in found]):  # of nearly all rollouts
+            return
         groups: dict[int, list[Sample]] = {}
-        for sample in flatten_samples(samples):
+        for sample in found:
             index = sample.group_index
             if index is not None and index >= 0 and index not in self._kept:
                 groups.setdefault(index, []).append(sample)
@@ -312,8 +310,9 @@ def _first(group: Group) -> Sample | None:
     return samples[0] if samples else None
 
 
-def _indices(group: Group) -> list[int]:
-    return sorted({sample.index for sample in flatten_samples(group) if sample.index is not None})
+def _indices(group: Group) -> str:
+    """Of its samples, as JSON, which whole numbers are written as by Python."""
+    return str(sorted({int(sample.index) for sample in flatten_samples(group) if sample.index is not None}))
 
 
 def _key(entry: Entry) -> Key | None:
