@@ -56,9 +56,12 @@ def as_it_is(sample: Sample) -> dict[str, Any]:
     """
     fields = sample.__dict__.copy()
     metadata = fields["metadata"]
-    flat = type(metadata) is dict and _UNCHANGING.issuperset(map(type, metadata.values()))
-    fields["metadata"] = metadata.copy() if flat else _own(metadata or {})
-    if isinstance(fields["reward"], dict):
+    if not metadata:
+        fields["metadata"] = {}
+    else:
+        flat = type(metadata) is dict and _UNCHANGING.issuperset(map(type, metadata.values()))
+        fields["metadata"] = metadata.copy() if flat else _own(metadata)
+    if type(fields["reward"]) not in _UNCHANGING:
         fields["reward"] = _own(fields["reward"])
     return fields
 

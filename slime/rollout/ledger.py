@@ -29,7 +29,7 @@ from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
 from slime.rollout.journal import CountingJournal, Outcome
 from slime.rollout.kept_samples import as_it_is, columns_of, from_kept, is_alone, is_whole
-from slime.rollout.prompt_groups import Entry, Group, attempt_of, is_finished
+from slime.rollout.prompt_groups import FINISHED, Entry, Group, attempt_of, is_finished
 from slime.utils.types import Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)
@@ -165,17 +165,28 @@ class Ledger:
             self._writer.note(*[self._finished(at[0], made) for at, made in together.items()])
 
     def _finished(self, group_index: int | None, made: Sequence[tuple[Key, Sample]]) -> Finished:
-        """Of samples that are kept in one piece, each with its key."""
+        """Of samples that are kept in one piece, each with its key. One pass: it is done for every sample."""
+        statuses: dict[str, list[int]] = {}
+        rewards: dict[int, Any] = {}
+        whole: list[tuple[Key, dict[str, Any]]] = []
+        is_known = self._private  # what has them in hand, and so what may still change
+        for key, sample in made:
+            index, status, failure = key[0], sample.status, sample.reward_failure
+            statuses.setdefault(status._value_, []).append(index)
+            if failure is not None:
+                rewards[index] = failure.kind
+            else:
+                if sample.reward is not None:
+                    rewards[index] = sample.reward
+                if self._keeps and status in FINISHED:
+                    whole.append((key, as_it_is(sample)))
+            if sample.generate_function_path:
+                is_known = False
         kept: Callable[[], Kept] | None = None
         if self._keeps:
-            whole = [(key, as_it_is(sample)) for key, sample in made if is_whole(sample)]
             kept = functools.partial(_kept, whole, self._version)
-            if not self._private or any(sample.generate_function_path for _, sample in made):
+            if not is_known:
                 kept = _given(kept())
-        statuses: dict[str, list[int]] = {}
-        for (index, _, _), sample in made:
-            statuses.setdefault(sample.status._value_, []).append(index)
-        rewards = {key[0]: _reward(sample) for key, sample in made if _is_scored(sample)}
         about = (time.time(), self._rollout, group_index, made[0][0][1], self.settings)
         return Finished(*about, statuses, rewards, kept)
 
