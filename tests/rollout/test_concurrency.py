@@ -136,7 +136,10 @@ def test_requests_wait_while_those_in_flight_come_to_too_many_tokens():
 
 
 def test_a_rollout_keeps_within_its_tokens_in_flight(tmp_path):
-    with FakeEngine(lambda payload, number: {"delay_s": 0.02}) as engine:
+    def in_company(payload, number):  # the first wait for each other, however late one comes
+        return {"delay_s": 0.02, "until": lambda: engine.most_running >= 2}
+
+    with FakeEngine(in_company) as engine:
         args = make_args(tmp_path, engine, "--max-tokens-in-flight", "25")  # two of 2 + 8 tokens
         source = make_source(args)
         generate_rollout(args, 0, source)

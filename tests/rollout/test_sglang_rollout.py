@@ -56,7 +56,10 @@ def test_a_rerun_sends_the_same_seeds_and_every_sample_has_its_own(tmp_path):
 
 
 def test_concurrency_is_capped(tmp_path):
-    with FakeEngine(lambda payload, number: {"delay_s": 0.05}) as engine:
+    def in_company(payload, number):  # the first wait for each other, however late one comes
+        return {"delay_s": 0.05, "until": lambda: engine.most_running >= 3}
+
+    with FakeEngine(in_company) as engine:
         args = make_args(tmp_path, engine, "--sglang-server-concurrency", "3")
         rollout(args, make_source(args))
     assert engine.most_running == 3

@@ -107,11 +107,15 @@ def test_a_silent_engine_is_a_named_timeout():
 
 def test_requests_beyond_the_cap_wait_in_the_client():
     running = most = 0
+    met = asyncio.Event()  # the first wait for each other, however late one comes
 
     async def handler(request):
         nonlocal running, most
         running += 1
         most = max(most, running)
+        if running == 3:
+            met.set()
+        await met.wait()
         await asyncio.sleep(0.02)
         running -= 1
         return web.json_response(ANSWER)
