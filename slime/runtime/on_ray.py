@@ -37,6 +37,8 @@ _ANSWER_S = 30.0  # of a machine that is asked whether it is there
 _STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
 _PULSE, _FIRST_PULSE_S = "pulse", 10.0
 _LIFE = "life"
+_SOCKET_BYTES = 107  # of its name, at most
+_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # below a folder of Ray's
 _Found = tuple[str, str, tuple[int, ...]]  # node, its address, our devices on it
 _DEATHS = (
     ray.exceptions.RayActorError,
@@ -51,7 +53,12 @@ def _join_or_start() -> None:
     address = os.environ.get("RAY_ADDRESS")
     for again in reversed(range(1 if address else _STARTS)):
         try:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+            ray.init(
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="warning",
+                _temp_dir=None if address else _short_folder(),
+            )
             return
         except Exception as error:  # Ray has no class for it
             ray.shutdown()
@@ -59,6 +66,15 @@ def _join_or_start() -> None:
                 where = f"no Ray cluster answers at RAY_ADDRESS={address}" if address else "Ray did not start"
                 raise RunStopped(f"{where}: {error}") from error
             logger.warning("Ray did not start (%s); once more.", error)
+
+
+def _short_folder() -> str | None:
+    """A folder for Ray, where TMPDIR leaves no room for the names of its sockets. None: Ray's own choice."""
+    chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    if len(os.fsencode(chosen)) + len(_SOCKET) <= _SOCKET_BYTES:
+        return None
+    logger.warning("Ray's files are in /tmp/ray: %s is too long for the names of its sockets.", chosen)
+    return "/tmp/ray"
 
 
 class _Actor:

@@ -80,7 +80,8 @@ def test_version_is_shown(capsys):
     assert capsys.readouterr().out.startswith("slime ")
 
 
-def test_train_help_has_every_flag_under_its_subject(capsys):
+def test_train_help_has_every_flag_under_its_subject(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "119")
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", "--help"])
     shown = capsys.readouterr().out

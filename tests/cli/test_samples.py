@@ -44,7 +44,8 @@ def test_the_worst_answers_of_a_step(run_dir, capsys):
     assert "step 0" in out and "five" in out and "reward 0" in out and "label 4" in out and "evil" not in out
 
 
-def test_why_a_group_was_dropped_is_shown(run_dir, capsys):
+def test_why_a_group_was_dropped_is_shown(run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["samples", run_dir, "--outcome", "filtered"]) == 0
     assert "filtered: zero_std_1.0" in capsys.readouterr().out
 

@@ -17,10 +17,9 @@ def test_a_damaged_one_is_named(tmp_path, text):
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_so_it_is_where_arguments_are_read(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    words = f"--hf-checkpoint {tmp_path} --rollout-batch-size 4 --n-samples-per-prompt 2"
-    words += " --num-rollout 1 --rollout-max-response-len 8"
+    words = "--rollout-batch-size 4 --n-samples-per-prompt 2 --num-rollout 1 --rollout-max-response-len 8"
     with pytest.raises(ValueError, match=r"config\.json"):
-        parse_args([*words.split(), "--disable-rollout-global-dataset"])
+        parse_args(["--hf-checkpoint", str(tmp_path), *words.split(), "--disable-rollout-global-dataset"])
 
 
 def test_a_folder_without_one_is_empty(tmp_path):

@@ -253,7 +253,8 @@ def write_run_file(args: Args, path: Path) -> None:
         value = given[name]
         if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
             value = str(Path(value).absolute())
-        text = yaml.safe_dump(value, width=1000, default_flow_style=True).removesuffix("...\n").strip()
+        text = yaml.safe_dump(value, width=1000, default_flow_style=True, allow_unicode=True)
+        text = text.removesuffix("...\n").strip()
         lines.append(
             f"{name.replace('_', '-')}: {text}"
             + (f"    # {_CHANGE_THESE[name]}" if name in _CHANGE_THESE else "")
