@@ -206,7 +206,7 @@ class RolloutManager:
         metrics["perf/engine_forward_time"] = max(0.0, self._forward_s - forward_before)
         self._tell_of_other_clients()
         if self._ledger is not None:
-            self._ledger.account_for(rollout_id, output.samples)
+            self._ledger.account_for(rollout_id, samples)
             self._ledger.cut(rollout_id)
         cursor = output.cursor if output.cursor is not None else self._cursor(rollout_id)
         generated = Generated(batch, cursor, metrics, len(samples))

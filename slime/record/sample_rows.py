@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.record.entries import Entry, prompt_hash, prompt_text
 from slime.record.numbers import Columns, pack_alone, pack_groups
+from slime.record.rows import insert_rows
 from slime.record.schema import MANY_SAMPLES, index_orders
 from slime.utils.reward_failure import RewardFailure
 
@@ -19,6 +20,10 @@ _FLOATS = frozenset({float})
 # Fields of a sample, and the columns that hold them as they are.
 _AS_THEY_ARE = {"index": "sample_index", "response_length": "num_tokens", "rollout_id": "execution"}
 _OTHERS = ("status", "response", "reward", "reward_failure")
+_OF_GROUP = (
+    "id", "rollout", "dataset", "group_index", "prompt", "prompt_hash", "label", "outcome", "reason",
+    "spread",
+)  # fmt: skip
 _of_sample = operator.itemgetter(*Columns._fields, *_AS_THEY_ARE, *_OTHERS)
 
 
@@ -44,9 +49,10 @@ def write_entries(
     groups = _next_rows(connection, "groups", len(entries))
     rows = _next_rows(connection, "samples", len(samples))
     ends = list(itertools.accumulate(counts, initial=0))
-    connection.executemany(
-        "INSERT INTO groups (id, rollout, dataset, group_index, prompt, prompt_hash, label, outcome, reason, "
-        "spread) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    insert_rows(
+        connection,
+        "groups",
+        _OF_GROUP,
         [
             (row, rollout, *_group_row(entry, rewards[begin:end]))
             for row, entry, (begin, end) in zip(groups, entries, itertools.pairwise(ends), strict=True)
@@ -79,10 +85,7 @@ def write_entries(
             [(rows[place], payload) for place, payload in packed],
         )
     columns |= {name: values for name, values in rare.items() if values.count(None) < len(values)}
-    connection.executemany(
-        f"INSERT INTO samples ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
-        zip(*columns.values(), strict=True),
-    )
+    insert_rows(connection, "samples", tuple(columns), list(zip(*columns.values(), strict=True)))
     if rows[-1] >= MANY_SAMPLES:
         index_orders(connection)
 

@@ -135,7 +135,7 @@ CREATE INDEX IF NOT EXISTS samples_by_reward ON samples (reward);
 CREATE INDEX IF NOT EXISTS samples_by_length ON samples (num_tokens);
 CREATE INDEX IF NOT EXISTS groups_by_spread ON groups (spread);
 """
-MANY_SAMPLES = 20_000
+MANY_SAMPLES = 50_000
 # Run whenever the writer opens a file.
 _LEDGER = """
 CREATE TABLE IF NOT EXISTS ledger (

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.record.rows import insert_rows
 from slime.utils import waits
 from slime.utils.types import Sample
 
@@ -123,17 +124,12 @@ def spans_of_waits(rollout_id: int) -> list[Span]:
 
 
 def write_spans(connection: sqlite3.Connection, spans: Iterable[Span]) -> None:
-    connection.executemany(
-        "INSERT INTO spans (rollout_id, lane, name, start, end, about) VALUES (?, ?, ?, ?, ?, ?)",
+    insert_rows(
+        connection,
+        "spans",
+        ("rollout_id", "lane", "name", "start", "end", "about"),
         [
-            (
-                s.rollout_id,
-                s.lane,
-                s.name,
-                s.start,
-                s.end,
-                _encode(s.about) if s.about else None,
-            )
+            (s.rollout_id, s.lane, s.name, s.start, s.end, _encode(s.about) if s.about else None)
             for s in spans
         ],
     )

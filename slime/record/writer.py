@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.record.entries import Entry
-from slime.record.ledger_rows import MILESTONES, Finished, ForgetEntries, Note, write_notes
+from slime.record.ledger_rows import (
+    MILESTONES,
+    AnyNote,
+    Finished,
+    ForgetEntries,
+    JustFinished,
+    Note,
+    write_notes,
+)
 from slime.record.missed import Missed
 from slime.record.sample_rows import rewards_of, write_entries
 from slime.record.schema import create_or_open, forget_groups
@@ -54,8 +62,8 @@ class _Work:
 
 
 # An event is set when all that came before it is written.
-_Item = _Rollout | _Work | Note | Finished | threading.Event
-_Part = _Rollout | _Work | list[Note | Finished]  # what is written, or fails, as one
+_Item = _Rollout | _Work | AnyNote | threading.Event
+_Part = _Rollout | _Work | list[AnyNote]  # what is written, or fails, as one
 
 
 # How long the first of several waits for the others; a killed process loses as much. Where a transaction
@@ -133,7 +141,7 @@ class RecordWriter:
             if self._is_idle or self._is_due():
                 self._news.notify_all()
 
-    def note(self, *notes: Note | Finished) -> None:
+    def note(self, *notes: AnyNote) -> None:
         """Hand over events of the ledger. Never waits: the event loop calls it."""
         with self._news:
             self._waiting.extend(notes)
@@ -179,7 +187,7 @@ class RecordWriter:
 
     def _write_all(self) -> None:
         while items := self._next_items():
-            notes = [item for item in items if isinstance(item, (Note, Finished))]
+            notes = [item for item in items if isinstance(item, (Note, Finished, JustFinished))]
             # Events lie in tables of their own: they may be written before what came between them.
             parts: list[_Part] = [notes] if notes else []
             parts += [item for item in items if isinstance(item, (_Rollout, _Work))]
@@ -223,7 +231,7 @@ class RecordWriter:
             with self._connection:
                 for part in parts:
                     self._write_part(part)
-        except sqlite3.Error as error:
+        except Exception as error:  # also of what a user's function put into a sample: this thread goes on
             self._connection.rollback()
             if self._waits_for_lock(error):
                 self._write_parts(parts)
@@ -240,7 +248,7 @@ class RecordWriter:
             except sqlite3.Error:  # what was written stays written; the next rollout prunes again
                 self._connection.rollback()
 
-    def _waits_for_lock(self, error: sqlite3.Error) -> bool:
+    def _waits_for_lock(self, error: Exception) -> bool:
         """Whether to try again: another process (a backup, a shell) holds the file, and will let go of it."""
         if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
             return False
@@ -269,7 +277,7 @@ class RecordWriter:
             self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._is_durable = durable
 
-    def _tell_missed(self, part: _Part, error: sqlite3.Error) -> None:
+    def _tell_missed(self, part: _Part, error: Exception) -> None:
         is_first = type(part) not in self._told
         self._told.add(type(part))
         if isinstance(part, _Rollout):
@@ -287,7 +295,7 @@ class RecordWriter:
         if is_first:
             logger.warning("%s cannot be written (%s): %s; the run goes on.", self._path, error, what)
 
-    def _write_notes(self, notes: Sequence[Note | Finished]) -> None:
+    def _write_notes(self, notes: Sequence[AnyNote]) -> None:
         write_notes(self._connection, notes, self._start)
         self._missed.note(self._connection)
         if self._committed is not None:

@@ -32,38 +32,37 @@ _PLAIN_NEW = tuple(_NEW[name] for name in _PLAIN)
 _plain_values = operator.itemgetter(*_PLAIN)
 
 
-def is_whole(sample: Sample) -> bool:
-    """Whether all of it is there: it came to its end, and its reward did not fail."""
-    return sample.status in FINISHED and sample.reward_failure is None
+def is_whole(fields: dict[str, Any]) -> bool:
+    """Whether all of a sample is there: it came to its end, and its reward did not fail."""
+    return fields["status"] in FINISHED and fields["reward_failure"] is None
 
 
-def is_alone(sample: Sample) -> bool:
+def is_alone(fields: dict[str, Any]) -> bool:
     """Whether it is kept in a piece of its own: it is large, or something was attached to it."""
-    fields = sample.__dict__
-    return len(fields["tokens"]) > _FEW_TOKENS or len(fields) > _NUM_FIELDS + ("trace" in fields)
+    return len(fields["tokens"]) > _FEW_TOKENS or _has_more(fields)
 
 
 def _has_more(fields: dict[str, Any]) -> bool:
     """Whether something was attached to the sample, beside what is in nearly all."""
-    return len(fields) > _NUM_FIELDS + ("trace" in fields)
+    return len(fields) > _NUM_FIELDS and len(fields) > _NUM_FIELDS + ("trace" in fields)
 
 
-def as_it_is(sample: Sample) -> dict[str, Any]:
-    """Its fields, where nobody but slime has samples in hand that are finished.
+def as_they_are(samples: Iterable[Sample]) -> list[dict[str, Any]]:
+    """The fields of each, where nobody but slime has samples in hand that are finished.
 
     Slime gives fields new values and adds to the metadata; no list of numbers is changed in place, and those
     are not copied here.
     """
-    fields = sample.__dict__.copy()
-    metadata = fields["metadata"]
-    if not metadata:
-        fields["metadata"] = {}
-    else:
-        flat = type(metadata) is dict and _UNCHANGING.issuperset(map(type, metadata.values()))
-        fields["metadata"] = metadata.copy() if flat else _own(metadata)
-    if type(fields["reward"]) not in _UNCHANGING:
-        fields["reward"] = _own(fields["reward"])
-    return fields
+    several = [sample.__dict__.copy() for sample in samples]
+    for fields in several:
+        if metadata := fields["metadata"]:
+            flat = type(metadata) is dict and _UNCHANGING.issuperset(map(type, metadata.values()))
+            fields["metadata"] = metadata.copy() if flat else _own(metadata)
+        else:
+            fields["metadata"] = {}
+        if type(fields["reward"]) not in _UNCHANGING:
+            fields["reward"] = _own(fields["reward"])
+    return several
 
 
 def columns_of(several: Sequence[dict[str, Any]]) -> Columns:

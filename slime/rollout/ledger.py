@@ -20,6 +20,7 @@ from slime.record.ledger_rows import (
     Finished,
     FinishedEntry,
     ForgetEntries,
+    JustFinished,
     Kept,
     Note,
     forget_rollouts,
@@ -28,12 +29,13 @@ from slime.record.ledger_rows import (
 from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
 from slime.rollout.journal import CountingJournal, Outcome
-from slime.rollout.kept_samples import as_it_is, columns_of, from_kept, is_alone, is_whole
-from slime.rollout.prompt_groups import FINISHED, Entry, Group, attempt_of, is_finished
+from slime.rollout.kept_samples import as_they_are, columns_of, from_kept, is_alone, is_whole
+from slime.rollout.prompt_groups import ATTEMPT_KEY, Entry, Group, attempt_of, is_finished
 from slime.utils.types import Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)
 
+Fields = dict[str, Any]  # of a sample, by their names
 Key = tuple[int, int, int]  # sample index, attempt, response tokens at the start
 _encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
@@ -62,6 +64,7 @@ class Ledger:
         self._known = dict(known or {})
         self._rollout = 0  # that events belong to
         self._version: int | None = None  # of the engines when it began
+        self._sort = functools.partial(self._sort_out, None)
         self._open: dict[int, int] = {}  # groups handed out and not decided -> attempt
         self._decided: list[int] = []  # since the last cut
         self._cut: dict[int, list[int]] = {}  # rollout -> groups decided in it, until its batch is kept
@@ -110,8 +113,8 @@ class Ledger:
         self._decide(found)
         if outcome == "trained":
             self._kept.update(index for index, _ in found)
-            told = [(at, _indices(group)) for group in groups for at in _groups([group])]
-            self._tell([self._of_group("kept", at, samples) for at, samples in told])
+            told = zip(groups, map(_group, groups), strict=True)
+            self._tell([self._of_group("kept", at, _indices(group)) for group, at in told if at is not None])
         else:
             why = f"{outcome}: {reason}" if reason else outcome
             self._tell([self._of_group("dropped", group, why) for group in found])
@@ -149,51 +152,63 @@ class Ledger:
         if key is not None and not is_finished(origin):
             assert isinstance(origin, Sample), "only these have a key"
             if isinstance(made, Sample):
-                self._writer.note(self._finished(origin.group_index, [(key, made)]))
+                about = (self._version, time.time(), self._rollout, origin.group_index)
+                [fields] = as_they_are([made])
+                self._writer.note(self._finished(*about, [(key, fields)]))
             else:
                 self._writer.note(self._fanned_out(origin.group_index, key, flatten_samples(made)))
 
     def finished_from_prompt(self, samples: Sequence[Sample]) -> None:
         """The same of samples that began with their prompts and are one each still; nobody else has them."""
-        together: dict[tuple[int | None, int, int | None], list[tuple[Key, Sample]]] = {}
-        for sample in samples:
-            if (key := _key(sample)) is not None:
-                index, attempt, _ = key
-                at = (sample.group_index, attempt, index if is_alone(sample) else None)
-                together.setdefault(at, []).append(((index, attempt, 0), sample))
-        if together:
-            self._writer.note(*[self._finished(at[0], made) for at, made in together.items()])
+        several = as_they_are(samples)
+        if self._private and not any([fields["generate_function_path"] for fields in several]):
+            self._writer.note(JustFinished(time.time(), self._rollout, several, self._sort))
+        elif notes := self._sort(time.time(), self._rollout, several):
+            self._writer.note(*notes)
 
-    def _finished(self, group_index: int | None, made: Sequence[tuple[Key, Sample]]) -> Finished:
-        """Of samples that are kept in one piece, each with its key. One pass: it is done for every sample."""
+    def _sort_out(
+        self, version: int | None, time: float, rollout: int, several: Sequence[Fields]
+    ) -> list[Finished]:
+        """What there is to write of samples that began with their prompts: group by group."""
+        together: dict[tuple[int | None, int, int | None], list[tuple[Key, Fields]]] = {}
+        for fields in several:
+            index, metadata, attempt = fields["index"], fields["metadata"], 0
+            if metadata:
+                attempt = int(metadata.get(ATTEMPT_KEY, 0))
+            if index is not None and not (metadata and metadata.get(_GREEDY)):
+                at = (fields["group_index"], attempt, index if is_alone(fields) else None)
+                together.setdefault(at, []).append(((index, attempt, 0), fields))
+        return [self._finished(version, time, rollout, at[0], made) for at, made in together.items()]
+
+    def _finished(
+        self,
+        version: int | None,
+        time: float,
+        rollout: int,
+        group_index: int | None,
+        made: Sequence[tuple[Key, Fields]],
+    ) -> Finished:
+        """Of samples that are kept in one piece, each with its key. `version`: of the engines."""
         statuses: dict[str, list[int]] = {}
         rewards: dict[int, Any] = {}
-        whole: list[tuple[Key, dict[str, Any]]] = []
-        is_known = self._private  # what has them in hand, and so what may still change
-        for key, sample in made:
-            index, status, failure = key[0], sample.status, sample.reward_failure
-            statuses.setdefault(status._value_, []).append(index)
-            if failure is not None:
+        for (index, _, _), fields in made:
+            statuses.setdefault(fields["status"]._value_, []).append(index)
+            if (failure := fields["reward_failure"]) is not None:
                 rewards[index] = failure.kind
-            else:
-                if sample.reward is not None:
-                    rewards[index] = sample.reward
-                if self._keeps and status in FINISHED:
-                    whole.append((key, as_it_is(sample)))
-            if sample.generate_function_path:
-                is_known = False
+            elif (reward := fields["reward"]) is not None:
+                rewards[index] = reward
         kept: Callable[[], Kept] | None = None
         if self._keeps:
-            kept = functools.partial(_kept, whole, self._version)
-            if not is_known:
+            kept = functools.partial(_kept, made, version)
+            # Whoever else has them in hand may still change them.
+            if not self._private or any(fields["generate_function_path"] for _, fields in made):
                 kept = _given(kept())
-        about = (time.time(), self._rollout, group_index, made[0][0][1], self.settings)
-        return Finished(*about, statuses, rewards, kept)
+        return Finished(time, rollout, group_index, made[0][0][1], self.settings, statuses, rewards, kept)
 
     def _fanned_out(self, group_index: int | None, key: Key, siblings: Sequence[Sample]) -> Finished:
         """The same of an entry that became several samples."""
         kept: Callable[[], Kept] | None = None
-        if self._keeps and all(map(is_whole, siblings)):
+        if self._keeps and all(is_whole(vars(sample)) for sample in siblings):
             version = newest_version(list(siblings))
             found = [(*key, self._version if version is None else version)]
             kept = _given(Kept(found, [columns_of([vars(sample)]) for sample in siblings], is_fan_out=True))
@@ -224,6 +239,7 @@ class Ledger:
     def begin(self, rollout_id: int, version: str | None) -> None:
         self._rollout = max(self._rollout, rollout_id)
         self._version = version_number(version)
+        self._sort = functools.partial(self._sort_out, self._version)
 
     def cut(self, rollout_id: int) -> None:
         """Everything until now belongs to this rollout or one before: its cursor is being taken."""
@@ -234,15 +250,14 @@ class Ledger:
         self._note("cut", rollout_id)
         self._rollout = rollout_id + 1
 
-    def account_for(self, rollout_id: int, samples: Sequence[Any]) -> None:
+    def account_for(self, rollout_id: int, samples: Sequence[Sample]) -> None:
         """What the rollout function returned and nobody reported: groups of its own, of its own source."""
         if rollout_id < self._rollout:
             return  # a rollout function that cuts reports too
-        found = flatten_samples(samples)
-        if self._kept.issuperset([sample.group_index for sample in found]):  # of nearly all rollouts
+        if self._kept.issuperset([sample.group_index for sample in samples]):  # of nearly all rollouts
             return
         groups: dict[int, list[Sample]] = {}
-        for sample in found:
+        for sample in samples:
             index = sample.group_index
             if index is not None and index >= 0 and index not in self._kept:
                 groups.setdefault(index, []).append(sample)
@@ -309,16 +324,18 @@ def current() -> Ledger | None:
 
 def _groups(groups: Sequence[Group]) -> list[tuple[int, int]]:
     """Index and attempt of those that have an index."""
-    firsts = [first for group in groups if (first := _first(group)) is not None]
-    return [(s.group_index, attempt_of(s)) for s in firsts if s.group_index is not None]
+    return [at for at in map(_group, groups) if at is not None]
 
 
-def _first(group: Group) -> Sample | None:
-    """The first sample of it; None: it has none."""
-    if isinstance(group, list) and group and isinstance(first := group[0], Sample):
-        return first
-    samples = flatten_samples([group])
-    return samples[0] if samples else None
+def _group(group: Group) -> tuple[int, int] | None:
+    """Its index and attempt; None: it has no index, or no sample."""
+    first = group[0] if isinstance(group, list) and group else group
+    if not isinstance(first, Sample):
+        samples = flatten_samples([group])
+        if not samples:
+            return None
+        first = samples[0]
+    return None if first.group_index is None else (first.group_index, attempt_of(first))
 
 
 def _indices(group: Group) -> str:
@@ -341,8 +358,9 @@ def _newest_of(spans: tuple[tuple[str, int, int], ...]) -> int | None:
     return newest_version([Sample(version_spans=list(spans))])
 
 
-def _kept(whole: Sequence[tuple[Key, dict[str, Any]]], version: int | None) -> Kept:
-    """`whole`: the fields of each sample; `version`: of the engines, for those that name none."""
+def _kept(made: Sequence[tuple[Key, Fields]], version: int | None) -> Kept:
+    """Of samples that are whole; `version`: of the engines, for those that name none."""
+    whole = [(key, fields) for key, fields in made if is_whole(fields)]
     versions = [_newest_of(tuple(fields["version_spans"])) for _, fields in whole]
     keys = [(*key, version if v is None else v) for (key, _), v in zip(whole, versions, strict=True)]
     return Kept(keys, [columns_of([fields for _, fields in whole])] if whole else [])

@@ -68,6 +68,7 @@ __all__ = ["GenerateState", "abort", "eval_rollout", "generate", "generate_and_r
 __all__ += ["generate_rollout", "get_model_url"]
 
 logger = logging.getLogger(__name__)
+_TELL_AFTER_S = 0.02  # the ledger, of samples that ended while others of their group go on
 
 ABORT_DEADLINE_S = 20.0
 MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
@@ -254,7 +255,7 @@ async def _finish_siblings(
 ) -> list[Entry]:
     scores, durable = not waits_for_group(args), ledger.current()
     loop = asyncio.get_running_loop()
-    done: list[Sample] = []  # in this round of the event loop
+    done: list[Sample] = []  # and not told yet
 
     def tell() -> None:
         if done and durable is not None:
@@ -272,7 +273,7 @@ async def _finish_siblings(
             logger.warning("%s begins again (%s: %s)", describe(sample), type(error).__name__, error)
             return await again(without_response(sample))
         if not done:
-            loop.call_soon(tell)
+            loop.call_later(_TELL_AFTER_S, tell)
         done.append(sample)
         return sample
 

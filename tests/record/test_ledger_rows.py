@@ -74,16 +74,21 @@ def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached,
     assert [str(sample.reward) for sample in found] == ["0.0", "-0.0", "1", "0.3"]
 
 
+@pytest.mark.parametrize("together", [False, True])  # then the writer's thread sorts them
 @pytest.mark.parametrize("private", [False, True])
-def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, private):
+def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, private, together):
     ledger = world.start(private=private)
     ledger.begin(0, "run:1")
     group = group_of(0)
     made = [finish(sample, reward={"score": 0.5}) for sample in group]
     before = [Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) for sample in made]
     world.writer._write_notes = hold = Held(world.writer._write_notes)
-    for origin, sample in zip(group, made, strict=True):
-        ledger.finished(origin, sample)
+    if together:
+        ledger.finished_from_prompt(made)
+    else:
+        for origin, sample in zip(group, made, strict=True):
+            ledger.finished(origin, sample)
+    ledger.begin(1, "run:2")  # as a pool's samples of weights before
     for sample in made:  # as filters and the buffer do it
         sample.reward["score"], sample.metadata["start_rollout_id"] = 7.0, 3
         sample.tokens, sample.status, sample.remove_sample = [], Sample.Status.PENDING, True
@@ -266,7 +271,7 @@ def test_a_source_of_a_users_own_reports_by_the_calls_it_gets(world):
     follow(source, ledger)
     groups = source.get_samples(2)
     source.add_samples(groups[1:])
-    ledger.account_for(0, [[finish(s) for s in groups[0]], [finish(s) for s in group_of(70)]])
+    ledger.account_for(0, [finish(s) for group in (groups[0], group_of(70)) for s in group])
     world.writer.add("train", 0, group_entries([groups[0], group_of(70)], "trained"))
     ledger.cut(0)
     ledger.trained(0)

@@ -11,6 +11,7 @@ from patience import LONG_S, eventually
 
 from slime.record import RecordError, RecordWriter, Select, group_entries, open_record
 from slime.record.packed import pack_floats, pack_ids, pack_mask, unpack_floats, unpack_ids, unpack_mask
+from slime.record.rows import insert_rows
 from slime.utils.types import RewardFailure, Sample
 
 MIB = 1 << 20
@@ -247,6 +248,27 @@ def test_another_schema_is_refused(tmp_path):
         open_record(tmp_path)
     with pytest.raises(RecordError, match="has schema 99"):
         RecordWriter(tmp_path / "record.db", "run-1", MIB)
+
+
+def test_samples_that_hold_what_no_column_can_are_told_and_the_others_are_recorded(writer, caplog):
+    odd = make_sample(0)
+    odd.status = "completed"  # as a rollout function of the user's may leave it
+    writer.add("train", 0, group_entries([[odd]], "trained"))
+    writer.flush()
+    writer.add("train", 1, group_entries([[make_sample(1)]], "trained"))
+    with record_of(writer) as record:
+        assert [row.rollout_id for row in record.rollouts()] == [1]
+    [told] = [r.getMessage() for r in caplog.records if "cannot be written" in r.getMessage()]
+    assert "samples of train 0: not recorded" in told and "_value_" in told
+
+
+@pytest.mark.parametrize("count", [0, 1, 111, 112, 113, 450])
+def test_many_rows_are_added_in_their_order(count):
+    connection = sqlite3.connect(":memory:")
+    connection.execute("CREATE TABLE things (a, b, c, d, e, f, g, h)")
+    rows = [tuple(f"{row}.{column}" for column in range(8)) for row in range(count)]
+    insert_rows(connection, "things", tuple("abcdefgh"), rows)
+    assert connection.execute("SELECT * FROM things ORDER BY rowid").fetchall() == rows
 
 
 def test_a_write_that_fails_is_told_once_and_the_run_goes_on(writer, caplog):

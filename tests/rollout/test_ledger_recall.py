@@ -43,7 +43,7 @@ class Process:
         self.ledger.begin(rollout_id, f"run:{rollout_id + 1}")
         output = call_rollout_fn(generate_rollout, args, rollout_id, source, evaluation=False)
         self.writer.add("train", rollout_id, group_entries(output.samples, "trained"))
-        self.ledger.account_for(rollout_id, output.samples)
+        self.ledger.account_for(rollout_id, flatten_samples(output.samples))
         self.ledger.cut(rollout_id)
         self.ledger.trained(rollout_id)
         return output
