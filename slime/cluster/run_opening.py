@@ -13,6 +13,7 @@ from slime.utils.files.run_file import (
     add_restart,
     changed_settings,
     close_run_file,
+    has_finished,
     is_used,
     open_run_file,
     resumption_of,
@@ -69,7 +70,18 @@ def refuse_taken(args: Args) -> None:
 
 
 def nothing_left(args: Args) -> str | None:
-    """Why a resumed run has no step to take; None: it has, or must be started to know."""
+    """Why a run has no step to take; None: it has, or must be started to know.
+
+    A driver may be killed behind its last step: whoever starts it again until it succeeds comes to an end.
+    """
+    may_resume = args.auto_resume and args.load is None and not args.finetune
+    settings = args.to_dict(hide_secrets=True)
+    if may_resume and args.save is not None and has_finished(Path(args.run_dir), settings, args.save):
+        return (
+            f"nothing is left to do: --run-dir {args.run_dir} holds this very run, and it has finished. To "
+            "train anew, give another --run-dir and another --save; to go on, --load with the folder of "
+            "--save and a larger --num-rollout."
+        )
     steps = step_folders(args.load) if args.load is not None and not args.finetune else {}
     if not steps or not args.num_rollout or max(steps) < args.num_rollout:
         return None

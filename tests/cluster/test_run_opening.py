@@ -194,6 +194,36 @@ def test_room_for_the_last_words_of_a_killed_start_is_used_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
+def test_the_very_run_that_has_finished_has_nothing_left_to_do(tmp_path):
+    flags = {"run_dir": str(tmp_path / "run"), "save": str(tmp_path / "ckpt")}
+    assert nothing_left(parse(**flags)) is None
+    start(tmp_path / "run", save=flags["save"])
+    told = nothing_left(parse(**flags))
+    assert f"--run-dir {tmp_path / 'run'} holds this very run, and it has finished" in told
+    assert "another --run-dir and another --save" in told and "larger --num-rollout" in told
+    for other in ({"lr": 0.5}, {"auto_resume": False}, {"finetune": True}, {"save": str(tmp_path / "new")}):
+        assert nothing_left(parse(**flags | other)) is None, other
+    for folder in (tmp_path / "ckpt").iterdir():
+        folder.rename(tmp_path / folder.name)
+    assert nothing_left(parse(**flags)) is None, "its checkpoints are gone"
+
+
+def test_a_run_whose_driver_failed_or_was_killed_has_something_left_to_do(tmp_path):
+    flags = {"run_dir": str(tmp_path / "run"), "save": str(tmp_path / "ckpt")}
+    start(tmp_path / "run", save=flags["save"], error=KeyboardInterrupt())
+    assert nothing_left(parse(**flags)) is None
+    open_run(parse(**flags))  # and killed
+    assert nothing_left(parse(**flags)) is None
+
+
+def test_a_finished_run_by_default_name_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = parse().run_dir
+    start(base, save="ckpt")
+    assert base in nothing_left(parse(save="ckpt"))
+    assert parse(save="other").run_dir == f"{base}-2"
+
+
 def test_a_run_that_is_past_its_last_step_has_nothing_left_to_do(tmp_path):
     flags = {"save": str(tmp_path / "ckpt"), "load": str(tmp_path / "ckpt")}
     for rollout in (3, 87):

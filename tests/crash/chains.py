@@ -172,7 +172,7 @@ def chain(world: Path, run: str, mode: str, num_rollout: int, draw: random.Rando
     """Kill and start again until the run is finished; from `most` kills on it is left in peace."""
     result, note = Result(mode), world / f"{run}.struck"
     code: int | None = -1
-    while code != 0 and not result.wrong and not is_finished(world, run):
+    while code != 0 and not result.wrong:
         plans = draw_plans(draw, mode) if len(result.kills) < most else []
         note.unlink(missing_ok=True)
         code = start(world, run, mode, num_rollout, plans)
@@ -244,13 +244,9 @@ def metric_names(world: Path, run: str) -> set[str]:
 
 def audited(world: Path, run: str) -> Audit:
     """As `slime ledger audit` does."""
-    return audit(world / run / RECORD_FILE, finished=is_finished(world, run))
-
-
-def is_finished(world: Path, run: str) -> bool:
-    """Whether the run says so; the driver may have been struck afterwards, before it exited."""
     started = read_run(world / run)
-    return started is not None and started.last.exit == "finished"
+    is_finished = started is not None and started.last.exit == "finished"
+    return audit(world / run / RECORD_FILE, finished=is_finished)
 
 
 def weights_of(folder: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.catalog.datasets import ENDINGS, why_unreadable
-from slime.utils.files.run_file import choose_run_folder, goes_on_with, resumption_of
+from slime.utils.files.run_file import choose_run_folder, goes_on_with, has_finished, resumption_of
 
 ROW_RANGE = re.compile(r"^(.*)@\[-?\d*:-?\d*\]$")
 # What a model hub calls a model: `name` or `owner/name`. Anything else is meant as a path.
@@ -192,6 +192,9 @@ def auto_resume(draft: Draft) -> None:
             draft.derive("load", draft.save, f"{folder} holds this run, unfinished (--no-auto-resume)")
             if draft.run_dir is None:
                 draft.derive("run_dir", str(folder), "it holds this run, unfinished")
+            return
+        if draft.run_dir is None and has_finished(folder, draft.values, draft.save):
+            draft.derive("run_dir", str(folder), "it holds this run, finished (--no-auto-resume)")
             return
 
 

@@ -161,7 +161,19 @@ _OF_A_START = {
 def goes_on_with(folder: Path, settings: dict[str, Any], save: str) -> bool:
     """Whether a folder holds a run with these settings that saves there and did not finish."""
     record = read_run(folder)
-    if record is None or record.last.exit == _FINISHED or not same_folder(record.last.checkpoints, save):
+    return record is not None and record.last.exit != _FINISHED and _is_same(record, settings, save)
+
+
+def has_finished(folder: Path, settings: dict[str, Any], save: str) -> bool:
+    """Whether a folder holds a run with these settings that saves there and finished; its checkpoints too."""
+    record = read_run(folder)
+    if record is None or record.last.exit != _FINISHED or not step_folders(save):
+        return False
+    return _is_same(record, settings, save)
+
+
+def _is_same(record: RunRecord, settings: dict[str, Any], save: str) -> bool:
+    if not same_folder(record.last.checkpoints, save):
         return False
     known = {name: entry["value"] for name, entry in record.last.settings.items()}
     settings = {name: _as_written(value) for name, value in settings.items()}
