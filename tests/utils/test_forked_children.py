@@ -87,6 +87,51 @@ def test_a_warm_child_is_as_one_that_was_executed(program, interrupts, tmp_path,
     assert told["warm"] == told["cold"]
 
 
+OWNER = """
+import atexit, json, os, sys
+from pathlib import Path
+from slime.utils.machine import warm_start
+from slime.utils.machine.processes import import_environment, thread_environment
+
+sys.stdout.write("said before\\n")
+atexit.register(lambda: os.write(1, b"bye\\n") if os.getpid() == OWNER else None)
+OWNER, folder = os.getpid(), Path(sys.argv[1])
+environment = {**os.environ, **thread_environment(1), **import_environment()}
+environment["OMP_NUM_THREADS"] = "3"
+with warm_start.warm_starts(["the_program"], own=["json"]):
+    assert "the_program" in sys.modules and "OMP_WAIT_POLICY" not in os.environ
+    with (folder / "log").open("wb") as log:
+        command = [sys.executable, "-P", "-c", "from the_program import main; main()", "x" * 2000]
+        child = warm_start.start(command, env=environment, log=log, pass_fds=[])
+        assert type(child) is warm_start.WarmChild and child.wait(100) == 7
+        begun = warm_start.start([*command, "sleep"], env=environment, log=log, pass_fds=[])
+        shown = Path(f"/proc/{begun.pid}/cmdline").read_text
+        while shown().rstrip("\\0").split("\\0") != [*command, "sleep"]:
+            assert begun.poll() is None, "it ended"
+        begun.kill()
+        assert begun.wait(100) == -9
+print(os.getpid(), warm_start._template)
+"""
+
+
+def test_a_template_is_forked_from_an_owner_that_has_imported_the_same(program, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name not in thread_environment(1)}
+    env |= import_environment()
+    owner = subprocess.run(
+        [sys.executable, "-P", "-c", OWNER, tmp_path],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert owner.returncode == 0, owner.stderr
+    said, last, bye = owner.stdout.splitlines()
+    assert said == "said before" and last.endswith(" None") and bye == "bye"
+    facts = json.loads((tmp_path / "log").read_text().splitlines()[0])
+    assert facts["loaded_before"] and facts["parent"] == int(last.split()[0]) and facts["sigint"]
+    assert facts["words"] == ["x" * 2000] and len(facts["files"]) == 4  # one is of who looked
+
+
 def test_signals_and_waits_are_those_of_a_child(program, tmp_path):
     with warm_starts([]):
         child = begin([*program, "sleep"], tmp_path / "log")

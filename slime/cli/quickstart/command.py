@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ from slime.cli.quickstart.folder import opened
 from slime.cli.quickstart.metric_names import LOSS, REWARD
 from slime.cli.quickstart.outcome import QuickstartOutcome, draw_plot, read_outcome, summarise, write_summary
 from slime.cli.quickstart.presets import PRESETS, describe
-from slime.cli.quickstart.task_files import DataFiles, write_data
+from slime.cli.quickstart.task_files import DataFiles, move_data, write_data
 from slime.cli.quickstart.two_runs import (
     RECIPES,
     Recipe,
@@ -35,8 +36,9 @@ from slime.cli.train_async import run_loop as run_overlapped
 from slime.utils.machine.warm_start import warm_starts
 
 RANDOM_REWARD = "random-reward"
+_SCRATCH = "slime-quickstart-"  # folders that are thrown away
 # What trainers and engines load before they do anything: twice by the quick start's two runs.
-_IMPORTED = (
+_OF_CHILDREN = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
@@ -44,6 +46,7 @@ _IMPORTED = (
     "slime.cluster.training.train_actor",
     "slime.engines.embedded.http_server",
 )
+_OF_THE_DRIVER = ("slime.preflight.all_checks", "slime.loop", "slime.loop_async")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +64,30 @@ class Options:
     extra: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a quick start begins with."""
+
+    files: DataFiles
+    checkpoint: Path | str
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the quick start; 0 when it ended well."""
     options = parse_options(argv)
     screen = Screen(quiet="--quiet" in options.extra)
     with contextlib.ExitStack() as stack:
-        if "torch" not in sys.modules:  # else this process has another beginning than the command line
-            stack.enter_context(warm_starts(_IMPORTED))
         with user_errors():
-            rehearse(options, screen)
+            check_flags(options, screen)
+        if "torch" not in sys.modules:  # else this process has another beginning than the command line
+            stack.enter_context(warm_starts(_OF_CHILDREN, own=_OF_THE_DRIVER))
+        with user_errors():
+            made = stack.enter_context(rehearsed(options, screen))
             earlier = stack.enter_context(opened(options.run_dir))
         if earlier is not None:
             screen.say(f"What an earlier quick start left in {options.run_dir} is now in {earlier}.")
         with user_errors(options.run_dir / "error.txt"), screen.logging_to(options.run_dir / "log.txt"):
-            summary = run(options, screen)
+            summary = run(options, screen, made)
     return verdict(summary, options, screen)
 
 
@@ -120,48 +133,58 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     return Options(**vars(known), extra=tuple(extra))
 
 
-def rehearse(options: Options, screen: Screen) -> None:
-    """Everything up to the first step of training, in a
-    folder that is thrown away: what is wrong is told here.
+def check_flags(options: Options, screen: Screen) -> None:
+    """A misspelt flag need not wait for torch, a model or a download. `--print-config` ends here, too."""
+    recipe = recipe_of(options)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name, screen.logging_to(Path(name, "log.txt")):
+        scratch = replace(options, run_dir=Path(name))
+        if options.model != "tiny" and not options.hf_checkpoint:
+            screen.say(
+                f"Model: SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}; 4-bit, de-quantised."
+            )
+        with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
+            files = write_files(replace(recipe, warm_up=None), scratch)
+            parse_args(rl_argv(recipe, scratch, files, stand_in(scratch)))
+
+
+@contextlib.contextmanager
+def rehearsed(options: Options, screen: Screen) -> Iterator[Made]:
+    """Everything up to the first step of training, in a folder that is thrown away after the block: what is
+    wrong is told here. Yields the data and the model that were made for it, which may be moved elsewhere.
 
     Nothing of an earlier quick start is touched before this
     has passed, and no flag fails only after the warm-up.
     """
     recipe = recipe_of(options)
-    with tempfile.TemporaryDirectory(prefix="slime-quickstart-") as name:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name:
         scratch = replace(options, run_dir=Path(name))
         with screen.logging_to(scratch.run_dir / "log.txt"):
-            if options.model != "tiny" and not options.hf_checkpoint:
-                screen.say(
-                    f"Model: SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}; 4-bit, de-quantised."
-                )
-            with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
-                files = write_files(recipe, scratch)
-                parse_args(rl_argv(recipe, scratch, files, stand_in(scratch)))
-            checkpoint_of = begin_model(scratch)  # in the time that imports take here
+            checkpoint_of = begin_model(scratch)  # in the time that the rest takes
             from slime.preflight.all_checks import (
                 preflight,  # here: it loads torch, which no help need wait for
             )
 
+            files = write_files(recipe, scratch)
             checkpoint = checkpoint_of()
             args = parse_args(rl_argv(recipe, scratch, files, checkpoint))
             preflight(args).raise_errors()
             if recipe.warm_up:
                 warm_up = sft_argv(recipe, scratch, files, checkpoint)
                 preflight(parse_args(warm_up, training_loop=ASYNCHRONOUS), overlapped=True).raise_errors()
-    check_evaluations(args)
-    why = (
-        "as the recipe has it"
-        if args.dtype in recipe.precision
-        else args.sources["dtype"].removeprefix("derived: ")
-    )
-    screen.say(f"Precision: {args.dtype} ({why}).")
-    for warning in args.warnings:
-        screen.say(f"Note: {warning}")
+        check_evaluations(args)
+        why = (
+            "as the recipe has it"
+            if args.dtype in recipe.precision
+            else args.sources["dtype"].removeprefix("derived: ")
+        )
+        screen.say(f"Precision: {args.dtype} ({why}).")
+        for warning in args.warnings:
+            screen.say(f"Note: {warning}")
+        yield Made(files, checkpoint)
 
 
 def stand_in(options: Options) -> Path | str:
-    """A folder for the model before there is one: a misspelt flag need not wait for torch or a download."""
+    """A folder for the model before there is one."""
     if options.hf_checkpoint:
         return options.hf_checkpoint
     folder = options.run_dir / "model"
@@ -198,10 +221,12 @@ def recipe_of(options: Options) -> Recipe:
     return recipe if options.num_rollout is None else recipe.shortened_to(options.num_rollout)
 
 
-def prepare(recipe: Recipe, options: Options) -> tuple[DataFiles, Path | str]:
-    """The data and the checkpoint that the quick start begins with."""
-    checkpoint_of = begin_model(options)
-    return write_files(recipe, options), checkpoint_of()
+def prepare(recipe: Recipe, options: Options, made: Made) -> Made:
+    """The data and the checkpoint that the quick start begins with: those that the rehearsal made."""
+    checkpoint = made.checkpoint
+    if options.model == "tiny":
+        checkpoint = Path(shutil.move(checkpoint, options.run_dir / "model"))
+    return Made(move_data(recipe.task, made.files, options.run_dir / "data"), checkpoint)
 
 
 def write_files(recipe: Recipe, options: Options) -> DataFiles:
@@ -210,13 +235,14 @@ def write_files(recipe: Recipe, options: Options) -> DataFiles:
     return write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
 
 
-def run(options: Options, screen: Screen) -> dict[str, Any]:
-    """Everything from an empty folder to summary.json, whose content it returns."""
+def run(options: Options, screen: Screen, made: Made) -> dict[str, Any]:
+    """Everything from an empty folder to summary.json, whose content it returns. `made`: by the rehearsal."""
     started = time.monotonic()
     recipe, folder = recipe_of(options), options.run_dir
     screen.say(f"Task: {recipe.task.question}")
     screen.say(describe(options.advantage_estimator, recipe.model))
-    files, checkpoint = prepare(recipe, options)
+    made = prepare(recipe, options, made)
+    files, checkpoint = made.files, made.checkpoint
     if recipe.warm_up:
         checkpoint = run_warm_up(recipe, options, files, checkpoint, screen)
     args = parse_args(rl_argv(recipe, options, files, checkpoint))

@@ -1,35 +1,44 @@
 """Children that start in milliseconds: forked from a *template*, a process that has imported what they need.
 
-Half of a small run's start is imports, anew in each of its processes. The template imports once, has one
-thread and computes nothing. It forks twice, and the orphan goes to the process that asked, which adopts
-orphans meanwhile: a real child of its own, with the environment, files, folder and session that were asked
-for. Whatever the template cannot do is left to `exec`: another program, other settings of imports, a
-template that is gone.
+Half of a small run's start is imports, anew in each of its processes. The template has them, one thread, and
+computes nothing: it is forked from its owner, which needs the same modules and has imported them by then, or
+imports for itself where its owner has other threads. It forks twice, and the orphan goes to the process that
+asked, which adopts orphans meanwhile: a real child of its own, with the environment, files, folder and
+session that were asked for. Whatever the template cannot do is left to `exec`: another program, other
+settings of imports, a template that is gone.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
 import importlib
 import importlib.util
 import json
+import logging
+import mmap
 import os
 import re
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from slime.utils.machine.processes import Child, import_environment, thread_environment
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_MALLOC_OPTIONS = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
+# Read while a library is loaded. How many threads compute is set later, by each process for itself.
+_READ_WHEN_LOADED = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "OPENBLAS_NUM_THREADS")
 LONGEST, _MAX_FILES = 1 << 17, 64  # bytes and files of a request
 _PATIENCE_S = 300.0  # for the imports of the template, on a busy machine
 ROOM = "x" * 16_384  # the last argument of a template: memory for the command lines that its children show
@@ -75,13 +84,18 @@ def fork(
 
 
 @contextlib.contextmanager
-def warm_starts(modules: Sequence[str]) -> Iterator[None]:
-    """Within this block children start from a template that has imported `modules`."""
+def warm_starts(modules: Sequence[str], *, own: Sequence[str] | None = None) -> Iterator[None]:
+    """Within this block children start from a template that has imported `modules`.
+
+    `own`: what this process needs besides; it imports all of it now, and the template is forked from it.
+    Nothing may be open that is removed at the exit: each child would do so. None: this process imports
+    nothing, and the template is a program of its own.
+    """
     global _template
     if Path("/dev/nvidiactl").exists() or not _has_pidfd():  # devices and forks do not go together
         yield
         return
-    template = _template = Template(modules)
+    template = _template = Template(modules) if own is None else _fork_here([*modules, *own])
     try:
         yield
     finally:
@@ -141,23 +155,38 @@ class WarmChild:
 
 
 class Template:
-    """The process that imports `modules`, as seen from its owner; it ends when its owner does."""
+    """The process that has imported `modules`, as seen from its owner; it ends when its owner does."""
 
-    def __init__(self, modules: Sequence[str]):
+    _process: Child
+
+    def __init__(self, modules: Sequence[str], *, forked: bool = False):
+        """`forked`: from this process, which has imported them and has no other threads."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_PATIENCE_S)
         self._environment = {**os.environ, **thread_environment(1), **import_environment()}
         self._lock = threading.Lock()
-        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
         with theirs:
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), *modules, ROOM],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+            self._process = self._fork(theirs) if forked else self._execute(theirs, modules)
+
+    def _execute(self, theirs: socket.socket, modules: Sequence[str]) -> Child:
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
+        return subprocess.Popen(
+            [*command, str(theirs.fileno()), *modules, ROOM],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+
+    def _fork(self, theirs: socket.socket) -> Child:
+        for stream in (sys.stdout, sys.stderr):  # else each child writes what is left there once more
+            if stream is not None:
+                stream.flush()
+        if (pid := os.fork()) == 0:
+            self._socket.detach()
+            _end_after(lambda: _be_template(theirs, self._environment))
+        return WarmChild(pid, [sys.executable, "template"])
 
     def start(
         self, words: list[str], environment: dict[str, str], log: int, fds: list[int], new_session: bool
@@ -201,6 +230,35 @@ class Template:
 
 
 _template: Template | None = None
+
+
+def _fork_here(modules: Sequence[str]) -> Template:
+    """A template forked from this process, which imports `modules` for both."""
+    with loading_as_children():
+        for name in modules:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    return Template(modules, forked=_num_threads() == 1)
+
+
+@contextlib.contextmanager
+def loading_as_children() -> Iterator[None]:
+    """What is imported here can be forked: it waits without spinning, and numpy starts no threads."""
+    settings, before = thread_environment(1), dict(os.environ)
+    os.environ.update({name: settings[name] for name in _READ_WHEN_LOADED})
+    try:
+        yield
+    finally:
+        for name in _READ_WHEN_LOADED:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _module_of(words: list[str]) -> str | None:
@@ -251,10 +309,52 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    _work_for(owner)
+
+
+def _be_template(owner: socket.socket, environment: dict[str, str]) -> None:
+    """The same in a process that was forked from its owner: first without anything of that one's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.root.handlers.clear()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    take_files({0: nowhere, 1: nowhere, 2: nowhere, owner.fileno(): owner.fileno()})
+    with contextlib.suppress(
+        AttributeError
+    ):  # another library than glibc, which reads them at a program's start
+        for name, option in _MALLOC_OPTIONS.items():
+            ctypes.CDLL(None).mallopt(option, int(environment[name]))
+    with contextlib.suppress(OSError):
+        _make_room()
+    _work_for(owner)
+
+
+def _work_for(owner: socket.socket) -> None:
+    """Each process that is forked runs its program; the template never returns."""
     job, fds = serve(owner)
     owner.detach()  # its number may soon be another file's: nobody may close that one
     _become(job, fds)
     importlib.import_module(job["module"]).main()
+
+
+def _end_after(program: Callable[[], None]) -> NoReturn:
+    """Run it and end as the interpreter does, without going back to what this was forked from."""
+    code = 1
+    try:
+        program()
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code & 0xFF)
 
 
 def serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -263,7 +363,7 @@ def serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
         request, fds, _, _ = socket.recv_fds(owner, LONGEST, _MAX_FILES)
         if not request:
             os._exit(0)  # the owner is gone
-        if len(os.listdir("/proc/self/task")) > 1:  # a lock that another thread holds would never be free
+        if _num_threads() > 1:  # a lock that another thread holds would never be free
             pid = b"0"
         else:
             told, tell = os.pipe()
@@ -310,6 +410,27 @@ def show_command(words: list[str]) -> None:
     start, end = int(fields[45]), int(fields[46])
     text = b"\0".join(map(os.fsencode, words))[: max(0, end - start - 1)]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _make_room() -> None:
+    """Memory of its own for the command lines that children show, where `exec` left too little of it."""
+    room = mmap.mmap(-1, len(ROOM), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _rooms.append(room)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2]
+    fields = [0, 0, 0, 0, *map(int, stat.split()[1:])]  # as proc(5) numbers them
+    before, environment = (*fields[26:28], *fields[45:48]), fields[50:52]
+    behind = (fields[28], start, start + len(ROOM), *environment, 0)
+    layout = ctypes.create_string_buffer(struct.pack("<12QIi", *before, 0, *behind, 0, -1))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    # The end of the heap last, so that nothing is allocated before it is told to the kernel.
+    struct.pack_into("<Q", layout, 8 * 5, libc.sbrk(0))
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, layout, ctypes.c_ulong(len(layout) - 1), 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+_rooms: list[mmap.mmap] = []  # lives as long as the process
 
 
 def take_files(wanted: dict[int, int]) -> None:
