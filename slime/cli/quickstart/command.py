@@ -20,7 +20,8 @@ from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.display import Screen, ShownPhase
 from slime.cli.quickstart.folder import opened
 from slime.cli.quickstart.metric_names import LOSS, REWARD
-from slime.cli.quickstart.outcome import QuickstartOutcome, draw_plot, read_outcome, summarise, write_summary
+from slime.cli.quickstart.outcome import QuickstartOutcome, read_outcome, summarise, write_summary
+from slime.cli.quickstart.plot_ahead import Plotter, plotting
 from slime.cli.quickstart.presets import PRESETS, describe
 from slime.cli.quickstart.task_files import DataFiles, move_data, write_data
 from slime.cli.quickstart.two_runs import (
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if earlier is not None:
             screen.say(f"What an earlier quick start left in {options.run_dir} is now in {earlier}.")
         with user_errors(options.run_dir / "error.txt"), screen.logging_to(options.run_dir / "log.txt"):
-            summary = run(options, screen, made)
+            summary = run(options, screen, made, stack.enter_context(plotting()))
     return verdict(summary, options, screen)
 
 
@@ -235,7 +236,7 @@ def write_files(recipe: Recipe, options: Options) -> DataFiles:
     return write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
 
 
-def run(options: Options, screen: Screen, made: Made) -> dict[str, Any]:
+def run(options: Options, screen: Screen, made: Made, plotter: Plotter) -> dict[str, Any]:
     """Everything from an empty folder to summary.json, whose content it returns. `made`: by the rehearsal."""
     started = time.monotonic()
     recipe, folder = recipe_of(options), options.run_dir
@@ -261,7 +262,7 @@ def run(options: Options, screen: Screen, made: Made) -> dict[str, Any]:
         wall_s=time.monotonic() - started,
     )
     write_run_file(args, folder / "run.yaml")
-    report(outcome, summary, recipe, options, screen)
+    report(outcome, summary, recipe, options, screen, plotter)
     return summary
 
 
@@ -311,7 +312,12 @@ def run_warm_up(
 
 
 def report(
-    outcome: QuickstartOutcome, summary: dict[str, Any], recipe: Recipe, options: Options, screen: Screen
+    outcome: QuickstartOutcome,
+    summary: dict[str, Any],
+    recipe: Recipe,
+    options: Options,
+    screen: Screen,
+    plotter: Plotter,
 ) -> None:
     """Files first, so that they exist even where the screen fails."""
     folder = options.run_dir
@@ -319,7 +325,7 @@ def report(
     title = f"slime quickstart: {recipe.task.name}, {recipe.model}, seed {options.seed}"
     written = "summary.json"
     try:
-        draw_plot(outcome, folder / "curve.png", title=title)
+        plotter.draw(outcome, folder / "curve.png", title=title)
         written += ", curve.png"
     except ImportError:
         screen.say("No plot: matplotlib is missing (pip install 'slime[plot]').")
