@@ -199,12 +199,15 @@ def _write_finished(
     kept: list[tuple[object, ...]] = []
     for (rollout, group, attempt), notes in groups.items():
         about, time = (rollout, group, None, attempt), notes[-1].time
-        ended: dict[str, list[int]] = {}
-        for note in notes:
-            for status, indices in note.statuses.items():
-                ended[status] = ended.get(status, []) + indices
+        ended, rewards = notes[0].statuses, notes[0].rewards
+        if len(notes) > 1:
+            ended = {}
+            for note in notes:
+                for status, indices in note.statuses.items():
+                    ended[status] = ended.get(status, []) + indices
+            rewards = {index: reward for note in notes for index, reward in note.rewards.items()}
         rows.append((time, start, "generated", *about, _as_json(ended)))
-        if rewards := {index: reward for note in notes for index, reward in note.rewards.items()}:
+        if rewards:
             rows.append((time, start, "scored", *about, _as_json(rewards)))
         if group not in forgotten:
             kept += _kept_rows(notes)

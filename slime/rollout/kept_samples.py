@@ -37,9 +37,9 @@ def is_whole(fields: dict[str, Any]) -> bool:
     return fields["status"] in FINISHED and fields["reward_failure"] is None
 
 
-def is_alone(fields: dict[str, Any]) -> bool:
-    """Whether it is kept in a piece of its own: it is large, or something was attached to it."""
-    return len(fields["tokens"]) > _FEW_TOKENS or _has_more(fields)
+def are_alone(several: Sequence[dict[str, Any]]) -> list[bool]:
+    """Whether each is kept in a piece of its own: it is large, or something was attached to it."""
+    return [len(fields["tokens"]) > _FEW_TOKENS or _has_more(fields) for fields in several]
 
 
 def _has_more(fields: dict[str, Any]) -> bool:

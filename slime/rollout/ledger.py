@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from slime.record.ledger_rows import (
 from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
 from slime.rollout.journal import CountingJournal, Outcome
-from slime.rollout.kept_samples import as_they_are, columns_of, from_kept, is_alone, is_whole
+from slime.rollout.kept_samples import are_alone, as_they_are, columns_of, from_kept, is_whole
 from slime.rollout.prompt_groups import ATTEMPT_KEY, Entry, Group, attempt_of, is_finished
 from slime.utils.types import Sample, flatten_samples, version_number
 
@@ -170,14 +171,17 @@ class Ledger:
         self, version: int | None, time: float, rollout: int, several: Sequence[Fields]
     ) -> list[Finished]:
         """What there is to write of samples that began with their prompts: group by group."""
-        together: dict[tuple[int | None, int, int | None], list[tuple[Key, Fields]]] = {}
-        for fields in several:
-            index, metadata, attempt = fields["index"], fields["metadata"], 0
-            if metadata:
+        together: defaultdict[tuple[int | None, int, int | None], list[tuple[Key, Fields]]]
+        together = defaultdict(list)
+        for fields, alone in zip(several, are_alone(several), strict=True):
+            index, attempt = fields["index"], 0
+            if metadata := fields["metadata"]:
                 attempt = int(metadata.get(ATTEMPT_KEY, 0))
-            if index is not None and not (metadata and metadata.get(_GREEDY)):
-                at = (fields["group_index"], attempt, index if is_alone(fields) else None)
-                together.setdefault(at, []).append(((index, attempt, 0), fields))
+                if metadata.get(_GREEDY):
+                    continue
+            if index is not None:
+                at = (fields["group_index"], attempt, index if alone else None)
+                together[at].append(((index, attempt, 0), fields))
         return [self._finished(version, time, rollout, at[0], made) for at, made in together.items()]
 
     def _finished(
@@ -190,13 +194,11 @@ class Ledger:
     ) -> Finished:
         """Of samples that are kept in one piece, each with its key. `version`: of the engines."""
         statuses: dict[str, list[int]] = {}
-        rewards: dict[int, Any] = {}
-        for (index, _, _), fields in made:
-            statuses.setdefault(fields["status"]._value_, []).append(index)
-            if (failure := fields["reward_failure"]) is not None:
-                rewards[index] = failure.kind
-            elif (reward := fields["reward"]) is not None:
-                rewards[index] = reward
+        for key, fields in made:
+            statuses.setdefault(fields["status"]._value_, []).append(key[0])
+        rewards = {key[0]: fields["reward"] for key, fields in made if fields["reward"] is not None}
+        if any([fields["reward_failure"] for _, fields in made]):
+            rewards |= {key[0]: f.kind for key, fields in made if (f := fields["reward_failure"]) is not None}
         kept: Callable[[], Kept] | None = None
         if self._keeps:
             kept = functools.partial(_kept, made, version)
