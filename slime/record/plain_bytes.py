@@ -23,6 +23,7 @@ from slime.record.tables import pack_table, unpack_table
 
 _SHORT = 4  # lists below this many entries are written entry by entry
 _WIDTHS = ("<i1", "<i2", "<i4", "<i8")
+_RANGES = [(int(np.iinfo(width).min), int(np.iinfo(width).max)) for width in _WIDTHS]
 _CODES = "bhiq"  # the same widths, as `array` names them
 _LONG = 64  # from so many entries on numpy, which takes a while to begin, is the faster
 _SCALARS = frozenset({type(None), bool, int, float, str})  # what JSON gives back as it was
@@ -179,13 +180,18 @@ def _write_array(out: bytearray, value: np.ndarray[Any, Any], where: str) -> Non
 def _write_tensor(out: bytearray, value: Any) -> None:
     import torch  # here: only what holds tensors needs it, and then it is loaded
 
-    flat = value.detach().cpu().contiguous().reshape(-1)
+    flat = value if value.ndim == 1 and _lies_ready(value) else value.detach().cpu().contiguous().reshape(-1)
     _head(out, b"X", _text(str(value.dtype).removeprefix("torch.")), _shape(tuple(value.shape)))
     try:
         array = flat.numpy()
     except TypeError:  # bfloat16 and its like, which numpy does not have
         array = flat.view(torch.uint8).numpy()
     _write_values(out, array)
+
+
+def _lies_ready(tensor: Any) -> bool:
+    """Whether it need not be moved or copied to be written, as what a batch holds need not."""
+    return bool(tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous())
 
 
 def _is_tensor(value: Any) -> bool:
@@ -213,15 +219,15 @@ def _write_cut_rows(out: bytearray, rows: TensorRows, where: str) -> None:
 def _write_values(out: bytearray, flat: np.ndarray[Any, Any]) -> None:
     """Whole numbers as narrow as they are, others as they lie in memory."""
     if flat.dtype.kind in "iu" and flat.dtype.itemsize > 1 and flat.dtype.str != "<u8" and len(flat):
-        _write_numbers(out, b"n", flat.astype("<i8"))
+        _write_numbers(out, b"n", flat)
     else:
         _head(out, b"b", _text(flat.dtype.str), _blob(flat.tobytes()))
 
 
 def _write_numbers(out: bytearray, tag: bytes, values: np.ndarray[Any, Any]) -> None:
     low, high = int(values.min()), int(values.max())
-    width = next(w for w in _WIDTHS if np.iinfo(w).min <= low and high <= np.iinfo(w).max)
-    _head(out, tag, bytes([_WIDTHS.index(width)]), _blob(values.astype(width).tobytes()))
+    place = next(place for place, (least, most) in enumerate(_RANGES) if least <= low and high <= most)
+    _head(out, tag, bytes([place]), _blob(values.astype(_WIDTHS[place]).tobytes()))
 
 
 def _head(out: bytearray, *parts: bytes) -> None:

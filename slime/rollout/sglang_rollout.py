@@ -68,7 +68,7 @@ __all__ = ["GenerateState", "abort", "eval_rollout", "generate", "generate_and_r
 __all__ += ["generate_rollout", "get_model_url"]
 
 logger = logging.getLogger(__name__)
-_TELL_AFTER_S = 0.02  # the ledger, of samples that ended while others of their group go on
+_TELL_AFTER_S = 0.1  # the ledger, of samples that ended while others of their group go on
 
 ABORT_DEADLINE_S = 20.0
 MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
