@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStopped
-from slime.utils.machine.garbage import search_seldom
+from slime.utils.machine.garbage import search_no_more, search_seldom
 from slime.utils.machine.standard_streams import open_missing
 from slime.utils.waits import WaitTimeout
 
@@ -125,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _main(argv)
         finally:
+            if argv is None:
+                search_no_more()
             if not sys.stdout.closed:
                 sys.stdout.flush()  # here, where somebody can take the error; also of `--help`
     except BrokenPipeError:  # `slime plot RUN | head`: whoever reads has enough

@@ -210,3 +210,18 @@ def test_a_terminal_that_is_gone_changes_nothing_of_how_a_command_ends(error, co
     with contextlib.suppress(OSError):
         gone.close()
     assert end.value.code == code
+
+
+def test_a_process_that_ends_is_not_searched_for_cycles():
+    """That takes seconds where much was imported; whoever calls `main` with arguments goes on."""
+    program = """
+import atexit, gc, sys
+from slime.cli.main import main
+main(["--version"])
+assert gc.isenabled() and not gc.get_freeze_count()
+atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 1000))
+sys.argv = ["slime", "--version"]
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "False True"

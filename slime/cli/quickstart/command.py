@@ -23,7 +23,7 @@ from slime.cli.quickstart.metric_names import LOSS, REWARD
 from slime.cli.quickstart.outcome import QuickstartOutcome, read_outcome, summarise, write_summary
 from slime.cli.quickstart.plot_ahead import Plotter, plotting
 from slime.cli.quickstart.presets import PRESETS, describe
-from slime.cli.quickstart.task_files import DataFiles, move_data, write_data
+from slime.cli.quickstart.task_files import DataFiles, write_data
 from slime.cli.quickstart.two_runs import (
     RECIPES,
     Recipe,
@@ -63,14 +63,6 @@ class Options:
     hf_checkpoint: str | None
     require_accuracy: float | None
     extra: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What a quick start begins with."""
-
-    files: DataFiles
-    checkpoint: Path | str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,9 +141,9 @@ def check_flags(options: Options, screen: Screen) -> None:
 
 
 @contextlib.contextmanager
-def rehearsed(options: Options, screen: Screen) -> Iterator[Made]:
+def rehearsed(options: Options, screen: Screen) -> Iterator[Path | str]:
     """Everything up to the first step of training, in a folder that is thrown away after the block: what is
-    wrong is told here. Yields the data and the model that were made for it, which may be moved elsewhere.
+    wrong is told here. Yields the model that was made for it, which may be moved elsewhere.
 
     Nothing of an earlier quick start is touched before this
     has passed, and no flag fails only after the warm-up.
@@ -165,7 +157,7 @@ def rehearsed(options: Options, screen: Screen) -> Iterator[Made]:
                 preflight,  # here: it loads torch, which no help need wait for
             )
 
-            files = write_files(recipe, scratch)
+            files = write_files(shortened(recipe), scratch)
             checkpoint = checkpoint_of()
             args = parse_args(rl_argv(recipe, scratch, files, checkpoint))
             preflight(args).raise_errors()
@@ -181,7 +173,7 @@ def rehearsed(options: Options, screen: Screen) -> Iterator[Made]:
         screen.say(f"Precision: {args.dtype} ({why}).")
         for warning in args.warnings:
             screen.say(f"Note: {warning}")
-        yield Made(files, checkpoint)
+        yield checkpoint
 
 
 def stand_in(options: Options) -> Path | str:
@@ -222,12 +214,15 @@ def recipe_of(options: Options) -> Recipe:
     return recipe if options.num_rollout is None else recipe.shortened_to(options.num_rollout)
 
 
-def prepare(recipe: Recipe, options: Options, made: Made) -> Made:
-    """The data and the checkpoint that the quick start begins with: those that the rehearsal made."""
-    checkpoint = made.checkpoint
-    if options.model == "tiny":
-        checkpoint = Path(shutil.move(checkpoint, options.run_dir / "model"))
-    return Made(move_data(recipe.task, made.files, options.run_dir / "data"), checkpoint)
+def shortened(recipe: Recipe) -> Recipe:
+    """With the conversations of the warm-up's first chunk: no flag of the user's changes what they are."""
+    return replace(recipe, warm_up=recipe.warm_up and replace(recipe.warm_up, num_chunks=1))
+
+
+def prepare(recipe: Recipe, options: Options, made: Path | str) -> tuple[DataFiles, Path | str]:
+    """The data and the checkpoint that the quick start begins with: the one that the rehearsal made."""
+    checkpoint = Path(shutil.move(made, options.run_dir / "model")) if options.model == "tiny" else made
+    return write_files(recipe, options), checkpoint
 
 
 def write_files(recipe: Recipe, options: Options) -> DataFiles:
@@ -236,14 +231,13 @@ def write_files(recipe: Recipe, options: Options) -> DataFiles:
     return write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
 
 
-def run(options: Options, screen: Screen, made: Made, plotter: Plotter) -> dict[str, Any]:
-    """Everything from an empty folder to summary.json, whose content it returns. `made`: by the rehearsal."""
+def run(options: Options, screen: Screen, made: Path | str, plotter: Plotter) -> dict[str, Any]:
+    """Everything from an empty folder to summary.json, whose content it returns. `made`: its model."""
     started = time.monotonic()
     recipe, folder = recipe_of(options), options.run_dir
     screen.say(f"Task: {recipe.task.question}")
     screen.say(describe(options.advantage_estimator, recipe.model))
-    made = prepare(recipe, options, made)
-    files, checkpoint = made.files, made.checkpoint
+    files, checkpoint = prepare(recipe, options, made)
     if recipe.warm_up:
         checkpoint = run_warm_up(recipe, options, files, checkpoint, screen)
     args = parse_args(rl_argv(recipe, options, files, checkpoint))

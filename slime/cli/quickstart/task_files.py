@@ -4,9 +4,8 @@ RL prompts, held-out questions and the eval config.
 
 import itertools
 import json
-import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,28 +45,11 @@ def write_data(task: Task, folder: Path, *, seed: int, num_sft: int, num_rl: int
         _write_lines(files.sft, map(_conversation, itertools.islice(draw_habits(seed), num_sft)))
     _write_lines(files.rl, map(_prompt, training))
     _write_lines(files.held_out, map(_prompt, held_out))
-    _write_eval_config(task, files)
-    return files
-
-
-def move_data(task: Task, files: DataFiles, folder: Path) -> DataFiles:
-    """The same files in another folder, which must not exist."""
-    shutil.move(files.rl.parent, folder)
-    moved = replace(
-        files,
-        sft=folder / files.sft.name if files.sft else None,
-        rl=folder / files.rl.name,
-        held_out=folder / files.held_out.name,
-        eval_config=folder / files.eval_config.name,
-    )
-    _write_eval_config(task, moved)
-    return moved
-
-
-def _write_eval_config(task: Task, files: DataFiles) -> None:
     # JSON is YAML, so that no YAML writer is needed.
-    text = json.dumps(eval_config(task, files.held_out), indent=2)
-    files.eval_config.write_text(text + "\n", encoding="utf-8")
+    files.eval_config.write_text(
+        json.dumps(eval_config(task, files.held_out), indent=2) + "\n", encoding="utf-8"
+    )
+    return files
 
 
 def eval_config(task: Task, held_out: Path) -> dict[str, Any]:

@@ -33,6 +33,12 @@ def search_new_only() -> None:
     gc.set_threshold(*_OF_PYTHON)
 
 
+def search_no_more() -> None:
+    """The process ends, and with it all that it holds: the interpreter need not search that for cycles."""
+    gc.disable()
+    gc.freeze()
+
+
 @contextlib.contextmanager
 def searching_new_only() -> Iterator[None]:
     """Search seldom in a block that makes and drops many objects, of a process that may be another's.
