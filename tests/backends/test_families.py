@@ -50,6 +50,15 @@ def test_every_family_of_transformers_trains_exactly_or_is_refused(tmp_path):
     assert not wrong
 
 
+def test_what_sees_or_hears_in_a_small_text_model_is_small_too():
+    from transformers import CONFIG_MAPPING
+
+    config = shrink.shrink(CONFIG_MAPPING["phi4_multimodal"](), layers=2)
+    with torch.device("meta"):
+        lm = families.build(config)
+    assert sum(weight.numel() for weight in lm.parameters()) < 1e8  # 9e8 with all their layers
+
+
 def small_model(folder, kind="qwen3_next"):
     from transformers import CONFIG_MAPPING
 

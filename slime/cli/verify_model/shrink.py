@@ -37,6 +37,7 @@ _STATES = dict(
         "state_size",
     )
 }
+_TOWERS, _TOWER_LAYERS = ("vision_config", "audio_config"), ("num_hidden_layers", "num_blocks")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json")
 
@@ -93,7 +94,7 @@ def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
     changes |= {name: min(values[name], WINDOW) for name in _WINDOWS if values.get(name)}
     if not full_width:
         changes |= _narrower(values, layers)
-    changes |= {"dtype": "float32", "use_cache": False}
+    changes |= _lower_towers(values) | {"dtype": "float32", "use_cache": False}
     values = {name: value for name, value in values.items() if name not in own_names}
     values.pop("quantization_config", None)
     values |= {own_names.get(name, name): value for name, value in changes.items()}
@@ -128,6 +129,15 @@ def _fewer_layers(values: dict[str, Any], layers: int) -> dict[str, Any]:
         if values.get(name):
             changes[name] = 0
     return changes
+
+
+def _lower_towers(values: dict[str, Any]) -> dict[str, Any]:
+    """What sees or hears inside a text model: it takes no part, and has up to gigabytes of weights."""
+    return {
+        name: part | {layers: min(part[layers], 2) for layers in _TOWER_LAYERS if layers in part}
+        for name, part in values.items()
+        if name in _TOWERS and isinstance(part, dict)
+    }
 
 
 def _pick_both_ends(kinds: list[str], layers: int) -> list[str]:
