@@ -24,6 +24,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
+# Ray ends workers on a machine whose memory is nearly full, whoever has filled it.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+
 # What is imported while tests are collected stays: looking for garbage in it, then and after every test that
 # makes some, costs more than most tests.
 gc.disable()
