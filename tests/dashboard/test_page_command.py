@@ -10,6 +10,7 @@ import psutil
 import pytest
 from page_world import make_run
 from patience import eventually
+from processes import cmdline
 
 from slime.cli.inspect.page_process import page_beside
 from slime.cli.main import main
@@ -64,7 +65,7 @@ def test_a_page_that_dies_before_its_run_is_told_of(tmp_path, capfd):
     try:
         with page_beside(str(tmp_path / "run")):
             eventually(lambda: "http" in capfd.readouterr().out)
-            [page] = [p for p in psutil.Process().children() if str(tmp_path / "run") in p.cmdline()]
+            [page] = [p for p in psutil.Process().children() if str(tmp_path / "run") in cmdline(p)]
             page.kill()
             eventually(lambda: "was killed by signal 9; the run goes on" in capfd.readouterr().out)
     finally:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from loop_helpers import flags, make_world, run_train, series, start_train, wait_for
 from patience import PATIENCE_S
+from processes import cmdline
 from tiny_model import make_tiny_model
 
 from slime.cli import train as cli_train
@@ -91,9 +92,9 @@ def end(world, capfd):
         out, err = capfd.readouterr()
         left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
         staying = ("rm_hub", "warm_start")  # of this process
-        mortal = [p for p in left if not any(name in " ".join(p.cmdline()) for name in staying)]
+        mortal = [p for p in left if not any(name in " ".join(cmdline(p)) for name in staying)]
         _, alive = psutil.wait_procs(mortal, timeout=PATIENCE_S)
-        assert not alive, [p.cmdline() for p in alive]
+        assert not alive, [cmdline(p) for p in alive]
         assert shm.list_segments(f"slime-{os.getpid()}") == []
         return Ended(code, out, err)
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from loop_helpers import ROOT, make_world, run_train, series, start_train, wait_for
 from patience import PATIENCE_S
+from processes import cmdline
 
 from slime.rollout.dumps import load_rollout_dump
 from slime.utils.machine import shm
@@ -63,13 +64,6 @@ def children(process: psutil.Process) -> list[psutil.Process]:
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
-        return []
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
         return []
 
 

@@ -50,8 +50,8 @@ def test_an_engine_that_awaits_weights_serves_after_the_first_push_and_dies_with
         left = shm.create_segment(64, prefix)
         life.close()
         assert process.wait(PATIENCE_S) == 1
-        eventually(lambda: not left.path.exists())
-        assert shm.list_segments(prefix) == []
+        eventually(lambda: shm.list_segments(prefix) == [])
+        assert not left.path.exists()
 
 
 def test_an_input_is_scored_as_a_teacher_does_it_and_leaves_nothing_behind(tied_folder, tmp_path):
