@@ -37,8 +37,11 @@ from slime.utils.machine.processes import Child, import_environment, thread_envi
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _MALLOC_OPTIONS = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
-# Read while a library is loaded. How many threads compute is set later, by each process for itself.
-_READ_WHEN_LOADED = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "OPENBLAS_NUM_THREADS")
+# Read while a library is loaded. What is set later is not what every thread of a process begins with.
+_READ_WHEN_LOADED = (
+    *("OMP_WAIT_POLICY", "KMP_BLOCKTIME"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+)
 LONGEST, _MAX_FILES = 1 << 17, 64  # bytes and files of a request
 _PATIENCE_S = 300.0  # for the imports of the template, on a busy machine
 ROOM = "x" * 16_384  # the last argument of a template: memory for the command lines that its children show
@@ -239,7 +242,11 @@ def _fork_here(modules: Sequence[str]) -> Template:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    return Template(modules, forked=_num_threads() == 1)
+    template = Template(modules, forked=_num_threads() == 1)
+    if torch := sys.modules.get("torch"):  # this process computes with as many threads as if it were alone
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(given) if given.isdigit() else len(os.sched_getaffinity(0)))
+    return template
 
 
 @contextlib.contextmanager
