@@ -137,6 +137,7 @@ class Recording:
 
     def close(self) -> None:
         if self.writer is not None:
+            self.writer.flush()  # an answer that is on its way is no open question
             self._refuse_open("the run has ended")
             self.now(None, 0.0, -1)
             self.writer.close()
