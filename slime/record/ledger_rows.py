@@ -20,7 +20,6 @@ A step that was lost with its process is consumed again: `resumed` says which st
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import sqlite3
@@ -112,25 +111,6 @@ class Finished(NamedTuple):
         return "generated"
 
 
-class JustFinished(NamedTuple):
-    """The same of samples by their fields as they were at that time; the writer makes the rest of it.
-
-    `sort` makes it, of all that waited together: by time, the rollout and the fields.
-    """
-
-    time: float
-    rollout: int
-    fields: list[dict[str, Any]]
-    sort: Callable[[float, int, list[dict[str, Any]]], list[Finished]]
-
-    @property
-    def event(self) -> Event:
-        return "generated"
-
-
-AnyNote = Note | Finished | JustFinished
-
-
 @dataclass(frozen=True, slots=True)
 class ForgetEntries:
     """These groups are decided: what became of them is in the rollout that `keep` writes, or in a cursor."""
@@ -146,41 +126,28 @@ class ForgetEntries:
         )
 
 
-def write_notes(connection: sqlite3.Connection, notes: Sequence[AnyNote], start: int) -> None:
+def write_notes(connection: sqlite3.Connection, notes: Sequence[Note | Finished], start: int) -> None:
     """Events that waited together, with what belongs to them; `start`: number of the run's start."""
     rows: list[tuple[object, ...]] = []
-    finished: list[Finished | JustFinished] = []
+    finished: list[Finished] = []
     forgets = [note.also for note in notes if isinstance(note, Note) and isinstance(note.also, ForgetEntries)]
     for note in notes:
-        if not isinstance(note, Note):
+        if isinstance(note, Finished):
             finished.append(note)
             continue
         if note.also is None:
             rows.append(note.row(start))
             continue
         # In their order: this may remove what was put there before.
-        rows += _write_finished(connection, _sorted(finished), start, _soon_forgotten(forgets))
+        rows += _write_finished(connection, finished, start, _soon_forgotten(forgets))
         finished = []
         rows.append(note.row(start))
         note.also(connection)
         if isinstance(note.also, ForgetEntries):
             forgets.pop(0)
-    rows += _write_finished(connection, _sorted(finished), start, frozenset())
+    rows += _write_finished(connection, finished, start, frozenset())
     columns = ("time", "start", "event", "rollout", "group_index", "sample_index", "attempt", "value")
     insert_rows(connection, "ledger", columns, rows)
-
-
-def _sorted(finished: Sequence[Finished | JustFinished]) -> list[Finished]:
-    """All of them as the first kind; what was finished in one rollout is sorted in one go."""
-    found = [note for note in finished if isinstance(note, Finished)]
-    together: dict[tuple[int, object], list[JustFinished]] = {}
-    for note in finished:
-        if isinstance(note, JustFinished):
-            together.setdefault((note.rollout, note.sort), []).append(note)
-    for (rollout, _), several in together.items():
-        fields = list(itertools.chain.from_iterable([note.fields for note in several]))
-        found += several[-1].sort(several[-1].time, rollout, fields)
-    return found
 
 
 def _soon_forgotten(forgets: list[ForgetEntries]) -> frozenset[int]:

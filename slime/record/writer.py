@@ -21,15 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.record.entries import Entry
-from slime.record.ledger_rows import (
-    MILESTONES,
-    AnyNote,
-    Finished,
-    ForgetEntries,
-    JustFinished,
-    Note,
-    write_notes,
-)
+from slime.record.ledger_rows import MILESTONES, Finished, ForgetEntries, Note, write_notes
 from slime.record.missed import Missed
 from slime.record.sample_rows import rewards_of, write_entries
 from slime.record.schema import create_or_open, forget_groups
@@ -62,8 +54,8 @@ class _Work:
 
 
 # An event is set when all that came before it is written.
-_Item = _Rollout | _Work | AnyNote | threading.Event
-_Part = _Rollout | _Work | list[AnyNote]  # what is written, or fails, as one
+_Item = _Rollout | _Work | Note | Finished | threading.Event
+_Part = _Rollout | _Work | list[Note | Finished]  # what is written, or fails, as one
 
 
 # How long the first of several waits for the others; a killed process loses as much. Where a transaction
@@ -141,7 +133,7 @@ class RecordWriter:
             if self._is_idle or self._is_due():
                 self._news.notify_all()
 
-    def note(self, *notes: AnyNote) -> None:
+    def note(self, *notes: Note | Finished) -> None:
         """Hand over events of the ledger. Never waits: the event loop calls it."""
         with self._news:
             self._waiting.extend(notes)
@@ -187,7 +179,7 @@ class RecordWriter:
 
     def _write_all(self) -> None:
         while items := self._next_items():
-            notes = [item for item in items if isinstance(item, (Note, Finished, JustFinished))]
+            notes = [item for item in items if isinstance(item, (Note, Finished))]
             # Events lie in tables of their own: they may be written before what came between them.
             parts: list[_Part] = [notes] if notes else []
             parts += [item for item in items if isinstance(item, (_Rollout, _Work))]
@@ -295,7 +287,7 @@ class RecordWriter:
         if is_first:
             logger.warning("%s cannot be written (%s): %s; the run goes on.", self._path, error, what)
 
-    def _write_notes(self, notes: Sequence[AnyNote]) -> None:
+    def _write_notes(self, notes: Sequence[Note | Finished]) -> None:
         write_notes(self._connection, notes, self._start)
         self._missed.note(self._connection)
         if self._committed is not None:

@@ -7,7 +7,7 @@ import itertools
 import json
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,16 @@ _CONTAINERS = {n: v for n, v in _NEW.items() if isinstance(v, (list, dict)) and 
 _PLAIN = tuple(name for name in _NEW if name not in _APART and name not in _CONTAINERS)
 _PLAIN_NEW = tuple(_NEW[name] for name in _PLAIN)
 _plain_values = operator.itemgetter(*_PLAIN)
+_of_alike = operator.itemgetter(
+    "index",
+    "group_index",
+    "status",
+    "reward",
+    "tokens",
+    "metadata",
+    "reward_failure",
+    "generate_function_path",
+)
 
 
 def is_whole(fields: dict[str, Any]) -> bool:
@@ -37,9 +47,42 @@ def is_whole(fields: dict[str, Any]) -> bool:
     return fields["status"] in FINISHED and fields["reward_failure"] is None
 
 
-def are_alone(several: Sequence[dict[str, Any]]) -> list[bool]:
-    """Whether each is kept in a piece of its own: it is large, or something was attached to it."""
-    return [len(fields["tokens"]) > _FEW_TOKENS or _has_more(fields) for fields in several]
+class Alike(NamedTuple):
+    """Samples of one group that ended in the same way: no metadata, nothing that failed, none `is_alone`.
+
+    `fields`: as they were; their metadata, which is empty, is that of the samples and may be added to.
+    """
+
+    indices: tuple[int, ...]
+    group_index: int | None
+    status: str
+    rewards: tuple[Any, ...]
+    fields: list[dict[str, Any]]
+
+
+def find_alike(samples: Sequence[Sample]) -> Alike | None:
+    """What nearly all samples are that end together; None: these must be looked at one by one.
+
+    All that is asked of samples is asked here at once, as they come from the engines: later, by another
+    thread, it takes several times as long.
+    """
+    several = [sample.__dict__.copy() for sample in samples]
+    columns = zip(*map(_of_alike, several), strict=True)
+    indices, groups, statuses, rewards, tokens, metadata, failures, paths = columns
+    if (
+        groups.count(groups[0]) == statuses.count(statuses[0]) == len(several)
+        and not (any(metadata) or any(failures) or any(paths) or None in indices)
+        and _UNCHANGING.issuperset(map(type, rewards))
+        and max(map(len, tokens)) <= _FEW_TOKENS
+        and not any(map(_has_more, several))
+    ):
+        return Alike(indices, groups[0], statuses[0]._value_, rewards, several)
+    return None
+
+
+def is_alone(fields: dict[str, Any]) -> bool:
+    """Whether it is kept in a piece of its own: it is large, or something was attached to it."""
+    return len(fields["tokens"]) > _FEW_TOKENS or _has_more(fields)
 
 
 def _has_more(fields: dict[str, Any]) -> bool:

@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from slime.record.ledger_rows import (
     Finished,
     FinishedEntry,
     ForgetEntries,
-    JustFinished,
     Kept,
     Note,
     forget_rollouts,
@@ -30,8 +28,16 @@ from slime.record.ledger_rows import (
 from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
 from slime.rollout.journal import CountingJournal, Outcome
-from slime.rollout.kept_samples import are_alone, as_they_are, columns_of, from_kept, is_whole
-from slime.rollout.prompt_groups import ATTEMPT_KEY, Entry, Group, attempt_of, is_finished
+from slime.rollout.kept_samples import (
+    Alike,
+    as_they_are,
+    columns_of,
+    find_alike,
+    from_kept,
+    is_alone,
+    is_whole,
+)
+from slime.rollout.prompt_groups import Entry, Group, attempt_of, is_finished
 from slime.utils.types import Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)
@@ -65,7 +71,6 @@ class Ledger:
         self._known = dict(known or {})
         self._rollout = 0  # that events belong to
         self._version: int | None = None  # of the engines when it began
-        self._sort = functools.partial(self._sort_out, None)
         self._open: dict[int, int] = {}  # groups handed out and not decided -> attempt
         self._decided: list[int] = []  # since the last cut
         self._cut: dict[int, list[int]] = {}  # rollout -> groups decided in it, until its batch is kept
@@ -153,59 +158,47 @@ class Ledger:
         if key is not None and not is_finished(origin):
             assert isinstance(origin, Sample), "only these have a key"
             if isinstance(made, Sample):
-                about = (self._version, time.time(), self._rollout, origin.group_index)
                 [fields] = as_they_are([made])
-                self._writer.note(self._finished(*about, [(key, fields)]))
+                self._writer.note(self._finished(origin.group_index, [(key, fields)]))
             else:
                 self._writer.note(self._fanned_out(origin.group_index, key, flatten_samples(made)))
 
     def finished_from_prompt(self, samples: Sequence[Sample]) -> None:
         """The same of samples that began with their prompts and are one each still; nobody else has them."""
-        several = as_they_are(samples)
-        if self._private and not any([fields["generate_function_path"] for fields in several]):
-            self._writer.note(JustFinished(time.time(), self._rollout, several, self._sort))
-        elif notes := self._sort(time.time(), self._rollout, several):
-            self._writer.note(*notes)
+        alike = find_alike(samples) if self._private and samples else None
+        if alike is not None:
+            about = (time.time(), self._rollout, alike.group_index, 0, self.settings)
+            rewards = {i: r for i, r in zip(alike.indices, alike.rewards, strict=True) if r is not None}
+            kept = functools.partial(_kept_alike, alike, self._version) if self._keeps else None
+            self._writer.note(Finished(*about, {alike.status: [*alike.indices]}, rewards, kept))
+            return
+        together: dict[tuple[int | None, int, int | None], list[tuple[Key, Fields]]] = {}
+        for sample, fields in zip(samples, as_they_are(samples), strict=True):
+            if (key := _key(sample)) is not None:
+                index, attempt, _ = key
+                at = (sample.group_index, attempt, index if is_alone(fields) else None)
+                together.setdefault(at, []).append(((index, attempt, 0), fields))
+        if together:
+            self._writer.note(*[self._finished(at[0], made) for at, made in together.items()])
 
-    def _sort_out(
-        self, version: int | None, time: float, rollout: int, several: Sequence[Fields]
-    ) -> list[Finished]:
-        """What there is to write of samples that began with their prompts: group by group."""
-        together: defaultdict[tuple[int | None, int, int | None], list[tuple[Key, Fields]]]
-        together = defaultdict(list)
-        for fields, alone in zip(several, are_alone(several), strict=True):
-            index, attempt = fields["index"], 0
-            if metadata := fields["metadata"]:
-                attempt = int(metadata.get(ATTEMPT_KEY, 0))
-                if metadata.get(_GREEDY):
-                    continue
-            if index is not None:
-                at = (fields["group_index"], attempt, index if alone else None)
-                together[at].append(((index, attempt, 0), fields))
-        return [self._finished(version, time, rollout, at[0], made) for at, made in together.items()]
-
-    def _finished(
-        self,
-        version: int | None,
-        time: float,
-        rollout: int,
-        group_index: int | None,
-        made: Sequence[tuple[Key, Fields]],
-    ) -> Finished:
-        """Of samples that are kept in one piece, each with its key. `version`: of the engines."""
+    def _finished(self, group_index: int | None, made: Sequence[tuple[Key, Fields]]) -> Finished:
+        """Of samples that are kept in one piece, each with its key."""
         statuses: dict[str, list[int]] = {}
-        for key, fields in made:
-            statuses.setdefault(fields["status"]._value_, []).append(key[0])
-        rewards = {key[0]: fields["reward"] for key, fields in made if fields["reward"] is not None}
-        if any([fields["reward_failure"] for _, fields in made]):
-            rewards |= {key[0]: f.kind for key, fields in made if (f := fields["reward_failure"]) is not None}
+        rewards: dict[int, Any] = {}
+        for (index, _, _), fields in made:
+            statuses.setdefault(fields["status"]._value_, []).append(index)
+            if (failure := fields["reward_failure"]) is not None:
+                rewards[index] = failure.kind
+            elif (reward := fields["reward"]) is not None:
+                rewards[index] = reward
         kept: Callable[[], Kept] | None = None
         if self._keeps:
-            kept = functools.partial(_kept, made, version)
+            kept = functools.partial(_kept, made, self._version)
             # Whoever else has them in hand may still change them.
             if not self._private or any(fields["generate_function_path"] for _, fields in made):
                 kept = _given(kept())
-        return Finished(time, rollout, group_index, made[0][0][1], self.settings, statuses, rewards, kept)
+        about = (time.time(), self._rollout, group_index, made[0][0][1], self.settings)
+        return Finished(*about, statuses, rewards, kept)
 
     def _fanned_out(self, group_index: int | None, key: Key, siblings: Sequence[Sample]) -> Finished:
         """The same of an entry that became several samples."""
@@ -241,7 +234,6 @@ class Ledger:
     def begin(self, rollout_id: int, version: str | None) -> None:
         self._rollout = max(self._rollout, rollout_id)
         self._version = version_number(version)
-        self._sort = functools.partial(self._sort_out, self._version)
 
     def cut(self, rollout_id: int) -> None:
         """Everything until now belongs to this rollout or one before: its cursor is being taken."""
@@ -366,6 +358,12 @@ def _kept(made: Sequence[tuple[Key, Fields]], version: int | None) -> Kept:
     versions = [_newest_of(tuple(fields["version_spans"])) for _, fields in whole]
     keys = [(*key, version if v is None else v) for (key, _), v in zip(whole, versions, strict=True)]
     return Kept(keys, [columns_of([fields for _, fields in whole])] if whole else [])
+
+
+def _kept_alike(alike: Alike, version: int | None) -> Kept:
+    """The same of samples that have nothing of their own beside what all have."""
+    fields = [{**fields, "metadata": {}} for fields in alike.fields]
+    return _kept([((index, 0, 0), one) for index, one in zip(alike.indices, fields, strict=True)], version)
 
 
 def _given(kept: Kept) -> Callable[[], Kept]:
