@@ -3,7 +3,8 @@
 What waits together is one transaction: transactions cost more than most of what is in them. The first of it
 waits 50 ms for the others, or up to a second where writing takes long; a batch that is complete is written as
 soon as the trainer has it, and the finished samples it is made of, if they were still waiting, not at all.
-The run waits for the disk only when several rollouts are waiting already. A write that fails (a full disk) is
+Batches that come several a second are written together, as many as a second has. The run waits for the disk
+only when several rollouts are waiting already. A write that fails (a full disk) is
 tried once more by its parts; the first of each kind that fails is told, and the run goes on; how many could
 not be written is noted in the file once it can be again.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sqlite3
 import threading
 import time
@@ -102,6 +104,7 @@ class RecordWriter:
         self._told: set[type] = set()  # kinds of parts of which one could not be written
         self._closed = self._in_a_hurry = False  # the latter: what waits is written now
         self._is_complete = False  # a batch is: what waits is written soon
+        self._last_complete, self._complete_every_s = -math.inf, math.inf
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
@@ -138,6 +141,8 @@ class RecordWriter:
         with self._news:
             self._waiting.extend(notes)
             if isinstance(notes[-1], Note) and isinstance(notes[-1].also, ForgetEntries):
+                now = time.monotonic()
+                self._complete_every_s, self._last_complete = now - self._last_complete, now
                 self._is_complete = True
             if self._is_idle or self._is_complete:  # to wake it for each would cost more than to write it
                 self._news.notify_all()
@@ -205,7 +210,13 @@ class RecordWriter:
             self._is_idle = True
             self._news.wait_for(lambda: self._waiting or self._closed)
             self._is_idle = False
+            latest = time.monotonic() + MAX_GATHER_S
             self._news.wait_for(lambda: self._is_due() or self._is_complete, self._gather_s)
+            while self._is_complete and not self._is_due() and self._awaits_another(latest):
+                self._is_complete = False
+                self._news.wait_for(
+                    lambda: self._is_due() or self._is_complete, max(0.0, latest - time.monotonic())
+                )
             if self._is_complete:  # whoever hands it on would share the interpreter with this thread
                 self._news.wait_for(self._is_due, _HANDED_ON_S)
             items, self._waiting = self._waiting, []
@@ -213,9 +224,14 @@ class RecordWriter:
             self._news.notify_all()
         return items
 
+    def _awaits_another(self, latest: float) -> bool:
+        """Whether another batch will be complete by then, if they go on to come as the last ones did."""
+        soon = self._last_complete + self._complete_every_s < latest
+        return soon and self._rollouts_waiting < _MAX_WAITING - 1
+
     def _is_due(self) -> bool:
         """Whether what waits is to be written now."""
-        return self._closed or self._in_a_hurry or self._rollouts_waiting > 1
+        return self._closed or self._in_a_hurry or self._rollouts_waiting >= _MAX_WAITING
 
     def _write_parts(self, parts: list[_Part]) -> None:
         try:
