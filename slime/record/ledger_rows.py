@@ -39,6 +39,7 @@ Event = Literal[
     "issued", "generated", "recalled", "scored", "kept", "dropped", "returned", "cut", "made",
     "consumed", "committed", "evaluated", "resumed",
 ]  # fmt: skip
+_INTS = {int}
 _as_json = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
 # After these the disk is asked to have everything, where --record-sync is "step".
 MILESTONES = frozenset({"made", "consumed", "committed", "resumed"})
@@ -111,6 +112,25 @@ class Finished(NamedTuple):
         return "generated"
 
 
+class JustFinished(NamedTuple):
+    """The same of samples by their fields, as they were at that time; the writer's thread does the rest.
+
+    `sort` makes it of time, rollout and fields.
+    """
+
+    time: float
+    rollout: int
+    fields: list[dict[str, Any]]
+    sort: Callable[[float, int, list[dict[str, Any]]], list[Finished]]
+
+    @property
+    def event(self) -> Event:
+        return "generated"
+
+
+AnyNote = Note | Finished | JustFinished
+
+
 @dataclass(frozen=True, slots=True)
 class ForgetEntries:
     """These groups are decided: what became of them is in the rollout that `keep` writes, or in a cursor."""
@@ -126,12 +146,15 @@ class ForgetEntries:
         )
 
 
-def write_notes(connection: sqlite3.Connection, notes: Sequence[Note | Finished], start: int) -> None:
+def write_notes(connection: sqlite3.Connection, notes: Sequence[AnyNote], start: int) -> None:
     """Events that waited together, with what belongs to them; `start`: number of the run's start."""
     rows: list[tuple[object, ...]] = []
     finished: list[Finished] = []
     forgets = [note.also for note in notes if isinstance(note, Note) and isinstance(note.also, ForgetEntries)]
     for note in notes:
+        if isinstance(note, JustFinished):
+            finished += note.sort(note.time, note.rollout, note.fields)
+            continue
         if isinstance(note, Finished):
             finished.append(note)
             continue
@@ -173,7 +196,7 @@ def _write_finished(
                 for status, indices in note.statuses.items():
                     ended[status] = ended.get(status, []) + indices
             rewards = {index: reward for note in notes for index, reward in note.rewards.items()}
-        rows.append((time, start, "generated", *about, _as_json(ended)))
+        rows.append((time, start, "generated", *about, _statuses_text(ended)))
         if rewards:
             rows.append((time, start, "scored", *about, _as_json(rewards)))
         if group not in forgotten:
@@ -183,6 +206,13 @@ def _write_finished(
             "INSERT INTO ledger_finished (group_index, settings, keys, payload) VALUES (?, ?, ?, ?)", kept
         )
     return rows
+
+
+def _statuses_text(ended: dict[str, list[int]]) -> str:
+    """JSON, which Python writes whole numbers as: to begin its encoder takes longer than these do."""
+    if all(set(map(type, indices)) == _INTS for indices in ended.values()):
+        return "{" + ", ".join([f'"{status}": {indices}' for status, indices in ended.items()]) + "}"
+    return _as_json(ended)
 
 
 def _kept_rows(notes: list[Finished]) -> list[tuple[object, ...]]:

@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.record.entries import Entry
-from slime.record.ledger_rows import MILESTONES, Finished, ForgetEntries, Note, write_notes
+from slime.record.ledger_rows import (
+    MILESTONES,
+    AnyNote,
+    Finished,
+    ForgetEntries,
+    JustFinished,
+    Note,
+    write_notes,
+)
 from slime.record.missed import Missed
 from slime.record.sample_rows import rewards_of, write_entries
 from slime.record.schema import create_or_open, forget_groups
@@ -56,8 +64,8 @@ class _Work:
 
 
 # An event is set when all that came before it is written.
-_Item = _Rollout | _Work | Note | Finished | threading.Event
-_Part = _Rollout | _Work | list[Note | Finished]  # what is written, or fails, as one
+_Item = _Rollout | _Work | AnyNote | threading.Event
+_Part = _Rollout | _Work | list[AnyNote]  # what is written, or fails, as one
 
 
 # How long the first of several waits for the others; a killed process loses as much. Where a transaction
@@ -104,6 +112,7 @@ class RecordWriter:
         self._told: set[type] = set()  # kinds of parts of which one could not be written
         self._closed = self._in_a_hurry = False  # the latter: what waits is written now
         self._is_complete = False  # a batch is: what waits is written soon
+        self._num_complete = 0  # of what waits: up to the last batch that is complete
         self._last_complete, self._complete_every_s = -math.inf, math.inf
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
@@ -136,14 +145,14 @@ class RecordWriter:
             if self._is_idle or self._is_due():
                 self._news.notify_all()
 
-    def note(self, *notes: Note | Finished) -> None:
+    def note(self, *notes: AnyNote) -> None:
         """Hand over events of the ledger. Never waits: the event loop calls it."""
         with self._news:
             self._waiting.extend(notes)
             if isinstance(notes[-1], Note) and isinstance(notes[-1].also, ForgetEntries):
                 now = time.monotonic()
                 self._complete_every_s, self._last_complete = now - self._last_complete, now
-                self._is_complete = True
+                self._is_complete, self._num_complete = True, len(self._waiting)
             if self._is_idle or self._is_complete:  # to wake it for each would cost more than to write it
                 self._news.notify_all()
 
@@ -184,7 +193,7 @@ class RecordWriter:
 
     def _write_all(self) -> None:
         while items := self._next_items():
-            notes = [item for item in items if isinstance(item, (Note, Finished))]
+            notes = [item for item in items if isinstance(item, (Note, Finished, JustFinished))]
             # Events lie in tables of their own: they may be written before what came between them.
             parts: list[_Part] = [notes] if notes else []
             parts += [item for item in items if isinstance(item, (_Rollout, _Work))]
@@ -219,8 +228,12 @@ class RecordWriter:
                 )
             if self._is_complete:  # whoever hands it on would share the interpreter with this thread
                 self._news.wait_for(self._is_due, _HANDED_ON_S)
-            items, self._waiting = self._waiting, []
-            self._rollouts_waiting, self._in_a_hurry, self._is_complete = 0, False, False
+            # The samples of a batch that is not complete yet need not be packed if it soon is.
+            is_early = self._num_complete and not self._is_complete and not self._is_due()
+            number = self._num_complete if is_early else len(self._waiting)
+            items, self._waiting = self._waiting[:number], self._waiting[number:]
+            self._rollouts_waiting = sum(isinstance(item, _Rollout) for item in self._waiting)
+            self._num_complete, self._in_a_hurry, self._is_complete = 0, False, False
             self._news.notify_all()
         return items
 
@@ -303,7 +316,7 @@ class RecordWriter:
         if is_first:
             logger.warning("%s cannot be written (%s): %s; the run goes on.", self._path, error, what)
 
-    def _write_notes(self, notes: Sequence[Note | Finished]) -> None:
+    def _write_notes(self, notes: Sequence[AnyNote]) -> None:
         write_notes(self._connection, notes, self._start)
         self._missed.note(self._connection)
         if self._committed is not None:

@@ -31,14 +31,7 @@ _PLAIN = tuple(name for name in _NEW if name not in _APART and name not in _CONT
 _PLAIN_NEW = tuple(_NEW[name] for name in _PLAIN)
 _plain_values = operator.itemgetter(*_PLAIN)
 _of_alike = operator.itemgetter(
-    "index",
-    "group_index",
-    "status",
-    "reward",
-    "tokens",
-    "metadata",
-    "reward_failure",
-    "generate_function_path",
+    "index", "group_index", "status", "reward", "tokens", "metadata", "reward_failure"
 )
 
 
@@ -48,35 +41,27 @@ def is_whole(fields: dict[str, Any]) -> bool:
 
 
 class Alike(NamedTuple):
-    """Samples of one group that ended in the same way: no metadata, nothing that failed, none `is_alone`.
-
-    `fields`: as they were; their metadata, which is empty, is that of the samples and may be added to.
-    """
+    """Of samples of one group that ended in one way: no metadata, nothing that failed, none `is_alone`."""
 
     indices: tuple[int, ...]
     group_index: int | None
     status: str
     rewards: tuple[Any, ...]
-    fields: list[dict[str, Any]]
 
 
-def find_alike(samples: Sequence[Sample]) -> Alike | None:
-    """What nearly all samples are that end together; None: these must be looked at one by one.
-
-    All that is asked of samples is asked here at once, as they come from the engines: later, by another
-    thread, it takes several times as long.
-    """
-    several = [sample.__dict__.copy() for sample in samples]
+def find_alike(several: Sequence[dict[str, Any]]) -> Alike | None:
+    """What nearly all samples are that end together, by their fields; None: they are looked at singly."""
+    if not several:
+        return None
     columns = zip(*map(_of_alike, several), strict=True)
-    indices, groups, statuses, rewards, tokens, metadata, failures, paths = columns
+    indices, groups, statuses, rewards, tokens, metadata, failures = columns
     if (
         groups.count(groups[0]) == statuses.count(statuses[0]) == len(several)
-        and not (any(metadata) or any(failures) or any(paths) or None in indices)
-        and _UNCHANGING.issuperset(map(type, rewards))
+        and not (any(metadata) or any(failures) or None in indices)
         and max(map(len, tokens)) <= _FEW_TOKENS
-        and not any(map(_has_more, several))
+        and max(map(len, several)) <= _NUM_FIELDS + all(["trace" in fields for fields in several])
     ):
-        return Alike(indices, groups[0], statuses[0]._value_, rewards, several)
+        return Alike(indices, groups[0], statuses[0]._value_, rewards)
     return None
 
 

@@ -20,6 +20,7 @@ from slime.record.ledger_rows import (
     Finished,
     FinishedEntry,
     ForgetEntries,
+    JustFinished,
     Kept,
     Note,
     forget_rollouts,
@@ -37,7 +38,7 @@ from slime.rollout.kept_samples import (
     is_alone,
     is_whole,
 )
-from slime.rollout.prompt_groups import Entry, Group, attempt_of, is_finished
+from slime.rollout.prompt_groups import ATTEMPT_KEY, Entry, Group, attempt_of, is_finished
 from slime.utils.types import Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Ledger:
         self._known = dict(known or {})
         self._rollout = 0  # that events belong to
         self._version: int | None = None  # of the engines when it began
+        self._sort = functools.partial(self._sort_private, None)
         self._open: dict[int, int] = {}  # groups handed out and not decided -> attempt
         self._decided: list[int] = []  # since the last cut
         self._cut: dict[int, list[int]] = {}  # rollout -> groups decided in it, until its batch is kept
@@ -159,29 +161,58 @@ class Ledger:
             assert isinstance(origin, Sample), "only these have a key"
             if isinstance(made, Sample):
                 [fields] = as_they_are([made])
-                self._writer.note(self._finished(origin.group_index, [(key, fields)]))
+                about = (self._version, time.time(), self._rollout, origin.group_index)
+                self._writer.note(self._finished(*about, [(key, fields)]))
             else:
                 self._writer.note(self._fanned_out(origin.group_index, key, flatten_samples(made)))
 
     def finished_from_prompt(self, samples: Sequence[Sample]) -> None:
         """The same of samples that began with their prompts and are one each still; nobody else has them."""
-        alike = find_alike(samples) if self._private and samples else None
-        if alike is not None:
-            about = (time.time(), self._rollout, alike.group_index, 0, self.settings)
-            rewards = {i: r for i, r in zip(alike.indices, alike.rewards, strict=True) if r is not None}
-            kept = functools.partial(_kept_alike, alike, self._version) if self._keeps else None
-            self._writer.note(Finished(*about, {alike.status: [*alike.indices]}, rewards, kept))
-            return
-        together: dict[tuple[int | None, int, int | None], list[tuple[Key, Fields]]] = {}
-        for sample, fields in zip(samples, as_they_are(samples), strict=True):
-            if (key := _key(sample)) is not None:
-                index, attempt, _ = key
-                at = (sample.group_index, attempt, index if is_alone(fields) else None)
-                together.setdefault(at, []).append(((index, attempt, 0), fields))
-        if together:
-            self._writer.note(*[self._finished(at[0], made) for at, made in together.items()])
+        several = as_they_are(samples)
+        if self._private and not any([fields["generate_function_path"] for fields in several]):
+            self._writer.note(JustFinished(time.time(), self._rollout, several, self._sort))
+        elif notes := self._sort_out(self._version, time.time(), self._rollout, several):
+            self._writer.note(*notes)
 
-    def _finished(self, group_index: int | None, made: Sequence[tuple[Key, Fields]]) -> Finished:
+    def _sort_private(
+        self, version: int | None, time: float, rollout: int, several: Sequence[Fields]
+    ) -> list[Finished]:
+        """What there is to write of samples that nobody else has in hand. `version`: of the engines.
+
+        Nearly all that end together are alike; it is done for every sample.
+        """
+        alike = find_alike(several)
+        if alike is None:
+            return self._sort_out(version, time, rollout, several)
+        indices = list(alike.indices)
+        rewards = dict(zip(indices, alike.rewards, strict=True))
+        if None in alike.rewards:
+            rewards = {index: reward for index, reward in rewards.items() if reward is not None}
+        kept = functools.partial(_kept_alike, alike, several, version) if self._keeps else None
+        about = (time, rollout, alike.group_index, 0, self.settings)
+        return [Finished(*about, {alike.status: indices}, rewards, kept)]
+
+    def _sort_out(
+        self, version: int | None, time: float, rollout: int, several: Sequence[Fields]
+    ) -> list[Finished]:
+        """The same of any samples that began with their prompts: by groups, large ones by themselves."""
+        together: dict[tuple[int | None, int, int | None], list[tuple[Key, Fields]]] = {}
+        for fields in several:
+            index, metadata = fields["index"], fields["metadata"]
+            if index is not None and not metadata.get(_GREEDY):
+                attempt = int(metadata.get(ATTEMPT_KEY, 0))
+                at = (fields["group_index"], attempt, index if is_alone(fields) else None)
+                together.setdefault(at, []).append(((index, attempt, 0), fields))
+        return [self._finished(version, time, rollout, at[0], made) for at, made in together.items()]
+
+    def _finished(
+        self,
+        version: int | None,
+        time: float,
+        rollout: int,
+        group_index: int | None,
+        made: Sequence[tuple[Key, Fields]],
+    ) -> Finished:
         """Of samples that are kept in one piece, each with its key."""
         statuses: dict[str, list[int]] = {}
         rewards: dict[int, Any] = {}
@@ -193,11 +224,11 @@ class Ledger:
                 rewards[index] = reward
         kept: Callable[[], Kept] | None = None
         if self._keeps:
-            kept = functools.partial(_kept, made, self._version)
+            kept = functools.partial(_kept, made, version)
             # Whoever else has them in hand may still change them.
             if not self._private or any(fields["generate_function_path"] for _, fields in made):
                 kept = _given(kept())
-        about = (time.time(), self._rollout, group_index, made[0][0][1], self.settings)
+        about = (time, rollout, group_index, made[0][0][1], self.settings)
         return Finished(*about, statuses, rewards, kept)
 
     def _fanned_out(self, group_index: int | None, key: Key, siblings: Sequence[Sample]) -> Finished:
@@ -234,6 +265,7 @@ class Ledger:
     def begin(self, rollout_id: int, version: str | None) -> None:
         self._rollout = max(self._rollout, rollout_id)
         self._version = version_number(version)
+        self._sort = functools.partial(self._sort_private, self._version)
 
     def cut(self, rollout_id: int) -> None:
         """Everything until now belongs to this rollout or one before: its cursor is being taken."""
@@ -360,10 +392,8 @@ def _kept(made: Sequence[tuple[Key, Fields]], version: int | None) -> Kept:
     return Kept(keys, [columns_of([fields for _, fields in whole])] if whole else [])
 
 
-def _kept_alike(alike: Alike, version: int | None) -> Kept:
-    """The same of samples that have nothing of their own beside what all have."""
-    fields = [{**fields, "metadata": {}} for fields in alike.fields]
-    return _kept([((index, 0, 0), one) for index, one in zip(alike.indices, fields, strict=True)], version)
+def _kept_alike(alike: Alike, several: Sequence[Fields], version: int | None) -> Kept:
+    return _kept([((index, 0, 0), one) for index, one in zip(alike.indices, several, strict=True)], version)
 
 
 def _given(kept: Kept) -> Callable[[], Kept]:

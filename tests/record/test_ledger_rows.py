@@ -50,16 +50,20 @@ def test_finished_samples_of_an_unfinished_rollout_come_back_with_every_number(w
     assert ledger.recall(first) is None, "once"
 
 
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("traced", [(), (0,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("together", [False, True])  # then they are packed by columns
 @pytest.mark.parametrize("attached", [(), (1,), (0, 1, 2, 3)])
-def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached, together):
-    ledger = world.start()
+def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached, together, traced, private):
+    ledger = world.start(private=private)
     ledger.begin(0, "run:1")
     group = group_of(0, copies=4)
     ledger.issued([group], from_buffer=False)
     made = [finish(sample, reward=reward) for sample, reward in zip(group, (0.0, -0.0, 1, 0.3), strict=True)]
     for place in attached:
         made[place].notes = f"attached later, to {place}"
+    for place in traced:
+        made[place].trace = {"events": []}  # is in most, and is not kept
     made[2].non_generation_time, made[2].remove_sample, made[2].loss_mask = 0.5, True, [1, 0]
     made[3].version_spans, made[3].turn_rewards = [("run:1", 0, 1), ("run:2", 1, 2)], [(0, 2, 0.5)]
     if together:
@@ -70,6 +74,8 @@ def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached,
     ledger = world.start(any_version=True)
     ledger.begin(0, "run:1")
     found = [ledger.recall(sample) for sample in group]
+    for place in traced:
+        del made[place].trace
     assert [vars(sample) for sample in found] == [vars(sample) for sample in made]
     assert [str(sample.reward) for sample in found] == ["0.0", "-0.0", "1", "0.3"]
 
