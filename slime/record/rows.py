@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Sequence
 
 _MAX_VALUES = 900  # of one statement: older builds of SQLite take 999
+_FEW = 16  # rows, of what is left
 
 
 def insert_rows(
@@ -17,13 +18,14 @@ def insert_rows(
     rows: Sequence[Sequence[object]],
 ) -> None:
     """Adds rows that have a value for each of the columns."""
-    together = _MAX_VALUES // len(columns)
-    whole = len(rows) - len(rows) % together
-    for begin in range(0, whole, together):
-        values = list(itertools.chain.from_iterable(rows[begin : begin + together]))
-        connection.execute(_statement(table, tuple(columns), together), values)
-    if whole < len(rows):
-        connection.executemany(_statement(table, tuple(columns), 1), rows[whole:])
+    begin, names = 0, tuple(columns)
+    for together in (_MAX_VALUES // len(columns), _FEW):
+        while len(rows) - begin >= together:
+            values = list(itertools.chain.from_iterable(rows[begin : begin + together]))
+            connection.execute(_statement(table, names, together), values)
+            begin += together
+    if begin < len(rows):
+        connection.executemany(_statement(table, names, 1), rows[begin:])
 
 
 @functools.lru_cache(maxsize=64)

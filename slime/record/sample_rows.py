@@ -19,7 +19,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode  # `json.dump
 _FLOATS = frozenset({float})
 # Fields of a sample, and the columns that hold them as they are.
 _AS_THEY_ARE = {"index": "sample_index", "response_length": "num_tokens", "rollout_id": "execution"}
-_OTHERS = ("status", "response", "reward", "reward_failure")
+_OTHERS = ("status", "response", "reward_failure", "reward")
 _OF_GROUP = (
     "id", "rollout", "dataset", "group_index", "prompt", "prompt_hash", "label", "outcome", "reason",
     "spread",
@@ -27,10 +27,25 @@ _OF_GROUP = (
 _of_sample = operator.itemgetter(*Columns._fields, *_AS_THEY_ARE, *_OTHERS)
 
 
-def rewards_of(entries: Sequence[Entry], key: str | None) -> list[float | None]:
-    """One number for each sample, in their order; `key`: which one, where rewards have several parts."""
-    rewards: list[Any] = [sample.reward for entry in entries for sample in entry.samples]
-    return rewards if _FLOATS.issuperset(map(type, rewards)) else [_number(r, key) for r in rewards]
+class Answers:
+    """The answers of some groups by columns; of each, what is written is asked for once.
+
+    `key`: which number of a reward, where it has several parts.
+    """
+
+    def __init__(self, entries: Sequence[Entry], key: str | None):
+        self.entries = entries
+        self.samples = [sample for entry in entries for sample in entry.samples]
+        # All fields in one go: to ask each sample for each of them takes three times as long.
+        self.values = list(zip(*[_of_sample(sample.__dict__) for sample in self.samples], strict=True))
+        found = self.values[-1] if self.values else ()
+        plain = _FLOATS.issuperset(map(type, found))
+        self.rewards: Sequence[float | None] = found if plain else [_number(reward, key) for reward in found]
+
+    @property
+    def mean_reward(self) -> float | None:
+        known = self.rewards if None not in self.rewards else [r for r in self.rewards if r is not None]
+        return sum(known) / len(known) if known else None  # type: ignore[arg-type]
 
 
 def _number(reward: Any, key: str | None) -> float | None:
@@ -38,13 +53,11 @@ def _number(reward: Any, key: str | None) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def write_entries(
-    connection: sqlite3.Connection, rollout: int, entries: Sequence[Entry], rewards: Sequence[float | None]
-) -> None:
-    """Adds the groups of a rollout's row with their answers; `rewards`: one for each of these."""
+def write_answers(connection: sqlite3.Connection, rollout: int, answers: Answers) -> None:
+    """Adds the groups of a rollout's row with their answers."""
+    entries, samples, rewards = answers.entries, answers.samples, answers.rewards
     if not entries:
         return
-    samples = [sample for entry in entries for sample in entry.samples]
     counts = [len(entry.samples) for entry in entries]
     groups = _next_rows(connection, "groups", len(entries))
     rows = _next_rows(connection, "samples", len(samples))
@@ -58,10 +71,8 @@ def write_entries(
             for row, entry, (begin, end) in zip(groups, entries, itertools.pairwise(ends), strict=True)
         ],
     )
-    # All fields in one go: to ask each sample for each of them takes three times as long.
-    values = list(zip(*[_of_sample(sample.__dict__) for sample in samples], strict=True))
-    numbers, values = Columns(*values[: len(Columns._fields)]), values[len(Columns._fields) :]
-    *plain, status, response, reward, failure = values
+    numbers, values = Columns(*answers.values[: len(Columns._fields)]), answers.values[len(Columns._fields) :]
+    *plain, status, response, failure, reward = values
     columns: dict[str, Sequence[Any]] = {
         "id": rows,
         "group_row": list(itertools.chain.from_iterable(map(itertools.repeat, groups, counts))),

@@ -33,7 +33,7 @@ from slime.record.ledger_rows import (
     write_notes,
 )
 from slime.record.missed import Missed
-from slime.record.sample_rows import rewards_of, write_entries
+from slime.record.sample_rows import Answers, write_answers
 from slime.record.schema import create_or_open, forget_groups
 
 logger = logging.getLogger(__name__)
@@ -325,8 +325,7 @@ class RecordWriter:
 
     def _write(self, rollout: _Rollout) -> None:
         connection = self._connection
-        found = rewards_of(rollout.entries, rollout.reward_key)
-        rewards = [reward for reward in found if reward is not None]
+        answers = Answers(rollout.entries, rollout.reward_key)
         # With its groups and samples: a rollout that is made again after a resume replaces the first.
         key = (rollout.kind, rollout.rollout_id)
         before = connection.execute(
@@ -343,12 +342,12 @@ class RecordWriter:
                 rollout.time,
                 rollout.version,
                 len(rollout.entries),
-                len(found),
-                sum(rewards) / len(rewards) if rewards else None,
+                len(answers.samples),
+                answers.mean_reward,
             ),
         ).lastrowid
         assert row is not None
-        write_entries(connection, row, rollout.entries, found)
+        write_answers(connection, row, answers)
         self._missed.note(connection)
 
     def _prune(self) -> None:

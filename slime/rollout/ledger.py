@@ -366,7 +366,9 @@ def _group(group: Group) -> tuple[int, int] | None:
 
 def _indices(group: Group) -> str:
     """Of its samples, as JSON, which whole numbers are written as by Python."""
-    return str(sorted({int(sample.index) for sample in flatten_samples(group) if sample.index is not None}))
+    found = {sample.index: None for sample in flatten_samples(group)}
+    found.pop(None, None)
+    return str(sorted(map(int, found)))  # type: ignore[arg-type]
 
 
 def _key(entry: Entry) -> Key | None:
