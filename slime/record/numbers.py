@@ -193,11 +193,15 @@ def _numbers(data: bytes, at: int, kind: str, lengths: list[int]) -> tuple[list[
 
 
 def _masks_of(masks: Sequence[Any], lengths: Sequence[int]) -> list[Any] | int:
-    if _LISTS.issuperset(map(type, masks)) and tuple(map(len, masks)) == tuple(lengths):
-        flat = list(itertools.chain.from_iterable(masks))
-        if flat.count(1) == len(flat):  # of most
-            return _ALL_ONES
+    if _LISTS.issuperset(map(type, masks)) and list(masks) == list(map(_ones, lengths)):  # of most
+        return _ALL_ONES
     return [_mask(mask, length) for mask, length in zip(masks, lengths, strict=True)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _ones(count: int) -> list[int]:
+    """Not to be changed: most answers have one of few lengths."""
+    return [1] * count
 
 
 def _mask(mask: list[int] | None, length: int) -> list[int] | int | None:

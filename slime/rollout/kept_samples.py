@@ -82,15 +82,18 @@ def as_they_are(samples: Iterable[Sample]) -> list[dict[str, Any]]:
     are not copied here.
     """
     several = [sample.__dict__.copy() for sample in samples]
+    none: dict[str, Any] = {}
     for fields in several:
-        if metadata := fields["metadata"]:
-            flat = type(metadata) is dict and _UNCHANGING.issuperset(map(type, metadata.values()))
-            fields["metadata"] = metadata.copy() if flat else _own(metadata)
-        else:
-            fields["metadata"] = {}
-        if type(fields["reward"]) not in _UNCHANGING:
+        fields["metadata"] = _own_metadata(metadata) if (metadata := fields["metadata"]) else none
+    if not _UNCHANGING.issuperset([type(fields["reward"]) for fields in several]):
+        for fields in several:
             fields["reward"] = _own(fields["reward"])
     return several
+
+
+def _own_metadata(metadata: Any) -> Any:
+    flat = type(metadata) is dict and _UNCHANGING.issuperset(map(type, metadata.values()))
+    return metadata.copy() if flat else _own(metadata)
 
 
 def columns_of(several: Sequence[dict[str, Any]]) -> Columns:
