@@ -110,7 +110,7 @@ with warm_start.warm_starts(["the_program"], own=["json"]):
             assert begun.poll() is None, "it ended"
         begun.kill()
         assert begun.wait(100) == -9
-print(os.getpid(), warm_start._template)
+print(os.getpid(), warm_start._template, flush=True)  # what is not written yet would come behind the end
 """
 
 
