@@ -255,6 +255,7 @@ def test_the_cursor_holds_finished_groups_as_finished_and_those_in_flight_as_pro
     with FakeEngine() as engine:
         args = make_args(tmp_path, engine, num_rollout=3)
         output = rollout(args, resumed, 1)
+        stop_pool(resumed)
     assert set(ids(output)) <= set(states)
 
 
