@@ -399,3 +399,26 @@ def test_a_complete_batch_is_written_at_once_and_its_samples_are_not_packed(worl
 
     eventually(is_made)
     assert packed == []
+
+
+def test_a_batch_that_waits_for_the_next_is_written_also_if_that_never_comes(world, monkeypatch):
+    """And without the samples of the next one, which may still be complete soon."""
+    packed = []
+    monkeypatch.setattr(ledger_rows, "_kept_rows", lambda notes: packed.append(notes) or [])
+    ledger = world.start()
+    world.writer.flush()
+    world.writer._awaits_another = lambda latest: True  # as where the last two came shortly one after another
+    world.writer._gather_s = 10 * PATIENCE_S
+    world.make(0, [group_of(0)])
+    ledger.begin(1, "run:1")
+    ledger.issued([group_of(1)], from_buffer=False)
+    ledger.finished_from_prompt([finish(sample) for sample in group_of(1)])
+
+    def events():
+        with LedgerReader(world.path) as reader:
+            return [(row.event, row.rollout) for row in reader.events()]
+
+    eventually(lambda: ("made", 0) in events())
+    assert packed == [] and ("generated", 1) not in events()
+    world.writer.flush()
+    assert ("generated", 1) in events() and packed
