@@ -215,7 +215,7 @@ def compare(args: Any, port: int, options: argparse.Namespace) -> dict[str, Any]
     for number in range(options.rounds):
         order = list(sides) if number % 2 == 0 else list(reversed(sides))
         for side in order:
-            run(_flush(base))
+            run(flush_cache(base))
             rounds[side].append(sides[side]())
             done = rounds[side][-1]
             print(f"round {number + 1}: {side:17s} {done.tokens} tokens in {done.seconds:.2f} s, "
@@ -230,7 +230,7 @@ def compare(args: Any, port: int, options: argparse.Namespace) -> dict[str, Any]
     }
 
 
-async def _flush(base: str) -> None:
+async def flush_cache(base: str) -> None:
     """The last requests leave the engine a moment after they are answered."""
     for _ in range(40):
         with contextlib.suppress(http_utils.HttpError):
