@@ -123,16 +123,23 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(options.name)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(f"{folder} is there already; give another name.")
+            print(f"error: {folder} is there already; give another name.", file=sys.stderr)
+            return 2
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, options.model, with_generate=options.generate)
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {folder} cannot be made: {_why(folder, error)}; give another name.", file=sys.stderr)
         return 2
     agent = "generate.py, " if options.generate else ""
     print(f"made {folder}: prompts.jsonl, {agent}reward.py, test_reward.py, run.yaml")
     print(f"now:  slime train --config {shlex.quote(str(folder / 'run.yaml'))}")
     return 0
+
+
+def _why(folder: Path, error: OSError) -> str:
+    """Names the file that stands where a folder must be, if that is it."""
+    files = [path for path in folder.parents if path.is_file()]
+    return f"{files[0]} is a file" if files else error.strerror or str(error)
 
 
 def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:

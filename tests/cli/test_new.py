@@ -59,6 +59,15 @@ def test_a_folder_that_is_there_is_left_alone(task, capsys):
     assert "is there already" in capsys.readouterr().err and (task / "reward.py").read_text() == before
 
 
+def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["new", f"{tmp_path}/file/deep/x"]) == 2
+    why = f"{tmp_path}/file/deep/x cannot be made: {tmp_path}/file is a file; give another name."
+    assert why in capsys.readouterr().err
+    assert main(["new", f"{tmp_path}/{'x' * 300}"]) == 2
+    assert "x cannot be made: File name too long; give another name." in capsys.readouterr().err
+
+
 def assert_told(lines: list[str]) -> None:
     """Panels with whole frames, the parts of the start, one live line, samples, and no log lines."""
     text = "\n".join(lines)
