@@ -15,6 +15,7 @@ from slime.agent.tools import McpServer, ToolServerDied, ToolSet
 
 SERVER = '''
 import os, sys
+import uvicorn
 from mcp.server import MCPServer
 
 server = MCPServer("numbers")
@@ -39,7 +40,7 @@ def die() -> str:
 
 
 if len(sys.argv) > 1:
-    server.run(transport="streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    uvicorn.run(server.streamable_http_app(), fd=int(sys.argv[1]))
 else:
     server.run()
 '''
@@ -96,24 +97,12 @@ def test_a_program_that_is_no_server_is_named_with_what_it_said(tmp_path):
 
 
 def test_an_address_is_a_tool_set(command):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = subprocess.Popen([*command, str(port)], stderr=subprocess.DEVNULL)
-
-    async def inner():
-        async with asyncio.timeout(LONG_S):
-            while True:
-                try:
-                    _, writer = await asyncio.open_connection("127.0.0.1", port)
-                    writer.close()
-                    break
-                except OSError:
-                    await asyncio.sleep(0.05)
-        async with McpServer(f"http://127.0.0.1:{port}/mcp") as started:
-            await try_tools(ToolSet(started.tools))
-
+    """The server is given a socket that listens already: its port was never free for another to take."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        fd, port = listening.fileno(), listening.getsockname()[1]
+        server = subprocess.Popen([*command, str(fd)], pass_fds=[fd], stderr=subprocess.DEVNULL)
     try:
-        asyncio.run(inner())
+        in_server(f"http://127.0.0.1:{port}/mcp", try_tools)
     finally:
         server.kill()
         server.wait()
