@@ -10,12 +10,12 @@ import json
 import os
 import re
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import run_script
 
 ROOT = Path(__file__).parents[2]
 # Held-out scores, most before and least after: far above the start and below what was seen.
@@ -48,7 +48,8 @@ def run_example(name, folder, **more):
     environment = {**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(folder), **more}
     wall, cpu = time.monotonic(), cpu_seconds()
     with open(folder / "told.txt", "w+") as out:
-        subprocess.run([ROOT / "examples" / name / "run.sh"], env=environment, stdout=out, check=True)
+        code = run_script([ROOT / "examples" / name / "run.sh"], env=environment, stdout=out)
+        assert code == 0, f"examples/{name}/run.sh ended with {code}"
         out.seek(0)
         took = {"wall_s": round(time.monotonic() - wall), "cpu_s": round(cpu_seconds() - cpu)}
         return out.read(), {**took, "load": round(os.getloadavg()[0], 1)}
