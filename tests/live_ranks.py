@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import PATIENCE_S
+
 from slime.utils.http_utils import hold_port
 
 SCRIPT = Path(__file__).with_name("live_rank.py")
 
 
-def push_from_ranks(world: int, job: dict, timeout_s: float = 120.0) -> list[dict]:
+def push_from_ranks(world: int, job: dict, timeout_s: float = PATIENCE_S) -> list[dict]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with hold_port("127.0.0.1") as held:
         port = held.getsockname()[1]

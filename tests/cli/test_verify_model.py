@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from verify_model_mistakes import change_one_weight, never_finish, swap_gate_and_up
 
 from slime.cli.verify_model import main, shrink, verify
@@ -28,7 +29,9 @@ def config_folder(path, kind="qwen3", **changes) -> str:
 
 
 def options(model: str, **changes) -> SimpleNamespace:
-    values = dict(layers=2, full_width=False, layouts="single", engine=None, tolerance=1e-4, deadline_s=300.0)
+    values = dict(
+        layers=2, full_width=False, layouts="single", engine=None, tolerance=1e-4, deadline_s=PATIENCE_S
+    )
     return SimpleNamespace(hf_checkpoint=model, **(values | changes))
 
 
@@ -194,7 +197,6 @@ def test_missing_numbers_never_agree():
 @pytest.mark.slow
 @pytest.mark.megatron
 @needs_megatron
-@pytest.mark.timeout(900)
 def test_sound_model_agrees_under_every_layout(tmp_path, capsys):
     model = config_folder(tmp_path / "config")
     assert verify(options(model, layouts="tp2,pp2", engine="embedded"), tmp_path) == 0
@@ -216,7 +218,6 @@ FAMILIES = {
 @pytest.mark.slow
 @pytest.mark.megatron
 @needs_megatron
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_agrees_from_its_config_alone(tmp_path, capsys, kind):
     model = config_folder(tmp_path / "config", kind, **FAMILIES[kind])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from loop_helpers import make_world, metrics, series, start_train, wait_for
-from patience import eventually
+from patience import PATIENCE_S, eventually
 
 from slime.dashboard import sample_pages
 from slime.dashboard.run_folder import open_runs
@@ -13,8 +13,7 @@ from slime.record.actions import ask
 from slime.record.additions import read_advantage
 from slime.utils.files.step_folders import step_path
 
-PATIENCE_S = 240
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # real runs
+pytestmark = pytest.mark.slow  # real runs
 
 
 @pytest.fixture(scope="module")

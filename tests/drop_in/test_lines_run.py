@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_families import make_checkpoint
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 SIZES = {

@@ -54,7 +54,6 @@ def test_one_stage_pushes_to_two_engines_and_nothing_listens_beyond_this_machine
 
 @pytest.mark.megatron
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_stages_push_to_one_engine(tmp_path):
     pytest.importorskip("megatron.core")
     world = make_world(tmp_path)

@@ -24,7 +24,6 @@ def test_the_pool_stays_within_its_bound_and_a_resumed_run_loses_and_repeats_not
         "save": world / "ckpt",
         "save_interval": 2,
         "save_debug_rollout_data": dump,
-        "timeout": 400,
     }
     run_train(world, "first", num_rollout=4, **common)
     run_train(world, "second", num_rollout=6, load=world / "ckpt", **common)

@@ -7,7 +7,7 @@ from loop_helpers import make_world, run_train, series
 
 pytest.importorskip("megatron.core")
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 LAYOUT = dict(train_backend="megatron", tensor_model_parallel_size=2, actor_num_gpus_per_node=2)
 

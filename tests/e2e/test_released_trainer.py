@@ -6,7 +6,6 @@ from loop_helpers import make_world, run_train, series
 
 from slime.utils.files.step_folders import step_folders
 
-pytestmark = pytest.mark.timeout(900)
 SAME = ("train/loss", "train/grad_norm", "train/lr-pg_0", "rollout/raw_reward", "rollout/weight_version")
 
 

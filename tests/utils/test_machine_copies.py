@@ -2,7 +2,6 @@
 
 import shutil
 
-import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from patience import PATIENCE_S
@@ -44,7 +43,6 @@ def write_and_lose(rank, folder, port, answers):
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(600)
 def test_a_lost_machine_and_a_damaged_file_are_made_good_by_the_others(tmp_path):
     context = mp.get_context("spawn")
     answers = context.Queue()

@@ -6,7 +6,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_helpers import GRPO, in_processes, make_family, megatron_args, train
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.megatron
 
 SOURCE = """
 seen = []

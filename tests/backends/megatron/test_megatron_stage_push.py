@@ -22,7 +22,7 @@ from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
 from slime.wire.control import EngineControl
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.megatron
 
 TWO = {
     "plain pp2": dict(pp=2),
