@@ -27,7 +27,7 @@ def world(tmp_path_factory):
     return world
 
 
-def lose_a_machine(world, run, monkeypatch, then=lambda cluster: None, **changes):
+def lose_a_machine(world, run, monkeypatch, then=lambda cluster, pid: None, **changes):
     """Runs to the end, with the second machine gone after the first step; what it said."""
     with ray_cluster() as (cluster, second):
         monkeypatch.setitem(os.environ, "RAY_ADDRESS", cluster.address)
@@ -36,7 +36,7 @@ def lose_a_machine(world, run, monkeypatch, then=lambda cluster: None, **changes
         try:
             wait_for(lambda: series(world, run, "train/loss"), process, PATIENCE_S * 4)
             cluster.remove_node(second, allow_graceful=False)
-            then(cluster)
+            then(cluster, process.pid)
             code = process.wait(PATIENCE_S * 8)
         finally:
             process.kill()
@@ -59,8 +59,8 @@ def test_an_elastic_trainer_goes_on_with_the_rank_that_is_left(world, monkeypatc
 
 
 def test_copies_in_the_memory_of_the_machine_that_is_left_cost_one_step(world, monkeypatch):
-    def forget(cluster):
-        for folder in shm.FOLDER.glob("slime-*-state-?-1"):  # the second machine's memory went with it
+    def forget(cluster, pid):
+        for folder in shm.FOLDER.glob(f"slime-{pid}-*-state-?-1"):  # the second machine's memory went with it
             if (folder / "trainer.json").exists() or list(folder.glob("*.distcp")):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -72,7 +72,7 @@ def test_copies_in_the_memory_of_the_machine_that_is_left_cost_one_step(world, m
 
 
 def test_a_machine_that_joins_takes_the_place_of_the_lost_one(world, monkeypatch):
-    def join(cluster):
+    def join(cluster, pid):
         cluster.add_node(num_cpus=1, num_gpus=0, node_ip_address=THIRD_HOST)
 
     code, said = lose_a_machine(world, "joined", monkeypatch, join)
