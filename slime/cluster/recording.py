@@ -29,6 +29,7 @@ class Recording:
         self._reward_key = args.reward_key
         self._eval_reward_key = args.eval_reward_key or args.reward_key
         self._file = run.run_dir / RECORD_FILE
+        self._answered: set[int] = set()  # rows of actions whose answers are written, or soon will be
         self._pieces: PieceBook | None = None  # None: tokens are recorded without their text
         if args.hf_checkpoint is not None:
             tokenizer = args.hf_checkpoint
@@ -113,17 +114,22 @@ class Recording:
             self.writer.submit("spans and advantages", write)
 
     def actions(self, state: str | None = None) -> list[ActionRow]:
-        """Those that were asked for, oldest first; none where the record cannot be read just now."""
+        """Those that were asked for, oldest first; none where the record cannot be read just now.
+
+        One whose answer is on its way to the file is open there still, and would be done a second time.
+        """
         if self.writer is None:
             return []
         try:
             with contextlib.closing(open_for_reading(self._file)) as connection:
-                return read_actions(connection, state)
+                rows = read_actions(connection, state)
         except (RecordError, sqlite3.Error):
             return []
+        return [row for row in rows if row.state != ASKED or row.id not in self._answered]
 
     def answer(self, row: int, state: str, rollout_id: int, text: str) -> None:
         if self.writer is not None:
+            self._answered.add(row)
             self.writer.submit("an answer", lambda c: write_answer(c, row, state, rollout_id, text))
 
     def _refuse_open(self, why: str) -> None:
