@@ -55,7 +55,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         help="tokens of prompt + answer",
     )
     parser.add_argument("--concurrency", type=int, default=256)
-    parser.add_argument("--waves", type=int, default=2, help="requests of a round, times those at a time")
+    parser.add_argument("--waves", type=int, default=1, help="requests of a round, times those at a time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--for-bf16", type=shlex.split, default=[], help="flags of that server alone")
     parser.add_argument("--for-fp8", type=shlex.split, default=[], help="flags of that server alone")
@@ -97,6 +97,17 @@ def make_payloads(load: Load, count: int, vocab_size: int) -> list[dict[str, Any
     ]
 
 
+def warm_up(kind: str, url: str, options: argparse.Namespace, vocab_size: int) -> None:
+    """Requests until a round is no faster than the one before: kernels are compiled at first use."""
+    payloads, rates = make_payloads(options.loads[0], options.concurrency, vocab_size), [0.0]
+    for _ in range(5):
+        run(flush_cache(url))
+        rates.append(bare_round(f"{url}/generate", payloads, options.concurrency).rate)
+        if rates[-1] < 1.05 * rates[-2]:
+            break
+    print(f"{kind} is ready, after rounds of " + ", ".join(f"{r:.0f}" for r in rates[1:]), flush=True)
+
+
 def compare(urls: dict[str, str], load: Load, options: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
     payloads = make_payloads(load, options.waves * options.concurrency, vocab_size)
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -122,9 +133,7 @@ def main() -> int:
         for kind in KINDS:
             args = parse_args(flags_of(kind, options, model, folder, extra))
             urls[kind] = f"http://127.0.0.1:{servers.enter_context(serving(args))}"
-            warm_up = make_payloads(Load(64, 32), options.concurrency, vocab_size)
-            bare_round(f"{urls[kind]}/generate", warm_up, options.concurrency)
-            print(f"{kind} is ready", flush=True)
+            warm_up(kind, urls[kind], options, vocab_size)
         results = [compare(urls, load, options, vocab_size) for load in options.loads]
     for result in results:
         medians = ", ".join(f"{kind} {statistics.median(result['rates'][kind]):.0f}" for kind in KINDS)
