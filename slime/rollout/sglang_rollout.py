@@ -5,6 +5,7 @@ call and replace these names, so each is looked up in this module when it is use
 """
 
 import asyncio
+import copy
 import functools
 import inspect
 import logging
@@ -174,6 +175,7 @@ async def _call_function(
     args: PluginArgs, path: str, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Entry:
     function, kept = load_function(path), (PromptError, EpisodeEnded)
+    source = copy.copy(sample)  # the function may change its numbers
     options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     try:
         with (
@@ -185,7 +187,7 @@ async def _call_function(
             result = await loop_watch.run(f"{CUSTOM_GENERATE} {path}", call)
     except EpisodeEnded as ended:
         return without_a_score(path, sample, ended)
-    made = check_returned(path, sample, result)
+    made = check_returned(path, source, result)
     for one in flatten_samples([made]):
         name_versions(one, requests.versions)
         requests.check_nucleus(one)

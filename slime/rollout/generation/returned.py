@@ -6,9 +6,10 @@ from slime.rollout.prompt_groups import Entry, describe_fully, without_response
 from slime.utils.errors import EpisodeEnded
 from slime.utils.plugin_errors import wrong_return
 from slime.utils.reward_failure import infra_error
-from slime.utils.types import Sample
+from slime.utils.types import Sample, SampleStatus
 
 CUSTOM_GENERATE = "--custom-generate-function-path"
+_LISTS = ("tokens", "loss_mask", "rollout_log_probs")
 
 
 def check_returned(path: str, source: Sample, result: Any) -> Entry:
@@ -35,7 +36,39 @@ def check_sample(path: str, source: Sample, result: Any) -> Sample:
     if not isinstance(result, Sample):
         complaint = f"returned {type(result).__name__}; return a Sample or a list of them."
         wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
+    if not isinstance(result.status, Sample.Status):
+        result.status = _status_of(path, source, result.status)
+    if not isinstance(result.reward, (int, float, dict, type(None))):
+        result.reward = _reward_of(path, source, result.reward)
+    for name in _LISTS:
+        values = getattr(result, name)
+        if values is not None and type(values) is not list:  # an array, a tensor, a tuple
+            setattr(result, name, values.tolist() if hasattr(values, "tolist") else list(values))
+    result.metadata = {} if result.metadata is None else result.metadata
+    result.response = "" if result.response is None else result.response
+    # A new Sample stands for the one that the function got: the ledger knows it by these numbers.
+    result.group_index = source.group_index if result.group_index is None else result.group_index
+    result.index = source.index if result.index is None else result.index
+    result.version_spans = [(version, begin, end) for version, begin, end in result.version_spans]
     return result
+
+
+def _status_of(path: str, source: Sample, value: Any) -> SampleStatus:
+    """The status whose name it is, as in a sample that was read from JSON."""
+    names = [status.value for status in Sample.Status]
+    if value not in names:
+        complaint = f"returned a sample with status {value!r}; use Sample.Status: {', '.join(names)}."
+        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
+    return Sample.Status(value)
+
+
+def _reward_of(path: str, source: Sample, value: Any) -> float:
+    """The number in an array or a tensor of one."""
+    try:
+        return float(value.item())
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        complaint = f"returned a sample whose reward is {value!r:.80}; give it a number, or a dict with one."
+        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
 
 
 def check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Sample]:
@@ -46,8 +79,6 @@ def check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Sampl
         )
     for sample in result:
         check_sample(path, source, sample)
-        sample.group_index = source.group_index if sample.group_index is None else sample.group_index
-        sample.index = source.index if sample.index is None else sample.index
     if all(sample.rollout_id is None for sample in result):
         for sample in result:
             sample.rollout_id = source.index
