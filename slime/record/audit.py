@@ -15,6 +15,7 @@ from pathlib import Path
 from slime.record.ledger_rows import LedgerReader, LedgerRow
 from slime.record.missed import EVENTS, missed_steps
 from slime.record.reader import Record, Select
+from slime.record.schema import RecordError, unusable
 from slime.utils.types import version_number
 
 _MOST = 1_000_000_000
@@ -39,6 +40,15 @@ class Audit:
 
 def audit(path: Path, *, finished: bool) -> Audit:
     """`finished`: the run came to its end, so that no group may still be on its way."""
+    try:
+        return _audit(path, finished)
+    except RecordError:
+        raise
+    except (ValueError, TypeError) as error:  # a row holds what nobody wrote there
+        raise unusable(path, "read", error) from error
+
+
+def _audit(path: Path, finished: bool) -> Audit:
     with LedgerReader(path) as reader:
         rows, missed, noted = reader.events(), reader.meta(EVENTS), missed_steps(reader.meta)
     found = Audit(num_events=len(rows), num_starts=len({row.start for row in rows}))

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from slime.record import plain_bytes
+from slime.record.any_json import any_json, plain_or_text
 from slime.record.rows import insert_rows
-from slime.record.schema import RecordError, open_for_reading
+from slime.record.schema import READ_ERRORS, open_for_reading, unusable
 from slime.record.tables import pack_columns, unpack_table
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ Event = Literal[
     "consumed", "committed", "evaluated", "resumed",
 ]  # fmt: skip
 _INTS = {int}
-_as_json = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
+_as_json = json.JSONEncoder(default=plain_or_text).encode  # `json.dumps` makes one for each call
 # After these the disk is asked to have everything, where --record-sync is "step".
 MILESTONES = frozenset({"made", "consumed", "committed", "resumed"})
 
@@ -198,7 +199,7 @@ def _write_finished(
             rewards = {index: reward for note in notes for index, reward in note.rewards.items()}
         rows.append((time, start, "generated", *about, _statuses_text(ended)))
         if rewards:
-            rows.append((time, start, "scored", *about, _as_json(rewards)))
+            rows.append((time, start, "scored", *about, any_json(_as_json, rewards)))
         if group not in forgotten:
             kept += _kept_rows(notes)
     if kept:
@@ -279,9 +280,9 @@ class LedgerReader:
         except sqlite3.OperationalError as error:
             if "no such table" in str(error):  # schema 1
                 return []
-            raise RecordError(f"{self._path} cannot be read: {error}.") from error
-        except sqlite3.Error as error:
-            raise RecordError(f"{self._path} cannot be read: {error}.") from error
+            raise unusable(self._path, "read", error) from error
+        except READ_ERRORS as error:
+            raise unusable(self._path, "read", error) from error
 
     def meta(self, key: str) -> str | None:
         rows = self._ask("SELECT value FROM meta WHERE key = ?", (key,))
@@ -318,11 +319,14 @@ class LedgerReader:
         rows = self._ask(
             "SELECT keys, payload FROM ledger_finished WHERE settings = ? ORDER BY id", (settings,)
         )
-        return {
-            (index, attempt, started): FinishedEntry(version, payload, place if len(keys) > 1 else None)
-            for keys, payload in ((json.loads(text), payload) for text, payload in rows)
-            for place, (index, attempt, started, version) in enumerate(keys)
-        }
+        try:
+            return {
+                (index, attempt, started): FinishedEntry(version, payload, place if len(keys) > 1 else None)
+                for keys, payload in ((json.loads(text), payload) for text, payload in rows)
+                for place, (index, attempt, started, version) in enumerate(keys)
+            }
+        except (ValueError, TypeError) as error:
+            raise unusable(self._path, "read", error) from error
 
     def is_evaluated(self, rollout_id: int) -> bool:
         rows = self._ask(
@@ -347,8 +351,9 @@ def _packed(value: object, name: str) -> bytes | None:
     """The bytes of a value; None where it holds something that no file can, so that it is made again."""
     try:
         return plain_bytes.dumps(value)
-    except plain_bytes.ForeignValue as error:
-        logger.info("%s holds %s: it is not kept, and made again after a crash", name, error)
+    except (plain_bytes.ForeignValue, RecursionError) as error:
+        what = "what holds itself" if isinstance(error, RecursionError) else error
+        logger.info("%s holds %s: it is not kept, and made again after a crash", name, what)
         return None
 
 

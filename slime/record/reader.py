@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from slime.record.entries import prompt_hash
 from slime.record.numbers import TokenReader, Tokens
-from slime.record.schema import RECORD_FILE, RecordError, open_for_reading
+from slime.record.schema import READ_ERRORS, RECORD_FILE, open_for_reading, unusable
 
 _COLUMNS = (
     "r.kind, r.rollout_id, g.dataset, g.group_index, g.prompt, g.label, g.outcome, g.reason, "
@@ -93,8 +93,14 @@ class Record:
     def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         try:
             return self._connection.execute(query, [_within(value) for value in values]).fetchall()
-        except sqlite3.Error as error:  # a damaged file, found only now
-            raise RecordError(f"{self._path} cannot be read: {error}.") from error
+        except READ_ERRORS as error:  # a damaged file, found only now
+            raise unusable(self._path, "read", error) from error
+
+    def _ask_answers(self, query: str, values: Sequence[object]) -> list[Answer]:
+        try:
+            return [_answer(row) for row in self._ask(query, values)]
+        except json.JSONDecodeError as error:
+            raise unusable(self._path, "read", error) from error
 
     def rollouts(self, since: float = 0.0) -> list[RolloutRow]:
         """Every rollout and evaluation that ended after a time, oldest first."""
@@ -123,14 +129,14 @@ class Record:
             "best": "s.reward DESC, s.id",
         }[select.order]
         query = f"SELECT {_COLUMNS} FROM {_JOINED} WHERE {where} ORDER BY {order} LIMIT ?"
-        return [_answer(row) for row in self._ask(query, (*values, select.limit))]
+        return self._ask_answers(query, (*values, select.limit))
 
     def tokens(self, row: int) -> Tokens:
         """The tokens of the answer whose `row` this is."""
         try:
             return self._numbers.read(row)
-        except (sqlite3.Error, ValueError) as error:
-            raise RecordError(f"{self._path} cannot be read: {error}.") from error
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            raise unusable(self._path, "read", error) from error
 
     def prompts_of_both(self, kind: str, early: int, late: int, limit: int) -> list[str]:
         """Prompts that two rollouts (or evaluations) have in common, in the order of the first."""
@@ -150,7 +156,7 @@ class Record:
             f"SELECT {_COLUMNS} FROM {_JOINED} WHERE r.kind = ? AND r.rollout_id = ? AND g.prompt_hash = ? "
             "ORDER BY s.sample_index"
         )
-        return [_answer(row) for row in self._ask(query, (kind, rollout_id, prompt_hash(prompt)))]
+        return self._ask_answers(query, (kind, rollout_id, prompt_hash(prompt)))
 
     def why_no_step(self, step: int) -> str:
         """Why there are no samples of a training step: they were removed, or it was never made."""

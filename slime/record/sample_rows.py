@@ -9,13 +9,17 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from slime.record.any_json import any_json, plain_or_text
 from slime.record.entries import Entry, prompt_hash, prompt_text
 from slime.record.numbers import Columns, pack_alone, pack_groups
 from slime.record.rows import insert_rows
 from slime.record.schema import MANY_SAMPLES, index_orders
 from slime.utils.reward_failure import RewardFailure
 
-_encode = json.JSONEncoder(ensure_ascii=False, default=str).encode  # `json.dumps` makes one for each call
+# `json.dumps` makes one for each call.
+_encode = json.JSONEncoder(ensure_ascii=False, default=plain_or_text).encode
 _FLOATS = frozenset({float})
 # Fields of a sample, and the columns that hold them as they are.
 _AS_THEY_ARE = {"index": "sample_index", "response_length": "num_tokens", "rollout_id": "execution"}
@@ -50,7 +54,10 @@ class Answers:
 
 def _number(reward: Any, key: str | None) -> float | None:
     value = reward.get(key) if isinstance(reward, dict) and key else reward
-    return float(value) if isinstance(value, (int, float)) else None
+    try:
+        return float(value) if isinstance(value, (int, float, np.generic)) else None
+    except (ValueError, TypeError, OverflowError):  # a text of numpy, a whole number beyond all floats
+        return None
 
 
 def write_answers(connection: sqlite3.Connection, rollout: int, answers: Answers) -> None:
@@ -134,4 +141,4 @@ def _text(value: str) -> str:
 
 
 def _json(value: object) -> str:
-    return _text(_encode(value))
+    return _text(any_json(_encode, value))

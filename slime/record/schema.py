@@ -27,10 +27,14 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+import numpy as np
+
 RECORD_FILE = "record.db"
 SCHEMA_NUMBER = 4
 _READABLE = ("1", "2", "3", "4")  # what a file of an earlier schema lacks is empty
 _BUSY_S = 30.0  # how long a statement waits for another process's lock
+# What reading a file raises; the last where its tables have names that are no text any more.
+READ_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -173,6 +177,7 @@ class RecordError(ValueError):
 def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
     """Open it for the one writer. A file of another run or schema is a RecordError, and is never changed."""
     refuse_foreign(path, run_id)
+    _know_numpy()
     connection = _connect(f"{path.resolve().as_uri()}?mode=rwc", path)
     try:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
@@ -195,13 +200,22 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
                     connection.execute(f"DELETE FROM {table}")
                 connection.execute("DELETE FROM meta WHERE key LIKE 'missed%'")
                 connection.execute("INSERT OR REPLACE INTO meta VALUES ('run', ?)", (run_id,))
-    except sqlite3.Error as error:
+    except READ_ERRORS as error:
         connection.close()
-        raise _unusable(path, "written", error) from error
+        raise unusable(path, "written", error) from error
     except RecordError:
         connection.close()
         raise
     return connection
+
+
+def _know_numpy() -> None:
+    """Numbers of numpy, by which users' data sources may count, are numbers: SQLite takes them for bytes."""
+    for kind in np.sctypeDict.values():
+        if issubclass(kind, (np.integer, np.bool_)):
+            sqlite3.register_adapter(kind, int)
+        elif issubclass(kind, np.floating):
+            sqlite3.register_adapter(kind, float)
 
 
 def index_orders(connection: sqlite3.Connection) -> None:
@@ -239,8 +253,8 @@ def refuse_foreign(path: Path, run_id: str) -> None:
         _check_owner(connection, path, run_id)
     except sqlite3.OperationalError:  # told by whoever opens it for writing
         pass
-    except sqlite3.Error as error:
-        raise _unusable(path, "written", error) from error
+    except READ_ERRORS as error:
+        raise unusable(path, "written", error) from error
     finally:
         connection.close()
 
@@ -277,16 +291,16 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
             connection.close()
             connection = _connect(f"{uri}?mode=ro&immutable=1", path)
             _check_schema(connection, path)
-    except sqlite3.Error as error:
+    except READ_ERRORS as error:
         connection.close()
-        raise _unusable(path, "read", error) from error
+        raise unusable(path, "read", error) from error
     except RecordError:
         connection.close()
         raise
     return connection
 
 
-def _unusable(path: Path, what: str, error: sqlite3.Error) -> RecordError:
+def unusable(path: Path, what: str, error: Exception) -> RecordError:
     """Also says what can be done about a file that is damaged."""
     damaged = not isinstance(error, sqlite3.OperationalError)
     fix = (
@@ -304,7 +318,7 @@ def open_for_asking(path: Path) -> sqlite3.Connection:
     try:
         if _check_schema(connection, path) == "1":
             raise RecordError(f"{path} was written by an older version of slime, which takes no actions.")
-    except (sqlite3.Error, RecordError) as error:
+    except (*READ_ERRORS, RecordError) as error:
         connection.close()
         if isinstance(error, RecordError):
             raise

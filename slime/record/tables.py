@@ -37,15 +37,15 @@ def pack_table(rows: list[dict[str, Any]]) -> bytes | None:
 def pack_columns(values_of: dict[str, list[Any]], count: int) -> bytes | None:
     """The same of what is given by names: the values of all rows for each."""
     columns, blobs = [], []
-    for values in values_of.values():
-        column, blob = _pack_column(values)
-        if column is None:
-            return None
-        columns.append(column)
-        blobs.append(blob)
     try:
+        for values in values_of.values():
+            column, blob = _pack_column(values)
+            if column is None:
+                return None
+            columns.append(column)
+            blobs.append(blob)
         text = _as_json({"names": list(values_of), "count": count, "columns": columns})
-    except (ValueError, RecursionError):  # an integer of thousands of digits; half of a surrogate pair is one
+    except (ValueError, RecursionError):  # an integer of thousands of digits; what holds itself
         return None
     header = text.encode("utf-8", "surrogatepass")
     return b"".join((struct.pack("<I", len(header)), header, *blobs))

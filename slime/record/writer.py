@@ -4,9 +4,9 @@ What waits together is one transaction: transactions cost more than most of what
 waits 50 ms for the others, or up to a second where writing takes long; a batch that is complete is written as
 soon as the trainer has it, and the finished samples it is made of, if they were still waiting, not at all.
 Batches that come several a second are written together, as many as a second has. The run waits for the disk
-only when several rollouts are waiting already. A write that fails (a full disk) is
-tried once more by its parts; the first of each kind that fails is told, and the run goes on; how many could
-not be written is noted in the file once it can be again.
+only when several rollouts are waiting already. A write that fails (a full disk) is tried once more by its
+parts, and events one by one where it is not the disk; the first of each kind that fails is told, and the run
+goes on; how many could not be written is noted in the file once it can be again.
 """
 
 from __future__ import annotations
@@ -256,11 +256,12 @@ class RecordWriter:
             self._connection.rollback()
             if self._waits_for_lock(error):
                 self._write_parts(parts)
-            elif len(parts) == 1:
+                return
+            smaller = parts if len(parts) > 1 else _single_events(parts[0], error)
+            if not smaller:
                 self._tell_missed(parts[0], error)
-            else:
-                for part in parts:
-                    self._write_parts([part])
+            for part in smaller:
+                self._write_parts([part])
             return
         self._locked_since = None
         if any(isinstance(part, _Rollout) for part in parts):
@@ -393,3 +394,10 @@ class RecordWriter:
 
     def _pragma(self, name: str) -> int:
         return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def _single_events(part: _Part, error: Exception) -> list[_Part]:
+    """Each of several events by itself, where one holds what cannot be written; none: it is the disk."""
+    if isinstance(part, list) and len(part) > 1 and not isinstance(error, sqlite3.OperationalError):
+        return [[note] for note in part]
+    return []

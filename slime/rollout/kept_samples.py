@@ -18,6 +18,7 @@ from slime.utils.types import Sample
 _FEW_TOKENS = 100
 _NOT_KEPT = frozenset({"multimodal_inputs", "trace"})
 _UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
+_COMPARED = _UNCHANGING | {list, dict}  # arrays are compared entry by entry
 _encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
 # The fields of a sample by what they hold: of most samples, most are as in a new one.
 _NEW = vars(Sample())
@@ -58,6 +59,7 @@ def find_alike(several: Sequence[dict[str, Any]]) -> Alike | None:
     if (
         groups.count(groups[0]) == statuses.count(statuses[0]) == len(several)
         and not (any(metadata) or any(failures) or None in indices)
+        and _COMPARED.issuperset(map(type, rewards))
         and max(map(len, tokens)) <= _FEW_TOKENS
         and max(map(len, several)) <= _NUM_FIELDS + all(["trace" in fields for fields in several])
     ):
@@ -151,13 +153,20 @@ def _is_flat(value: Any) -> bool:
 
 def _own(value: Any) -> Any:
     """The same value, which nobody else changes; what no file can hold stays as it is."""
+    try:
+        return _copied(value)
+    except RecursionError:  # it holds itself
+        return value
+
+
+def _copied(value: Any) -> Any:
     kind = type(value)
     if kind in _UNCHANGING:
         return value
     if kind is list or kind is tuple or kind is set:
-        return kind(map(_own, value))
+        return kind(map(_copied, value))
     if kind is dict:
-        return {key: _own(item) for key, item in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
         return value.copy()
     return value.detach().clone() if kind.__module__ == "torch" and hasattr(value, "detach") else value

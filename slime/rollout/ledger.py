@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slime.record.any_json import any_json, plain_or_text
 from slime.record.ledger_rows import (
     Event,
     Finished,
@@ -38,14 +39,22 @@ from slime.rollout.kept_samples import (
     is_alone,
     is_whole,
 )
-from slime.rollout.prompt_groups import ATTEMPT_KEY, Entry, Group, attempt_of, is_finished
+from slime.rollout.prompt_groups import (
+    ATTEMPT_KEY,
+    Entry,
+    Group,
+    attempt_of,
+    describe,
+    first_sample,
+    is_finished,
+)
 from slime.utils.types import Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)
 
 Fields = dict[str, Any]  # of a sample, by their names
 Key = tuple[int, int, int]  # sample index, attempt, response tokens at the start
-_encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
+_encode = json.JSONEncoder(default=plain_or_text).encode  # `json.dumps` makes one for each call
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
 
 
@@ -73,10 +82,10 @@ class Ledger:
         self._rollout = 0  # that events belong to
         self._version: int | None = None  # of the engines when it began
         self._sort = functools.partial(self._sort_private, None)
-        self._open: dict[int, int] = {}  # groups handed out and not decided -> attempt
+        self._open: dict[int, Group] = {}  # groups handed out and not decided
         self._decided: list[int] = []  # since the last cut
         self._cut: dict[int, list[int]] = {}  # rollout -> groups decided in it, until its batch is kept
-        self._kept: set[int] = set()  # since the last cut
+        self._kept: dict[int, Group] = {}  # since the last cut
         self._last_commits: list[int] = []
 
     def _note(
@@ -107,25 +116,39 @@ class Ledger:
         self._issued(groups, "buffer" if from_buffer else "new")
 
     def _issued(self, groups: Sequence[Group], source: str) -> None:
-        found = _groups(groups)
-        self._open.update(found)
-        self._tell([self._of_group("issued", group, source) for group in found])
+        found = [(at, group) for group in groups if (at := _group(group)) is not None]
+        self._open.update([(at[0], group) for at, group in found])
+        self._tell([self._of_group("issued", at, source) for at, _ in found])
 
     def returned(self, groups: Sequence[Group]) -> None:
-        found = _groups(groups)
+        found = [at for at, _ in self._as_issued(groups)]
         self._decide(found)
         self._tell([self._of_group("returned", group) for group in found])
 
     def consumed(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
-        found = _groups(groups)
-        self._decide(found)
+        found = self._as_issued(groups)
+        self._decide([at for at, _ in found])
         if outcome == "trained":
-            self._kept.update(index for index, _ in found)
-            told = zip(groups, map(_group, groups), strict=True)
-            self._tell([self._of_group("kept", at, _indices(group)) for group, at in told if at is not None])
+            self._kept.update([(at[0], group) for at, group in found])
+            self._tell([self._of_group("kept", at, _indices(group)) for at, group in found])
         else:
             why = f"{outcome}: {reason}" if reason else outcome
-            self._tell([self._of_group("dropped", group, why) for group in found])
+            self._tell([self._of_group("dropped", at, why) for at, _ in found])
+
+    def _as_issued(self, groups: Sequence[Group]) -> list[tuple[tuple[int, int], Group]]:
+        """Each with the number it was handed out by and its attempt: a function may have given it another."""
+        found = [(at, group) for group in groups if (at := _group(group)) is not None]
+        if all([at[0] in self._open for at, _ in found]):
+            return found
+        by_sample = {s.index: known for known, group in self._open.items() for s in flatten_samples(group)}
+        by_sample.pop(None, None)
+        return [
+            (
+                (at[0] if at[0] in self._open else by_sample.get(first_sample(group).index, at[0]), at[1]),
+                group,
+            )
+            for at, group in found
+        ]
 
     def _decide(self, groups: Sequence[tuple[int, int]]) -> None:
         for index, _ in groups:
@@ -147,12 +170,16 @@ class Ledger:
             return None
         assert isinstance(entry, Sample)
         del self._known[key]  # type: ignore[arg-type]
-        samples = [from_kept(fields) for fields in found.samples()]
+        try:
+            samples, is_fan_out = [from_kept(fields) for fields in found.samples()], found.is_fan_out
+        except (ValueError, TypeError, LookupError) as error:
+            logger.warning("%s is damaged in the ledger, and generated again: %s", describe(entry), error)
+            return None
         for sample in samples:
             if sample.multimodal_inputs is None:
                 sample.multimodal_inputs = entry.multimodal_inputs  # of the prompt, as it was read again
         self._note("recalled", group=entry.group_index, sample=entry.index, attempt=attempt_of(entry))
-        return samples if found.is_fan_out else samples[0]
+        return samples if is_fan_out else samples[0]
 
     def finished(self, origin: Entry, made: Entry) -> None:
         """`origin` was generated (and scored, where rewards are not those of groups)."""
@@ -251,7 +278,7 @@ class Ledger:
 
     def scored(self, group: Group) -> None:
         """The samples of a group got their rewards together."""
-        value = _encode(_rewards(flatten_samples(group)))
+        value = any_json(_encode, _rewards(flatten_samples(group)))
         self._tell([self._of_group("scored", at, value) for at in _groups([group])])
 
     # -- rollouts and steps
@@ -272,7 +299,7 @@ class Ledger:
         if rollout_id < self._rollout:
             return
         self._cut[rollout_id] = self._decided
-        self._decided, self._kept = [], set()
+        self._decided, self._kept = [], {}
         self._note("cut", rollout_id)
         self._rollout = rollout_id + 1
 
@@ -280,12 +307,13 @@ class Ledger:
         """What the rollout function returned and nobody reported: groups of its own, of its own source."""
         if rollout_id < self._rollout:
             return  # a rollout function that cuts reports too
-        if self._kept.issuperset([sample.group_index for sample in samples]):  # of nearly all rollouts
+        if self._kept.keys() >= {sample.group_index for sample in samples}:  # of nearly all rollouts
             return
+        told = {sample.index for group in self._kept.values() for sample in flatten_samples(group)} - {None}
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             index = sample.group_index
-            if index is not None and index >= 0 and index not in self._kept:
+            if index is not None and index >= 0 and index not in self._kept and sample.index not in told:
                 groups.setdefault(index, []).append(sample)
         for index, group in groups.items():
             if index not in self._open:
