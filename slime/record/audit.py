@@ -34,6 +34,7 @@ class Audit:
     redone: int = 0  # steps that were lost and taken again
     recalled: int = 0  # samples that were taken from the ledger instead of generated again
     unrecorded: list[int] = field(default_factory=list)  # steps whose samples could not be written
+    unnumbered: list[int] = field(default_factory=list)  # steps whose samples belong to no group
     digest: str = ""  # of all that was trained, dropped and evaluated
     violations: list[str] = field(default_factory=list)
 
@@ -162,8 +163,6 @@ def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
     trained: dict[int, int] = {}  # sample -> step
     returned = {row.group_index for row in rows if row.event == "returned"}
     for step in found.steps:
-        if step not in kept:
-            found.violations.append(f"step {step} was trained, and no group was kept for it")
         for row in kept.get(step, []):
             for sample in json.loads(row.value or "[]"):
                 if sample in trained and row.group_index not in returned:
@@ -190,9 +189,17 @@ def _compare_with_samples(
             "be written"
         )
     pruned = {row.rollout_id for row in rows if row.pruned}
-    for step in set(found.steps) - pruned - absent:
+    for step in found.steps:
         select = Select(kind="train", rollout_id=step, outcome="trained", limit=_MOST)
-        there = {a.sample_index for a in record.answers(select) if a.sample_index is not None}
+        answers = record.answers(select)
+        if step not in kept:
+            if answers and all(answer.group_index is None for answer in answers):
+                found.unnumbered.append(step)  # of a user's source: there is nothing to follow
+                continue
+            found.violations.append(f"step {step} was trained, and no group was kept for it")
+        if step in pruned or step in absent:
+            continue
+        there = {a.sample_index for a in answers if a.sample_index is not None}
         told = {sample for row in kept.get(step, []) for sample in json.loads(row.value or "[]")}
         if there != told:
             odd = sorted(there ^ told)[:5]

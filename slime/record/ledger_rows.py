@@ -1,6 +1,6 @@
 """The ledger of a run: every event of its groups, samples and steps, in the order they happened.
 
-    issued     a group was handed out: `value` "new" (of the dataset) or "buffer"
+    issued     a group was handed out: `value` "new" (of the dataset), "buffer", or "own" (of a user's source)
     generated  samples of a group are finished (tokens, log-probs, versions are in `samples`); `value`: which
                ended in which way, by their indices
     recalled   a finished sample was taken from the ledger after a crash instead of generated again

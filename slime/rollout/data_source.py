@@ -15,7 +15,14 @@ from slime.catalog.datasets import ENDINGS
 from slime.data.dataset import Dataset
 from slime.rollout.journal import CountingJournal, Journal, Outcome
 from slime.rollout.prompt_formats import training_format
-from slime.rollout.prompt_groups import Group, copies_of, describe, group_from_plain, group_to_plain
+from slime.rollout.prompt_groups import (
+    Group,
+    check_groups,
+    copies_of,
+    describe,
+    group_from_plain,
+    group_to_plain,
+)
 from slime.utils.files.plain_files import load_plain
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
@@ -238,8 +245,7 @@ def take_groups(data_source: Any, args: PluginArgs, num_groups: int) -> list[Gro
     if isinstance(data_source, RolloutDataSource) and type(data_source).__module__.startswith("slime."):
         return data_source.get_samples(num_groups)
     with plugin_call("--data-source-path", args.data_source_path, lambda: f"get_samples({num_groups})"):
-        groups: list[Group] = data_source.get_samples(num_groups)
-        return groups
+        return check_groups(data_source.get_samples(num_groups))
 
 
 def pop_first(args: PluginArgs, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:

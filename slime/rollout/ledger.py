@@ -44,6 +44,7 @@ from slime.rollout.prompt_groups import (
     Entry,
     Group,
     attempt_of,
+    check_groups,
     describe,
     first_sample,
     is_finished,
@@ -114,6 +115,10 @@ class Ledger:
 
     def issued(self, groups: Sequence[Group], *, from_buffer: bool) -> None:
         self._issued(groups, "buffer" if from_buffer else "new")
+
+    def issued_by_users_source(self, groups: Sequence[Group]) -> None:
+        """By one that keeps no journal: how it counts, and what it gives out again, is its own."""
+        self._issued(groups, "own")
 
     def _issued(self, groups: Sequence[Group], source: str) -> None:
         found = [(at, group) for group in groups if (at := _group(group)) is not None]
@@ -349,8 +354,8 @@ def follow(data_source: Any, ledger: Ledger) -> None:
     get_samples, add_samples = data_source.get_samples, data_source.add_samples
 
     def get_and_report(num_samples: int) -> list[Group]:
-        groups: list[Group] = get_samples(num_samples)
-        ledger.issued(groups, from_buffer=False)
+        groups = check_groups(get_samples(num_samples))
+        ledger.issued_by_users_source(groups)
         return groups
 
     def add_and_report(samples: list[Group]) -> None:

@@ -5,7 +5,8 @@ out, the list of samples that execution made. `flatten_samples` of slime.utils.t
 """
 
 import copy
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from slime.utils.types import Sample, flatten_samples
@@ -61,6 +62,41 @@ def is_scored(group: Group) -> bool:
     return all(is_finished(entry) for entry in group) and all(
         s.reward is not None for s in flatten_samples(group)
     )
+
+
+def check_groups(groups: Any) -> list[Group]:
+    """What a data source of a user's own gave out, as lists of samples with whole numbers.
+
+    ValueError: it is something else. Numbers of numpy are made ints: seeds are computed with them.
+    """
+    wanted = "return a list of groups, each a list of slime.utils.types.Sample that share their prompt"
+    if not isinstance(groups, Iterable) or isinstance(groups, (str, Mapping)):
+        raise ValueError(f"get_samples returned {type(groups).__name__}; {wanted}.")
+    found: list[Group] = []
+    for number, group in enumerate(groups):
+        is_list = isinstance(group, (list, tuple))
+        entries = group if isinstance(group, list) else list(group) if is_list else [group]
+        samples = [one for entry in entries for one in (entry if isinstance(entry, list) else [entry])]
+        if not is_list or not samples or not all(isinstance(sample, Sample) for sample in samples):
+            what = f"a list of {type(samples[0]).__name__}" if is_list and samples else type(group).__name__
+            raise ValueError(f"group {number} of get_samples is {what if samples else 'empty'}; {wanted}.")
+        for sample in samples:
+            sample.index, sample.group_index = _whole(sample, "index"), _whole(sample, "group_index")
+            sample.metadata = {} if sample.metadata is None else sample.metadata
+        found.append(entries)
+    return found
+
+
+def _whole(sample: Sample, name: str) -> int | None:
+    value = getattr(sample, name)
+    if value is None or type(value) is int:
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(
+            f"get_samples gave a sample with {name} {value!r}; give it a whole number."
+        ) from None
 
 
 def attempt_of(sample: Sample) -> int:

@@ -46,6 +46,8 @@ def _audit(options: argparse.Namespace) -> int:
         print(
             f"the samples of steps {found.unrecorded} are not in the record (a full disk?), only their fates"
         )
+    if found.unnumbered:
+        print(f"the samples of steps {found.unnumbered} have no group_index: nobody can follow them")
     for violation in found.violations:
         print(f"VIOLATION: {violation}")
     if not found.num_events:

@@ -45,6 +45,8 @@ from slime.utils.types import Sample, flatten_samples
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_IN_A_ROW = 32  # groups; then it is the engines, not the prompts
+# Groups that a filter drops before it keeps any; then it keeps none of what this policy answers.
+MAX_DROPPED, MAX_DROPPED_BATCHES = 1000, 100
 
 # Logged as 0 too, so that their curves have a value at every step; troubles are logged where they occur.
 _ALWAYS_COUNTED = ("kept", "filtered", "returned")
@@ -167,10 +169,7 @@ class Collector(abc.ABC):
             self._forget(ticket)
             self.counts["filtered"] += 1
             self._settle([group], "filtered", output.reason)
-            if self.counts["filtered"] % (10 * self.target) == 0:
-                logger.warning(
-                    "rollout %d: %d groups were filtered so far", self.rollout_id, self.counts["filtered"]
-                )
+            self._tell_of_drops(self.counts["filtered"])
             return
         self._forget(ticket)
         self.kept.append(group)
@@ -179,6 +178,18 @@ class Collector(abc.ABC):
             self.waste.equal_rewards(group, ticket.scope)
         if self.args.spare_samples_per_prompt:
             self.waste.spares(group, ticket.scope)
+
+    def _tell_of_drops(self, dropped: int) -> None:
+        """Each time that they have doubled; where nothing at all is kept, the run ends: it would never."""
+        batches, rest = divmod(dropped, 10 * self.target)
+        if rest == 0 and batches & (batches - 1) == 0:
+            logger.warning("rollout %d: %d groups were filtered so far", self.rollout_id, dropped)
+        if not self.kept and dropped >= max(MAX_DROPPED, MAX_DROPPED_BATCHES * self.target):
+            raise RunStopped(
+                f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path} dropped all of "
+                f"{dropped} groups of rollout {self.rollout_id} ({self._drops.reasons()}): no batch will be "
+                "full. Look at the answers (`slime samples RUN`), make the task easier, or the filter milder."
+            )
 
     def _verdict(self, samples: list[Sample]) -> DynamicFilterOutput:
         option, path = "--dynamic-sampling-filter-path", self.args.dynamic_sampling_filter_path

@@ -54,5 +54,9 @@ class MetricGatherer:
     def on_dynamic_filter_drop(self, reason: str | None) -> None:
         self._dropped[reason or "unspecified"] += 1
 
+    def reasons(self) -> str:
+        """Example: "zero_std_1.0 900, too_long 100"."""
+        return ", ".join(f"{reason} {count}" for reason, count in self._dropped.most_common(5))
+
     def collect(self) -> dict[str, int]:
         return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}
