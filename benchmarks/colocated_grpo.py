@@ -114,11 +114,13 @@ def take_all_but(gib: float) -> Any:
 
 
 def read_steps(path: Path) -> list[dict[str, float]]:
-    """One row per step. The push after step i is logged with the rollout that uses it, i + 1."""
+    """One row per step. The push after step i is logged with the rollout that uses it, i + 1; an evaluation
+    with the step behind which it was made.
+    """
     steps: dict[int, dict[str, float]] = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
-        for axis in ("rollout/step", "train/step"):
+        for axis in ("rollout/step", "train/step", "eval/step"):
             if axis in record:
                 steps.setdefault(int(record[axis]), {}).update(record)
     return [steps[i] for i in sorted(steps)]

@@ -24,6 +24,7 @@ SLOW = {
     "colocated_grpo": "--steps 2 --prompts 2 --output-tokens 8",
     "fp8_training": "--shape tiny --device cpu --steps 8 --sequences 4 --length 32",
     "fp8_drift": "--steps 2 --prompts 2 --output-tokens 8 --cases fp8-start-stochastic",
+    "long_tail": "--steps 3 --prompts 2 --median 4 --seeds 1 2 --eval-prompts 2",
     "rollout_overhead": "--sizes 50 --rounds 1 --concurrency 8",
     "rollout_scaling": "--sizes 20 40 --engines 1 3 --concurrency 8",
     "engine_throughput": "--num-requests 4 --max-running 2 --longest 16 --rounds 1",
