@@ -29,6 +29,7 @@ CASES = {"plain": [], "fp8": [*FP8, "--use-tis"], "fp8-unweighted": [*FP8, "--no
 REWARD = "rollout/raw_reward"
 MEANS = {  # of all steps
     "|log-prob difference|": "train/train_rollout_logprob_abs_diff",
+    "of fresh tokens": "train/logprob_abs_diff/lag_0",
     "weight": "train/tis_weight",
     "clipped share": "train/tis_clipfrac",
     "effective sample size": "train/ess",
@@ -66,7 +67,8 @@ def run(options: argparse.Namespace, extra: list[str], case: str, seed: int) -> 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     def curve(name: str) -> list[float]:
-        return [record[name] for record in records if name in record]
+        # Each step once: what a rollout told is told again with its training.
+        return [*{record["step"]: record[name] for record in records if name in record}.values()]
 
     scores = sorted({name for record in records for name in record if _is_score(name)})
     return {
@@ -86,7 +88,11 @@ def report(runs: dict[str, dict[str, Any]], seeds: list[int], cases: list[str]) 
     """Print the curves, and return how each case compares with the plain one."""
     of = {case: [runs[f"{case}-{seed}"] for seed in seeds] for case in cases}
     for case, made in of.items():
-        means = {title: statistics.fmean(r["means"][title] for r in made) for title in made[0]["means"]}
+        means = {
+            title: statistics.fmean(r["means"][title] for r in made)
+            for title in MEANS
+            if all(title in r["means"] for r in made)
+        }
         print(case, " ".join(f"{title} {value:.3g}" for title, value in means.items()))
     names = ["rewards", *of[cases[0]][0]["held_out"]]
     found: dict[str, Any] = {}
