@@ -248,17 +248,26 @@ def test_wrong_family_map_is_found_in_the_mlp_of_the_first_layer(tmp_path, capsy
     assert "fsdp single" in out and "fsdp single diverges" not in out
 
 
+@pytest.fixture
+def without_megatron(monkeypatch):
+    """As where megatron-core is not installed; all else is found as ever."""
+    find = importlib.util.find_spec
+
+    def find_others(name, package=None):
+        return None if name == "megatron" else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_others)
+
+
 @pytest.mark.slow
-def test_perturbed_weight_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_perturbed_weight_is_named(tmp_path, capsys, without_megatron):
     model = config_folder(tmp_path / "config")
     assert verify(options(model, layouts=None), tmp_path, before_build=change_one_weight) == 1
     assert "first at tensor model.layers.1.self_attn.k_proj.weight: 1 of" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_trainer_that_hangs_is_ended_at_the_deadline(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_trainer_that_hangs_is_ended_at_the_deadline(tmp_path, capsys, without_megatron):
     model = config_folder(tmp_path / "config")
     assert verify(options(model, layouts=None, deadline_s=3.0), tmp_path, before_build=never_finish) == 1
     assert "fsdp dp2 did not finish: not finished after 3 s (--deadline-s)" in capsys.readouterr().out
