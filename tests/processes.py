@@ -32,6 +32,13 @@ def cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
+def mortal_children() -> set[psutil.Process]:
+    """What this process has started, without what stays for its next tests: templates, workers of rewards."""
+    staying = ("rm_hub", "warm_start")
+    children = psutil.Process().children(recursive=True)
+    return {child for child in children if not any(name in " ".join(cmdline(child)) for name in staying)}
+
+
 def run_script(command: Sequence[Any], timeout_s: float | None = None, **options: Any) -> int:
     """The code with which a command ends, as `subprocess.run` has it; nothing of it outlives the test.
 

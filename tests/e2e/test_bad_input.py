@@ -11,7 +11,7 @@ import psutil
 import pytest
 from loop_helpers import flags, make_world, run_train, series, start_train, wait_for
 from patience import PATIENCE_S
-from processes import cmdline
+from processes import cmdline, mortal_children
 from tiny_model import make_tiny_model
 
 from slime.cli import train as cli_train
@@ -84,16 +84,13 @@ def end(world, capfd):
 
     def run(name: str, **changes) -> Ended:
         reset_breaker()
-        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        before = mortal_children()
         try:
             code = cli_train.main(flags(world, name, **changes))
         except SystemExit as stop:
             code = stop.code
         out, err = capfd.readouterr()
-        left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-        staying = ("rm_hub", "warm_start")  # of this process
-        mortal = [p for p in left if not any(name in " ".join(cmdline(p)) for name in staying)]
-        _, alive = psutil.wait_procs(mortal, timeout=PATIENCE_S)
+        _, alive = psutil.wait_procs(mortal_children() - before, timeout=PATIENCE_S)
         assert not alive, [cmdline(p) for p in alive]
         assert shm.list_segments(f"slime-{os.getpid()}") == []
         return Ended(code, out, err)
