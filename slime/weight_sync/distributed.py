@@ -26,6 +26,7 @@ from slime.wire.manifest import DTYPE_NAMES
 logger = logging.getLogger(__name__)
 
 _BLAME_S = 1.0  # after a broken broadcast: time for answers of engines, for the message alone
+_LEAVE_S = 10.0  # the same: one engine may hang, and has had the deadline of the broadcast already
 
 
 class DistributedSender:
@@ -107,7 +108,7 @@ class DistributedSender:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
-            self._tell_to_leave()
+            self._tell_to_leave(min(_LEAVE_S, self._options.deadline_s))
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -115,14 +116,16 @@ class DistributedSender:
             self._tell_to_leave()
             dist.destroy_process_group(group)
 
-    def _tell_to_leave(self) -> None:
+    def _tell_to_leave(self, deadline_s: float | None = None) -> None:
         self._errors = {}
-        self._on_all([c.leave_group(self._group_name) for c in self._controls()]).result()
+        self._on_all([c.leave_group(self._group_name) for c in self._controls(deadline_s)]).result()
         if self._errors:  # an engine that is gone has left
             logger.info("leaving %s: %s", self._group_name, self._errors)
 
-    def _controls(self) -> list[EngineControl]:
-        return [EngineControl(target.url, self._options.deadline_s) for target in self._targets]
+    def _controls(self, deadline_s: float | None = None) -> list[EngineControl]:
+        """`deadline_s` None: that of the options."""
+        deadline_s = self._options.deadline_s if deadline_s is None else deadline_s
+        return [EngineControl(target.url, deadline_s) for target in self._targets]
 
     def _on_all(self, calls: list[Coroutine[Any, Any, None]]) -> concurrent.futures.Future[None]:
         """One call per target, all in the background: they end only when this rank does its part."""

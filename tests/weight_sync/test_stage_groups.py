@@ -146,7 +146,7 @@ def test_a_broken_broadcast_names_who_failed_and_who_has_not_answered(monkeypatc
         eventually(lambda: sender._errors)
         raise RuntimeError("timed out")
 
-    monkeypatch.setattr(sender, "_controls", lambda: [Control(True), Control(False)])
+    monkeypatch.setattr(sender, "_controls", lambda *deadline: [Control(True), Control(False)])
     monkeypatch.setattr("torch.distributed.broadcast", breaks)
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda group: None)
     sender.open("run:1", (Target("http://a", 0, 1, ()), Target("http://b", 0, 1, ())))
