@@ -212,12 +212,18 @@ def _mask(mask: list[int] | None, length: int) -> list[int] | int | None:
 
 def pack_alone(sample: Sample) -> tuple[bytes, bytes | None, bytes | None, str | None]:
     """Tokens, log-probs, mask and versions of one answer, each in a column."""
+    mask = mask_of(sample)
     return (
         pack_ids(sample.tokens),
         None if sample.rollout_log_probs is None else pack_floats(sample.rollout_log_probs),
-        None if sample.loss_mask is None else pack_mask(sample.loss_mask),
+        None if mask is None else pack_mask(mask),
         versions_text(sample),
     )
+
+
+def mask_of(sample: Sample) -> list[int] | None:
+    """What is trained of its response: of a sample that a filter took out of the loss, nothing."""
+    return [0] * sample.response_length if sample.remove_sample else sample.loss_mask
 
 
 def versions_text(sample: Sample) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from slime.record.any_json import any_json, plain_or_text
 from slime.record.entries import Entry, prompt_hash, prompt_text
-from slime.record.numbers import Columns, pack_alone, pack_groups
+from slime.record.numbers import Columns, mask_of, pack_alone, pack_groups
 from slime.record.rows import insert_rows
 from slime.record.schema import MANY_SAMPLES, index_orders
 from slime.utils.reward_failure import RewardFailure
@@ -23,12 +23,14 @@ _encode = json.JSONEncoder(ensure_ascii=False, default=plain_or_text).encode
 _FLOATS = frozenset({float})
 # Fields of a sample, and the columns that hold them as they are.
 _AS_THEY_ARE = {"index": "sample_index", "response_length": "num_tokens", "rollout_id": "execution"}
-_OTHERS = ("status", "response", "reward_failure", "reward")
+_OTHERS = ("remove_sample", "status", "response", "reward_failure", "reward")
 _OF_GROUP = (
     "id", "rollout", "dataset", "group_index", "prompt", "prompt_hash", "label", "outcome", "reason",
     "spread",
 )  # fmt: skip
-_of_sample = operator.itemgetter(*Columns._fields, *_AS_THEY_ARE, *_OTHERS)
+_NAMES = (*Columns._fields, *_AS_THEY_ARE, *_OTHERS)
+_MASKS, _REMOVED = _NAMES.index("loss_mask"), _NAMES.index("remove_sample")
+_of_sample = operator.itemgetter(*_NAMES)
 
 
 class Answers:
@@ -42,6 +44,8 @@ class Answers:
         self.samples = [sample for entry in entries for sample in entry.samples]
         # All fields in one go: to ask each sample for each of them takes three times as long.
         self.values = list(zip(*[_of_sample(sample.__dict__) for sample in self.samples], strict=True))
+        if self.values and any(self.values[_REMOVED]):
+            self.values[_MASKS] = tuple(map(mask_of, self.samples))
         found = self.values[-1] if self.values else ()
         plain = _FLOATS.issuperset(map(type, found))
         self.rewards: Sequence[float | None] = found if plain else [_number(reward, key) for reward in found]
@@ -79,7 +83,7 @@ def write_answers(connection: sqlite3.Connection, rollout: int, answers: Answers
         ],
     )
     numbers, values = Columns(*answers.values[: len(Columns._fields)]), answers.values[len(Columns._fields) :]
-    *plain, status, response, failure, reward = values
+    *plain, _, status, response, failure, reward = values
     columns: dict[str, Sequence[Any]] = {
         "id": rows,
         "group_row": list(itertools.chain.from_iterable(map(itertools.repeat, groups, counts))),

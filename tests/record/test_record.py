@@ -139,6 +139,17 @@ def test_any_text_can_be_recorded(writer, text):
     assert answer.response == text.replace("\ud800", "?")
 
 
+@pytest.mark.parametrize("num_tokens", [3, 5000])  # in a piece with others, and by itself
+def test_of_a_sample_that_a_filter_took_out_nothing_is_trained(writer, num_tokens):
+    group = [make_sample(0), make_sample(0, 1, remove_sample=True)]
+    for sample in group:
+        sample.tokens, sample.response_length = [5] * (num_tokens + 1), num_tokens
+    writer.add("train", 0, group_entries([group], "trained"))
+    with record_of(writer) as record:
+        masks = [record.tokens(answer.row).loss_mask for answer in record.answers(Select())]
+    assert masks == [None, [0] * num_tokens]
+
+
 def test_a_sample_without_tokens_or_rewards_is_recorded(writer):
     writer.add("train", 0, group_entries([Sample(), [Sample()]], "failed", "never generated"))
     with record_of(writer) as record:
