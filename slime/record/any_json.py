@@ -16,6 +16,11 @@ def plain_or_text(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
+def storable(text: str) -> str:
+    """Half of a surrogate pair, which a tokenizer may leave at a cut, is no text that a file can hold."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
 def any_json(encode: Callable[[Any], str], value: object) -> str:
     """What `encode` makes of a value; of one that it cannot write, what it makes of the parts that it can.
 

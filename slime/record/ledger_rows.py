@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from slime.record import plain_bytes
-from slime.record.any_json import any_json, plain_or_text
+from slime.record.any_json import any_json, plain_or_text, storable
 from slime.record.rows import insert_rows
 from slime.record.schema import READ_ERRORS, open_for_reading, unusable
 from slime.record.tables import pack_columns, unpack_table
@@ -73,8 +73,10 @@ class Note(NamedTuple):
     also: Callable[[sqlite3.Connection], object] | None = None
 
     def row(self, start: int) -> tuple[object, ...]:
-        about = (self.group_index, self.sample_index, self.attempt)
-        return (self.time, start, self.event, self.rollout, *about, self.value)
+        about, value = (self.group_index, self.sample_index, self.attempt), self.value
+        if type(value) is str and not value.isascii():
+            value = storable(value)
+        return (self.time, start, self.event, self.rollout, *about, value)
 
 
 Columns = dict[str, list[Any]]  # the values of some samples by the names of fields

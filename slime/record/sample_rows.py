@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.record.any_json import any_json, plain_or_text
+from slime.record.any_json import any_json, plain_or_text, storable
 from slime.record.entries import Entry, prompt_hash, prompt_text
 from slime.record.numbers import Columns, mask_of, pack_alone, pack_groups
 from slime.record.rows import insert_rows
@@ -89,7 +89,7 @@ def write_answers(connection: sqlite3.Connection, rollout: int, answers: Answers
         "group_row": list(itertools.chain.from_iterable(map(itertools.repeat, groups, counts))),
         "status": [value._value_ for value in status],
         "reward": rewards,
-        "response": [text if text.isascii() else _text(text) for text in response],
+        "response": [text if text.isascii() else storable(text) for text in response],
     }
     rare: dict[str, Sequence[Any]] = dict(zip(_AS_THEY_ARE.values(), plain, strict=True))
     if dict in set(map(type, reward)):
@@ -122,27 +122,22 @@ def _group_row(entry: Entry, found: Sequence[float | None]) -> tuple[Any, ...]:
     """What its samples have in common."""
     first = entry.samples[0]
     rewards = [reward for reward in found if reward is not None]
-    prompt, label = _text(prompt_text(first.prompt)), first.label
+    prompt, label = storable(prompt_text(first.prompt)), first.label
     return (
         entry.dataset,
         first.group_index,
         prompt,
         prompt_hash(prompt),
-        None if label is None else _text(label if isinstance(label, str) else _json(label)),
+        None if label is None else storable(label if isinstance(label, str) else _json(label)),
         entry.outcome,
-        entry.reason and _text(entry.reason),
+        None if entry.reason is None else storable(str(entry.reason)),
         max(rewards) - min(rewards) if len(rewards) > 1 else None,
     )
 
 
 def _failure(failure: RewardFailure) -> str:
-    return _text(f"{failure.kind}: {failure.reason}")
-
-
-def _text(value: str) -> str:
-    """Half of a surrogate pair, which a tokenizer may leave at a cut, is no text that a file can hold."""
-    return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+    return storable(f"{failure.kind}: {failure.reason}")
 
 
 def _json(value: object) -> str:
-    return _text(any_json(_encode, value))
+    return storable(any_json(_encode, value))

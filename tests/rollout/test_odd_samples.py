@@ -9,7 +9,7 @@ from fake_engine import FakeEngine
 from ledger_world import World, finish, group_of
 from rollout_helpers import make_args, make_source
 
-from slime.record import RecordWriter, group_entries
+from slime.record import Record, RecordWriter, group_entries
 from slime.record.audit import audit
 from slime.rollout import ledger as ledgers
 from slime.rollout.base_types import call_rollout_fn
@@ -176,3 +176,16 @@ def test_an_event_that_cannot_be_written_takes_no_other_with_it(tmp_path):
     found = world.audit()
     assert found.groups == {"dropped": 1}
     assert found.violations == ["1 events could not be written (a full disk?): nothing can be proven"]
+
+
+@pytest.mark.parametrize("reason", ["cut \ud800", 7])
+def test_a_group_may_be_dropped_for_any_reason(tmp_path, reason):
+    world = World(tmp_path)
+    ledger = world.start()
+    ledger.issued([group_of(0)], from_buffer=False)
+    ledger.consumed([group_of(0)], "filtered", reason)
+    world.writer.add("train", 0, group_entries([group_of(0)], "filtered", reason))
+    found = world.audit()
+    assert found.violations == [] and found.groups == {"dropped": 1}
+    with Record(world.path) as record:
+        assert [row.num_samples for row in record.rollouts()] == [2]
