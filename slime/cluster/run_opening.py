@@ -16,6 +16,7 @@ from slime.utils.files.run_file import (
     has_finished,
     is_used,
     open_run_file,
+    other_settings,
     resumption_of,
     run_of_folder,
 )
@@ -61,12 +62,31 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
 def refuse_taken(args: Args) -> None:
     """FolderTaken where the run folder, or the record in it, is another run's; nothing is written."""
     folder = Path(args.run_dir)
-    run_id = run_of_folder(folder, resumption_of(args.load, args.ckpt_step, args.finetune))
+    try:
+        run_id = run_of_folder(folder, resumption_of(args.load, args.ckpt_step, args.finetune))
+    except FolderTaken as error:
+        raise FolderTaken(f"{error}{_why_not_gone_on_with(folder, args)}") from None
     if args.record_max_mib:
         try:
             refuse_foreign(folder / RECORD_FILE, run_id or "")
         except RecordError as error:
             raise FolderTaken(str(error)) from None
+
+
+def _why_not_gone_on_with(folder: Path, args: Args) -> str:
+    """What keeps the run of a folder, which saves where this one does, from going on by itself."""
+    if not args.auto_resume or args.load is not None or args.save is None or args.finetune:
+        return ""
+    changed = other_settings(folder, args.to_dict(hide_secrets=True), args.save)
+    named = [
+        f"--{name.replace('_', '-')} {now} (was {was})" for name, (was, now) in list(changed.items())[:5]
+    ]
+    more = f" and {len(changed) - len(named)} more" if len(changed) > len(named) else ""
+    return (
+        f" It does not go on by itself because its settings were others: {', '.join(named)}{more}."
+        if named
+        else ""
+    )
 
 
 def nothing_left(args: Args) -> str | None:

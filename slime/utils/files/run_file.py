@@ -172,13 +172,26 @@ def has_finished(folder: Path, settings: dict[str, Any], save: str) -> bool:
     return _is_same(record, settings, save)
 
 
+def other_settings(folder: Path, settings: dict[str, Any], save: str) -> dict[str, tuple[Any, Any]]:
+    """Where these differ from those of the folder's run, by name: its value and this one."""
+    record = read_run(folder)
+    if record is None or not same_folder(record.last.checkpoints, save):
+        return {}
+    return {name: (was, now) for name, was, now in _compared(record, settings) if was not in (now, _SECRET)}
+
+
 def _is_same(record: RunRecord, settings: dict[str, Any], save: str) -> bool:
     if not same_folder(record.last.checkpoints, save):
         return False
+    compared = _compared(record, settings)
+    return bool(compared) and all(was in (now, _SECRET) for _, was, now in compared)
+
+
+def _compared(record: RunRecord, settings: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The settings that two starts of one run have alike: name, value in the record, value here."""
     known = {name: entry["value"] for name, entry in record.last.settings.items()}
-    settings = {name: _as_written(value) for name, value in settings.items()}
-    names = (known.keys() & settings.keys()) - _OF_A_START
-    return bool(names) and all(known[name] in (settings[name], _SECRET) for name in names)
+    names = sorted((known.keys() & settings.keys()) - _OF_A_START)
+    return [(name, known[name], _as_written(settings[name])) for name in names]
 
 
 def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
