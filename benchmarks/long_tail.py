@@ -43,17 +43,17 @@ KINDS = ("plain", "partial")
 CURVES = {"sampled": "rollout/raw_reward", "fresh": "eval/fresh"}
 
 
-def length_of(index: int, median: int) -> int:
-    drawn = median * math.exp(SIGMA * random.Random(index).gauss(0.0, 1.0))
+def length_of(seed: int, index: int, median: int) -> int:
+    drawn = median * math.exp(SIGMA * random.Random(f"{seed} {index}").gauss(0.0, 1.0))
     return max(1, min(LONGEST * median, round(drawn)))
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """An answer of exactly the length that its index draws; of median length in an evaluation."""
+    """An answer of exactly the length that seed and index draw; of median length in an evaluation."""
     from slime.rollout.sglang_rollout import generate as usual  # late: the benchmark itself needs none of it
 
     median = int(os.environ[MEDIAN])
-    length = median if evaluation else length_of(sample.index, median)
+    length = median if evaluation else length_of(args.rollout_seed, sample.index, median)
     return await usual(args, sample, {**sampling_params, "max_new_tokens": length, "ignore_eos": True})
 
 
@@ -68,7 +68,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--over-sampling", type=float, default=2.0, help="prompts fetched / needed")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--skip", type=int, default=2, help="first steps, whose speed is not counted")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[42], help="of sampling and the trainer")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[42], help="of order, lengths, sampling and trainer"
+    )
     parser.add_argument(
         "--eval-prompts", type=int, default=0, help=f"after each step, {SAMPLES} answers each"
     )
@@ -88,7 +90,7 @@ def run(
         *("--shape", options.shape, "--engine", options.engine, "--steps", options.steps),
         *("--prompts", options.prompts, "--output-tokens", LONGEST * options.median, "--json", found),
         *("--custom-generate-function-path", f"{Path(__file__).resolve()}:generate"),
-        *("--run-dir", folder / "run", "--seed", seed, "--rollout-seed", seed),
+        *("--run-dir", folder / "run", "--seed", seed, "--rollout-seed", seed, "--rollout-shuffle"),
     ]
     if kind == "partial":
         fetched = round(options.over_sampling * options.prompts)

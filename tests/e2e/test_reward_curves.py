@@ -32,6 +32,21 @@ def test_the_shift_of_a_curve_is_found(curves, late):
     assert all(abs(shift) < 0.5 for shift in found.plain_each)
 
 
+def test_a_late_start_is_told_from_slow_learning(curves):
+    def made(late: float, slower: float) -> list[list[float]]:
+        return [[learning(late, seed)[min(29, round(k / slower))] for k in range(30)] for seed in range(3)]
+
+    late = curves.compare(made(0, 1), made(2, 1))
+    assert late.begins[1] == pytest.approx([step + 2 for step in late.begins[0]], abs=1)
+    assert late.rises[1] == pytest.approx(late.rises[0], abs=1)
+    slow = curves.compare(made(0, 1), made(0, 1.25))
+    assert slow.rises[1] == pytest.approx([1.25 * rise for rise in slow.rises[0]], abs=1)
+
+
+def test_a_level_that_is_never_reached_is_no_number(curves):
+    assert math.isnan(curves.passes([0.1] * 5, 0.5))
+
+
 def test_a_difference_is_told_in_spreads_between_seeds(curves):
     plain = [[level] * 4 for level in (0.4, 0.5, 0.6)]
     found = curves.compare(plain, [[0.7] * 4, [0.7] * 4])
