@@ -6,6 +6,7 @@ many tokens have columns of their own in `samples`, so that nobody unpacks what 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -126,20 +127,24 @@ def pack_answers(columns: Columns) -> bytes | None:
 
 
 def _pack_ids(ids: list[int]) -> tuple[str, bytes]:
+    with contextlib.suppress(ValueError):  # a larger vocabulary; a small one takes two thirds of the time so
+        return "H", np.frombuffer(bytes(ids), np.uint8).astype("<u2").tobytes()
     try:
         return "H", pack_numbers("H", ids)
-    except struct.error:  # a larger vocabulary
+    except struct.error:
         return "I", pack_numbers("I", ids)
 
 
-def _versions_of(spans: Sequence[Iterable[tuple[Any, ...]]]) -> tuple[Iterable[int], list[str | None]]:
+def _versions_of(spans: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Iterable[int], list[str | None]]:
     """Which one of some texts is that of each: few differ, and each is written once."""
-    keys: list[tuple[Any, ...]] = list(map(tuple, spans))
+    is_one = set(map(len, spans)) == {1}  # of most answers one version wrote all
+    keys: list[tuple[Any, ...]] = [span for [span] in spans] if is_one else list(map(tuple, spans))
     try:
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     except TypeError:  # spans that are lists
         return _versions_of([[tuple(span) for span in key] for key in spans])
-    return map(numbers.__getitem__, keys), [_versions(key) if key else None for key in numbers]
+    texts = [_versions((key,) if is_one else key) if key else None for key in numbers]
+    return map(numbers.__getitem__, keys), texts
 
 
 def unpack_answers(data: bytes) -> list[Packed]:

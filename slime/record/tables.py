@@ -6,6 +6,7 @@ what `plain_bytes.dumps` takes for each by itself, and the bytes are a quarter.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import struct
@@ -13,12 +14,14 @@ import sys
 from array import array
 from typing import Any
 
+import numpy as np
+
 from slime.record.packed import pack_numbers
 
 _SAME = frozenset({type(None), bool, int, str})  # equal ones are the same, unlike 0.0 and -0.0
 _CODES = "BHIqfd"
 _SCALARS = frozenset({type(None), bool, int, float, str})  # what JSON gives back as it was
-_STRINGS = frozenset({str})
+_STRINGS, _TUPLES = frozenset({str}), frozenset({tuple})
 _as_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
@@ -28,8 +31,11 @@ def pack_table(rows: list[dict[str, Any]]) -> bytes | None:
     Example: [{"a": 1, "b": [2, 3]}, {"a": 1, "b": [4]}] has the header {"names": ["a", "b"], "count": 2,
     "columns": [["=", 1], ["B", [2, 1]]]}, and the bytes 2, 3 and 4.
     """
-    names = rows[0].keys()
-    if not names or any(row.keys() != names for row in rows):
+    names = list(rows[0])
+    if names and all([list(row) == names for row in rows]):  # of most: in the same order, too
+        columns = map(list, zip(*[row.values() for row in rows], strict=True))
+        return pack_columns(dict(zip(names, columns, strict=True)), len(rows))
+    if not names or any(row.keys() != rows[0].keys() for row in rows):
         return None
     return pack_columns({name: [row[name] for row in rows] for name in names}, len(rows))
 
@@ -53,39 +59,40 @@ def pack_columns(values_of: dict[str, list[Any]], count: int) -> bytes | None:
 
 def _pack_column(values: list[Any]) -> tuple[list[Any] | None, bytes]:
     first, kinds = values[0], set(map(type, values))
+    is_plain = _SCALARS.issuperset(kinds)
     if len(kinds) == 1:
         if type(first) in _SAME and values.count(first) == len(values):
             return ["=", first], b""
         if type(first) is list:
-            numbers = _pack_numbers(list(itertools.chain.from_iterable(values)))
-            if numbers is not None:
+            flat = list(itertools.chain.from_iterable(values))
+            within = set(map(type, flat))
+            if (numbers := _pack_numbers(flat, within)) is not None:
                 return [numbers[0], list(map(len, values))], numbers[1]
-    if is_json(values):
-        return ["", values], b""
-    return (["(", values] if _are_tuples(values) else None), b""
+            if within == _TUPLES and _SCALARS.issuperset(map(type, itertools.chain.from_iterable(flat))):
+                return ["(", values], b""  # JSON writes them as lists
+            is_plain = _SCALARS.issuperset(within)
+        elif type(first) is dict:  # those of all at once: by itself each takes longer
+            items = itertools.chain.from_iterable(map(dict.values, values))
+            is_plain = _STRINGS.issuperset(map(type, itertools.chain.from_iterable(values)))
+            is_plain = is_plain and _SCALARS.issuperset(map(type, items))
+    return (["", values] if is_plain or is_json(values) else None), b""
 
 
-def _are_tuples(values: list[Any]) -> bool:
-    """Whether they are lists of flat tuples, which JSON writes as lists."""
-    return all(
-        type(value) is list
-        and all(type(item) is tuple and _SCALARS.issuperset(map(type, item)) for item in value)
-        for value in values
-    )
-
-
-def _pack_numbers(flat: list[Any]) -> tuple[str, bytes] | None:
+def _pack_numbers(flat: list[Any], kinds: set[type]) -> tuple[str, bytes] | None:
     """All entries as narrow as they fit; None: there are others than whole numbers or floats, or none."""
-    kinds = set(map(type, flat))
     if kinds == {float}:
-        singles = array("f", flat)  # rounds what is too large to infinity, which `struct` refuses
-        exact = array("d", singles).tobytes() == array("d", flat).tobytes()
-        return ("f", pack_numbers("f", singles)) if exact else ("d", pack_numbers("d", flat))
+        whole = pack_numbers("d", flat)
+        with np.errstate(over="ignore"):  # rounds what is too large to infinity, which `struct` refuses
+            singles = np.frombuffer(whole, "<f8").astype("<f4")
+        exact = singles.astype("<f8").tobytes() == whole
+        return ("f", singles.tobytes()) if exact else ("d", whole)
     if kinds != {int}:
         return None
+    with contextlib.suppress(ValueError):  # some are larger, or below 0
+        return "B", bytes(flat)
     low, high = min(flat), max(flat)
     if low >= 0 and high < 1 << 32:
-        code = "B" if high < 1 << 8 else "H" if high < 1 << 16 else "I"
+        code = "H" if high < 1 << 16 else "I"
         return code, pack_numbers(code, flat)
     return ("q", pack_numbers("q", flat)) if low >= -(1 << 63) and high < 1 << 63 else None
 

@@ -137,11 +137,13 @@ def test_pieces_of_the_schema_before_are_read_also_by_a_run_that_goes_on(tmp_pat
     assert asked(tmp_path, "SELECT value FROM meta WHERE key = 'schema'") == [(str(schema.SCHEMA_NUMBER),)]
 
 
-def test_spans_that_are_lists_and_tokens_of_a_large_vocabulary_are_packed(tmp_path):
-    odd = make_sample(0, [70_000, 5, 6])
-    odd.version_spans = [["run:1", 0, 1], ["run:2", 1, 2]]
+@pytest.mark.parametrize("largest", [255, 256, 65_535, 70_000])
+@pytest.mark.parametrize("spans", [[["run:1", 0, 1], ["run:2", 1, 2]], [["run:1", 0, 2]], []])
+def test_spans_that_are_lists_and_tokens_of_any_vocabulary_are_packed(tmp_path, largest, spans):
+    odd = make_sample(0, [largest, 5, 6])
+    odd.version_spans = spans
     [found] = written(tmp_path, [odd])
-    assert (found.ids, found.versions) == (odd.tokens, [("run:1", 0, 1), ("run:2", 1, 2)])
+    assert (found.ids, found.versions) == (odd.tokens, [tuple(span) for span in spans])
 
 
 def test_a_damaged_piece_is_an_error_and_no_crash(tmp_path):

@@ -56,3 +56,8 @@ def test_other_bytes_are_a_value_error(data, cut):
 def test_lists_of_tuples_come_back_as_they_were():
     rows = [{"spans": [("run:1", 0, 4), ("run:2", 4, 6)]}, {"spans": []}]
     assert unpack_table(pack_table(rows)) == rows
+
+
+def test_rows_whose_names_are_in_another_order_come_back():
+    rows = [{"a": 1, "b": [5]}, {"b": [6, 7], "a": 2}]
+    assert unpack_table(pack_table(rows)) == rows
