@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from slime.record import plain_bytes
 from slime.record.any_json import any_json, plain_or_text, storable
-from slime.record.rows import insert_rows
+from slime.record.rows import insert_columns
 from slime.record.schema import READ_ERRORS, open_for_reading, unusable
 from slime.record.tables import pack_columns, unpack_table
 
@@ -40,7 +40,7 @@ Event = Literal[
     "issued", "generated", "recalled", "scored", "kept", "dropped", "returned", "cut", "made",
     "consumed", "committed", "evaluated", "resumed",
 ]  # fmt: skip
-_INTS = {int}
+_INTS, _FLOATS = frozenset({int}), frozenset({float})
 _as_json = json.JSONEncoder(default=plain_or_text).encode  # `json.dumps` makes one for each call
 # After these the disk is asked to have everything, where --record-sync is "step".
 MILESTONES = frozenset({"made", "consumed", "committed", "resumed"})
@@ -61,7 +61,7 @@ class LedgerRow:
 
 
 class Note(NamedTuple):
-    """What a writer adds: an event, and what else is done in the same transaction."""
+    """What a writer adds: an event, by the columns of `ledger`, and what else the same transaction does."""
 
     time: float
     event: Event
@@ -72,11 +72,11 @@ class Note(NamedTuple):
     value: str | None = None
     also: Callable[[sqlite3.Connection], object] | None = None
 
-    def row(self, start: int) -> tuple[object, ...]:
-        about, value = (self.group_index, self.sample_index, self.attempt), self.value
+    def row(self) -> tuple[object, ...]:
+        value = self.value
         if type(value) is str and not value.isascii():
             value = storable(value)
-        return (self.time, start, self.event, self.rollout, *about, value)
+        return (*self[:-2], value)
 
 
 Columns = dict[str, list[Any]]  # the values of some samples by the names of fields
@@ -116,15 +116,15 @@ class Finished(NamedTuple):
 
 
 class JustFinished(NamedTuple):
-    """The same of samples by their fields, as they were at that time; the writer's thread does the rest.
+    """The same of samples as they were seen at that time; the writer's thread does the rest.
 
-    `sort` makes it of time, rollout and fields.
+    `sort` makes it of time, rollout and samples.
     """
 
     time: float
     rollout: int
-    fields: list[dict[str, Any]]
-    sort: Callable[[float, int, list[dict[str, Any]]], list[Finished]]
+    samples: Any
+    sort: Callable[[float, int, Any], list[Finished]]
 
     @property
     def event(self) -> Event:
@@ -156,24 +156,25 @@ def write_notes(connection: sqlite3.Connection, notes: Sequence[AnyNote], start:
     forgets = [note.also for note in notes if isinstance(note, Note) and isinstance(note.also, ForgetEntries)]
     for note in notes:
         if isinstance(note, JustFinished):
-            finished += note.sort(note.time, note.rollout, note.fields)
+            finished += note.sort(note.time, note.rollout, note.samples)
             continue
         if isinstance(note, Finished):
             finished.append(note)
             continue
         if note.also is None:
-            rows.append(note.row(start))
+            rows.append(note.row())
             continue
         # In their order: this may remove what was put there before.
-        rows += _write_finished(connection, finished, start, _soon_forgotten(forgets))
+        rows += _write_finished(connection, finished, _soon_forgotten(forgets))
         finished = []
-        rows.append(note.row(start))
+        rows.append(note.row())
         note.also(connection)
         if isinstance(note.also, ForgetEntries):
             forgets.pop(0)
-    rows += _write_finished(connection, finished, start, frozenset())
-    columns = ("time", "start", "event", "rollout", "group_index", "sample_index", "attempt", "value")
-    insert_rows(connection, "ledger", columns, rows)
+    rows += _write_finished(connection, finished, frozenset())
+    if rows:
+        columns = dict(zip(Note._fields[:-1], zip(*rows, strict=True), strict=True))
+        insert_columns(connection, "ledger", columns, {"start": start})
 
 
 def _soon_forgotten(forgets: list[ForgetEntries]) -> frozenset[int]:
@@ -182,7 +183,7 @@ def _soon_forgotten(forgets: list[ForgetEntries]) -> frozenset[int]:
 
 
 def _write_finished(
-    connection: sqlite3.Connection, finished: Iterable[Finished], start: int, forgotten: frozenset[int]
+    connection: sqlite3.Connection, finished: Iterable[Finished], forgotten: frozenset[int]
 ) -> list[tuple[object, ...]]:
     """Keeps finished samples, but for those of `forgotten` groups; the rows of their events."""
     groups: dict[tuple[int, int | None, int], list[Finished]] = {}
@@ -199,9 +200,9 @@ def _write_finished(
                 for status, indices in note.statuses.items():
                     ended[status] = ended.get(status, []) + indices
             rewards = {index: reward for note in notes for index, reward in note.rewards.items()}
-        rows.append((time, start, "generated", *about, _statuses_text(ended)))
+        rows.append((time, "generated", *about, _statuses_text(ended)))
         if rewards:
-            rows.append((time, start, "scored", *about, any_json(_as_json, rewards)))
+            rows.append((time, "scored", *about, _rewards_text(rewards)))
         if group not in forgotten:
             kept += _kept_rows(notes)
     if kept:
@@ -213,9 +214,18 @@ def _write_finished(
 
 def _statuses_text(ended: dict[str, list[int]]) -> str:
     """JSON, which Python writes whole numbers as: to begin its encoder takes longer than these do."""
-    if all(set(map(type, indices)) == _INTS for indices in ended.values()):
+    if all(_INTS.issuperset(map(type, indices)) for indices in ended.values()):
         return "{" + ", ".join([f'"{status}": {indices}' for status, indices in ended.items()]) + "}"
     return _as_json(ended)
+
+
+def _rewards_text(rewards: dict[int, object]) -> str:
+    """The same of numbers by indices, which Python writes without quotes."""
+    if _FLOATS.issuperset(map(type, rewards.values())):
+        text = str(rewards)
+        if "n" not in text:  # of nan, inf, or of numbers of numpy's
+            return '{"' + text[1:].replace(": ", '": ').replace(", ", ', "')
+    return any_json(_as_json, rewards)
 
 
 def _kept_rows(notes: list[Finished]) -> list[tuple[object, ...]]:

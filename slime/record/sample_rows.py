@@ -14,7 +14,7 @@ import numpy as np
 from slime.record.any_json import any_json, plain_or_text, storable
 from slime.record.entries import Entry, prompt_hash, prompt_text
 from slime.record.numbers import Columns, mask_of, pack_alone, pack_groups
-from slime.record.rows import insert_rows
+from slime.record.rows import insert_columns
 from slime.record.schema import MANY_SAMPLES, index_orders
 from slime.utils.reward_failure import RewardFailure
 
@@ -25,7 +25,7 @@ _FLOATS = frozenset({float})
 _AS_THEY_ARE = {"index": "sample_index", "response_length": "num_tokens", "rollout_id": "execution"}
 _OTHERS = ("remove_sample", "status", "response", "reward_failure", "reward")
 _OF_GROUP = (
-    "id", "rollout", "dataset", "group_index", "prompt", "prompt_hash", "label", "outcome", "reason",
+    "dataset", "group_index", "prompt", "prompt_hash", "label", "outcome", "reason",
     "spread",
 )  # fmt: skip
 _NAMES = (*Columns._fields, *_AS_THEY_ARE, *_OTHERS)
@@ -71,23 +71,18 @@ def write_answers(connection: sqlite3.Connection, rollout: int, answers: Answers
         return
     counts = [len(entry.samples) for entry in entries]
     groups = _next_rows(connection, "groups", len(entries))
-    rows = _next_rows(connection, "samples", len(samples))
+    rows = _next_rows(connection, "samples", len(samples))  # as SQLite numbers what comes next
     ends = list(itertools.accumulate(counts, initial=0))
-    insert_rows(
-        connection,
-        "groups",
-        _OF_GROUP,
-        [
-            (row, rollout, *_group_row(entry, rewards[begin:end]))
-            for row, entry, (begin, end) in zip(groups, entries, itertools.pairwise(ends), strict=True)
-        ],
-    )
+    of_groups = [
+        _group_row(entry, rewards[begin:end])
+        for entry, (begin, end) in zip(entries, itertools.pairwise(ends), strict=True)
+    ]
+    about = dict(zip(_OF_GROUP, zip(*of_groups, strict=True), strict=True))
+    insert_columns(connection, "groups", about, {"rollout": rollout})
     numbers, values = Columns(*answers.values[: len(Columns._fields)]), answers.values[len(Columns._fields) :]
     *plain, _, status, response, failure, reward = values
     columns: dict[str, Sequence[Any]] = {
-        "id": rows,
         "group_row": list(itertools.chain.from_iterable(map(itertools.repeat, groups, counts))),
-        "status": [value._value_ for value in status],
         "reward": rewards,
         "response": [text if text.isascii() else storable(text) for text in response],
     }
@@ -106,8 +101,12 @@ def write_answers(connection: sqlite3.Connection, rollout: int, answers: Answers
             "INSERT INTO numbers_of_answers VALUES (?, ?)",
             [(rows[place], payload) for place, payload in packed],
         )
-    columns |= {name: values for name, values in rare.items() if values.count(None) < len(values)}
-    insert_rows(connection, "samples", tuple(columns), list(zip(*columns.values(), strict=True)))
+    same = {}
+    if status.count(status[0]) == len(status):  # of most rollouts
+        same["status"] = status[0]._value_
+    else:
+        columns["status"] = [value._value_ for value in status]
+    insert_columns(connection, "samples", columns | rare, same)
     if rows[-1] >= MANY_SAMPLES:
         index_orders(connection)
 

@@ -11,7 +11,7 @@ from patience import LONG_S, eventually
 
 from slime.record import RecordError, RecordWriter, Select, group_entries, open_record
 from slime.record.packed import pack_floats, pack_ids, pack_mask, unpack_floats, unpack_ids, unpack_mask
-from slime.record.rows import insert_rows
+from slime.record.rows import insert_columns, insert_rows
 from slime.utils.types import RewardFailure, Sample
 
 MIB = 1 << 20
@@ -279,6 +279,17 @@ def test_many_rows_are_added_in_their_order(count):
     connection.execute("CREATE TABLE things (a, b, c, d, e, f, g, h)")
     rows = [tuple(f"{row}.{column}" for column in range(8)) for row in range(count)]
     insert_rows(connection, "things", tuple("abcdefgh"), rows)
+    assert connection.execute("SELECT * FROM things ORDER BY rowid").fetchall() == rows
+
+
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_columns_are_added_with_what_all_rows_have_in_common_and_without_those_of_none(count):
+    connection = sqlite3.connect(":memory:")
+    connection.execute("CREATE TABLE things (a, b, c, d)")
+    some = [None if row % 3 else row for row in range(count)]
+    columns = {"b": [f"{row}" for row in range(count)], "c": [None] * count, "d": some}
+    insert_columns(connection, "things", columns, {"a": "all"})
+    rows = [("all", f"{row}", None, some[row]) for row in range(count)]
     assert connection.execute("SELECT * FROM things ORDER BY rowid").fetchall() == rows
 
 
