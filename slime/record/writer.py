@@ -101,10 +101,10 @@ class RecordWriter:
         self._connection = create_or_open(path, run_id)
         self._is_durable = False  # `create_or_open` leaves it so
         self._inode, self._is_gone = path.stat().st_ino, False
-        self._waiting: list[_Item] = []
+        self._waiting: deque[_Item] = deque()
         self._rollouts_waiting = 0
         self._news = threading.Condition()
-        self._is_idle = False  # the thread waits for something to do
+        self._is_idle = False  # the thread waits for something to do, and nobody has told it of any
         self._gather_s = MIN_GATHER_S
         self._took: deque[float] = deque(maxlen=_RECENT)  # seconds of the last transactions
         self._missed = Missed(self._connection)
@@ -147,13 +147,17 @@ class RecordWriter:
 
     def note(self, *notes: AnyNote) -> None:
         """Hand over events of the ledger. Never waits: the event loop calls it."""
-        with self._news:
-            self._waiting.extend(notes)
-            if isinstance(notes[-1], Note) and isinstance(notes[-1].also, ForgetEntries):
-                now = time.monotonic()
-                self._complete_every_s, self._last_complete = now - self._last_complete, now
-                self._is_complete, self._num_complete = True, len(self._waiting)
-            if self._is_idle or self._is_complete:  # to wake it for each would cost more than to write it
+        # Without the lock, which would take longer than the rest: the writer takes from the other end.
+        self._waiting.extend(notes)
+        last = notes[-1]
+        is_complete = isinstance(last, Note) and isinstance(last.also, ForgetEntries)
+        if self._is_idle or is_complete:  # to wake it for each would cost more than to write it
+            with self._news:
+                if is_complete:
+                    now = time.monotonic()
+                    self._complete_every_s, self._last_complete = now - self._last_complete, now
+                    self._is_complete, self._num_complete = True, len(self._waiting)
+                self._is_idle = False
                 self._news.notify_all()
 
     def flush(self) -> None:
@@ -231,8 +235,8 @@ class RecordWriter:
             # The samples of a batch that is not complete yet need not be packed if it soon is.
             is_early = self._num_complete and not self._is_complete and not self._is_due()
             number = self._num_complete if is_early else len(self._waiting)
-            items, self._waiting = self._waiting[:number], self._waiting[number:]
-            self._rollouts_waiting = sum(isinstance(item, _Rollout) for item in self._waiting)
+            items = [self._waiting.popleft() for _ in range(number)]  # others may be added meanwhile
+            self._rollouts_waiting -= sum([isinstance(item, _Rollout) for item in items])
             self._num_complete, self._in_a_hurry, self._is_complete = 0, False, False
             self._news.notify_all()
         return items
