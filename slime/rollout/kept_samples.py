@@ -13,12 +13,12 @@ import numpy as np
 
 from slime.record.ledger_rows import Columns
 from slime.rollout.prompt_groups import FINISHED
-from slime.utils.types import Sample
+from slime.utils.reward_failure import RewardFailure
+from slime.utils.types import Sample, SampleStatus
 
 _FEW_TOKENS = 100
 _NOT_KEPT = frozenset({"multimodal_inputs", "trace"})
 _UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
-_COMPARED = _UNCHANGING | {list, dict}  # arrays are compared entry by entry
 _encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes one for each call
 # The fields of a sample by what they hold: of most samples, most are as in a new one.
 _NEW = vars(Sample())
@@ -31,9 +31,47 @@ _CONTAINERS = {n: v for n, v in _NEW.items() if isinstance(v, (list, dict)) and 
 _PLAIN = tuple(name for name in _NEW if name not in _APART and name not in _CONTAINERS)
 _PLAIN_NEW = tuple(_NEW[name] for name in _PLAIN)
 _plain_values = operator.itemgetter(*_PLAIN)
-_of_alike = operator.itemgetter(
-    "index", "group_index", "status", "reward", "tokens", "metadata", "reward_failure"
-)
+
+
+class Seen(NamedTuple):
+    """What slime may give a finished sample anew, and what tells whether samples are alike; each of all."""
+
+    indices: tuple[int | None, ...]
+    groups: tuple[int | None, ...]
+    statuses: tuple[SampleStatus, ...]
+    rewards: tuple[Any, ...]
+    failures: tuple[RewardFailure | None, ...]
+    tokens: tuple[list[int], ...]
+    loss_masks: tuple[list[int] | None, ...]
+    removed: tuple[bool, ...]
+    metadata: tuple[dict[str, Any], ...]  # empty
+    paths: tuple[str | None, ...]
+
+    def fields_of(self, several: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The fields of each, as they were when these were seen."""
+        rows = zip(*self, strict=True)
+        return [
+            {**fields, **dict(zip(_SEEN, row, strict=True)), "metadata": {}}
+            for fields, row in zip(several, rows, strict=True)
+        ]
+
+
+_SEEN = (
+    "index", "group_index", "status", "reward", "reward_failure", "tokens", "loss_mask", "remove_sample",
+    "metadata", "generate_function_path",
+)  # fmt: skip
+_seen_of = operator.itemgetter(*_SEEN)
+
+
+def look_at(several: Sequence[dict[str, Any]]) -> Seen | None:
+    """What is noted of finished samples, by their fields, where no copy of each is needed; None: it is.
+
+    Slime adds to the metadata, and gives the fields of `Seen` new values; of the others it changes none.
+    """
+    seen = Seen(*zip(*map(_seen_of, several), strict=True)) if several else None
+    if seen is None or any(seen.metadata) or any(seen.paths) or _changes(seen.rewards):
+        return None
+    return seen
 
 
 def is_whole(fields: dict[str, Any]) -> bool:
@@ -44,26 +82,23 @@ def is_whole(fields: dict[str, Any]) -> bool:
 class Alike(NamedTuple):
     """Of samples of one group that ended in one way: no metadata, nothing that failed, none `is_alone`."""
 
-    indices: tuple[int, ...]
+    indices: list[int]
     group_index: int | None
     status: str
     rewards: tuple[Any, ...]
 
 
-def find_alike(several: Sequence[dict[str, Any]]) -> Alike | None:
-    """What nearly all samples are that end together, by their fields; None: they are looked at singly."""
-    if not several:
-        return None
-    columns = zip(*map(_of_alike, several), strict=True)
-    indices, groups, statuses, rewards, tokens, metadata, failures = columns
+def find_alike(seen: Seen, several: Sequence[dict[str, Any]]) -> Alike | None:
+    """What nearly all samples are that end together; None: they are looked at singly."""
+    groups, statuses = seen.groups, seen.statuses
+    indices = [index for index in seen.indices if index is not None]
     if (
-        groups.count(groups[0]) == statuses.count(statuses[0]) == len(several)
-        and not (any(metadata) or any(failures) or None in indices)
-        and _COMPARED.issuperset(map(type, rewards))
-        and max(map(len, tokens)) <= _FEW_TOKENS
-        and max(map(len, several)) <= _NUM_FIELDS + all(["trace" in fields for fields in several])
+        groups.count(groups[0]) == statuses.count(statuses[0]) == len(indices) == len(several)
+        and not any(seen.failures)
+        and max(map(len, seen.tokens)) <= _FEW_TOKENS
+        and not _have_more(several)
     ):
-        return Alike(indices, groups[0], statuses[0]._value_, rewards)
+        return Alike(indices, groups[0], statuses[0]._value_, seen.rewards)
     return None
 
 
@@ -73,8 +108,14 @@ def is_alone(fields: dict[str, Any]) -> bool:
 
 
 def _has_more(fields: dict[str, Any]) -> bool:
-    """Whether something was attached to the sample, beside what is in nearly all."""
+    """Whether something was attached to the sample, beside its trace, which nearly all have."""
     return len(fields) > _NUM_FIELDS and len(fields) > _NUM_FIELDS + ("trace" in fields)
+
+
+def _have_more(several: Sequence[dict[str, Any]]) -> bool:
+    """The same of any of some samples, of which all may be traced, or none."""
+    most = max(map(len, several))
+    return most > _NUM_FIELDS + (most > _NUM_FIELDS and all(["trace" in fields for fields in several]))
 
 
 def as_they_are(samples: Iterable[Sample]) -> list[dict[str, Any]]:

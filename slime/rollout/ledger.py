@@ -32,12 +32,14 @@ from slime.rollout.collection.versions import newest_version
 from slime.rollout.journal import CountingJournal, Outcome
 from slime.rollout.kept_samples import (
     Alike,
+    Seen,
     as_they_are,
     columns_of,
     find_alike,
     from_kept,
     is_alone,
     is_whole,
+    look_at,
 )
 from slime.rollout.prompt_groups import (
     ATTEMPT_KEY,
@@ -56,6 +58,7 @@ logger = logging.getLogger(__name__)
 Fields = dict[str, Any]  # of a sample, by their names
 Key = tuple[int, int, int]  # sample index, attempt, response tokens at the start
 _encode = json.JSONEncoder(default=plain_or_text).encode  # `json.dumps` makes one for each call
+_SAMPLES, _INTS = frozenset({Sample}), frozenset({int})
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
 
 
@@ -82,7 +85,7 @@ class Ledger:
         self._known = dict(known or {})
         self._rollout = 0  # that events belong to
         self._version: int | None = None  # of the engines when it began
-        self._sort = functools.partial(self._sort_private, None)
+        self._sort = functools.partial(self._sort_seen, None)
         self._open: dict[int, Group] = {}  # groups handed out and not decided
         self._decided: list[int] = []  # since the last cut
         self._cut: dict[int, list[int]] = {}  # rollout -> groups decided in it, until its batch is kept
@@ -200,29 +203,36 @@ class Ledger:
 
     def finished_from_prompt(self, samples: Sequence[Sample]) -> None:
         """The same of samples that began with their prompts and are one each still; nobody else has them."""
+        if self._private:
+            fields = [sample.__dict__ for sample in samples]
+            seen = look_at(fields)
+            if seen is not None:  # of most
+                self._writer.note(JustFinished(time.time(), self._rollout, (seen, fields), self._sort))
+                return
         several = as_they_are(samples)
         if self._private and not any([fields["generate_function_path"] for fields in several]):
-            self._writer.note(JustFinished(time.time(), self._rollout, several, self._sort))
+            sort = functools.partial(self._sort_out, self._version)
+            self._writer.note(JustFinished(time.time(), self._rollout, several, sort))
         elif notes := self._sort_out(self._version, time.time(), self._rollout, several):
             self._writer.note(*notes)
 
-    def _sort_private(
-        self, version: int | None, time: float, rollout: int, several: Sequence[Fields]
+    def _sort_seen(
+        self, version: int | None, time: float, rollout: int, seen_of: tuple[Seen, Sequence[Fields]]
     ) -> list[Finished]:
         """What there is to write of samples that nobody else has in hand. `version`: of the engines.
 
-        Nearly all that end together are alike; it is done for every sample.
+        Nearly all that end together are alike.
         """
-        alike = find_alike(several)
+        seen, several = seen_of
+        alike = find_alike(seen, several)
         if alike is None:
-            return self._sort_out(version, time, rollout, several)
-        indices = list(alike.indices)
-        rewards = dict(zip(indices, alike.rewards, strict=True))
+            return self._sort_out(version, time, rollout, seen.fields_of(several))
+        rewards = dict(zip(alike.indices, alike.rewards, strict=True))
         if None in alike.rewards:
             rewards = {index: reward for index, reward in rewards.items() if reward is not None}
-        kept = functools.partial(_kept_alike, alike, several, version) if self._keeps else None
+        kept = functools.partial(_kept_alike, alike, seen, several, version) if self._keeps else None
         about = (time, rollout, alike.group_index, 0, self.settings)
-        return [Finished(*about, {alike.status: indices}, rewards, kept)]
+        return [Finished(*about, {alike.status: alike.indices}, rewards, kept)]
 
     def _sort_out(
         self, version: int | None, time: float, rollout: int, several: Sequence[Fields]
@@ -297,7 +307,7 @@ class Ledger:
     def begin(self, rollout_id: int, version: str | None) -> None:
         self._rollout = max(self._rollout, rollout_id)
         self._version = version_number(version)
-        self._sort = functools.partial(self._sort_private, self._version)
+        self._sort = functools.partial(self._sort_seen, self._version)
 
     def cut(self, rollout_id: int) -> None:
         """Everything until now belongs to this rollout or one before: its cursor is being taken."""
@@ -399,9 +409,12 @@ def _group(group: Group) -> tuple[int, int] | None:
 
 def _indices(group: Group) -> str:
     """Of its samples, as JSON, which whole numbers are written as by Python."""
-    found = {sample.index: None for sample in flatten_samples(group)}
-    found.pop(None, None)
-    return str(sorted(map(int, found)))  # type: ignore[arg-type]
+    are_single = _SAMPLES.issuperset(map(type, group))  # as most are
+    samples: Sequence[Any] = group if are_single else flatten_samples(group)
+    indices = {sample.index for sample in samples}
+    if not _INTS.issuperset(map(type, indices)):
+        indices = {int(index) for index in indices if index is not None}
+    return str(sorted(indices))
 
 
 def _key(entry: Entry) -> Key | None:
@@ -427,8 +440,9 @@ def _kept(made: Sequence[tuple[Key, Fields]], version: int | None) -> Kept:
     return Kept(keys, [columns_of([fields for _, fields in whole])] if whole else [])
 
 
-def _kept_alike(alike: Alike, several: Sequence[Fields], version: int | None) -> Kept:
-    return _kept([((index, 0, 0), one) for index, one in zip(alike.indices, several, strict=True)], version)
+def _kept_alike(alike: Alike, seen: Seen, several: Sequence[Fields], version: int | None) -> Kept:
+    fields = seen.fields_of(several)
+    return _kept([((index, 0, 0), one) for index, one in zip(alike.indices, fields, strict=True)], version)
 
 
 def _given(kept: Kept) -> Callable[[], Kept]:

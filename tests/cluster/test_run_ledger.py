@@ -68,9 +68,10 @@ def test_rows_that_were_cut_from_one_tensor_come_back_also_where_one_was_replace
         ({"custom_rm_path": "slime.cli.quickstart.rewards.exact_match"}, True),
         ({"group_rm": True}, False),
         ({"custom_generate_function_path": "my_agent.generate"}, False),
+        ({"advantage_estimator": "remax"}, False),  # one without its greedy answer may be continued
     ],
 )
-def test_samples_are_copied_where_a_function_of_the_user_s_may_change_finished_ones(settings, private):
+def test_samples_are_copied_where_finished_ones_may_be_changed(settings, private):
     args = parse()
     assert is_private(SimpleNamespace(**{**args.to_dict(), **settings})) is private
 

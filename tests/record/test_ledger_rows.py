@@ -1,7 +1,9 @@
 """The ledger: what is finished is given back after a crash, and conservation is proven or refuted."""
 
 import contextlib
+import copy
 import json
+import math
 import re
 import sqlite3
 import threading
@@ -82,11 +84,15 @@ def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached,
 
 @pytest.mark.parametrize("together", [False, True])  # then the writer's thread sorts them
 @pytest.mark.parametrize("private", [False, True])
-def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, private, together):
+@pytest.mark.parametrize("reward", [0.5, {"score": 0.5}])  # a number takes no copy
+@pytest.mark.parametrize("alike", [False, True])
+def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, alike, reward, private, together):
     ledger = world.start(private=private)
     ledger.begin(0, "run:1")
     group = group_of(0)
-    made = [finish(sample, reward={"score": 0.5}) for sample in group]
+    made = [finish(sample, reward=copy.copy(reward)) for sample in group]
+    if not alike:
+        made[0].status = Sample.Status.TRUNCATED
     before = [Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) for sample in made]
     world.writer._write_notes = hold = Held(world.writer._write_notes)
     if together:
@@ -96,7 +102,10 @@ def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, priva
             ledger.finished(origin, sample)
     ledger.begin(1, "run:2")  # as a pool's samples of weights before
     for sample in made:  # as filters and the buffer do it
-        sample.reward["score"], sample.metadata["start_rollout_id"] = 7.0, 3
+        if isinstance(sample.reward, dict):
+            sample.reward["score"] = 7.0
+        sample.reward, sample.reward_failure = None, RewardFailure("invalid", "of another")
+        sample.metadata["start_rollout_id"], sample.loss_mask = 3, [0, 0]
         sample.tokens, sample.status, sample.remove_sample = [], Sample.Status.PENDING, True
         if not private:
             sample.rollout_log_probs[0], sample.version_spans = 9.0, []
@@ -422,3 +431,39 @@ def test_a_batch_that_waits_for_the_next_is_written_also_if_that_never_comes(wor
     assert packed == [] and ("generated", 1) not in events()
     world.writer.flush()
     assert ("generated", 1) in events() and packed
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        (0.0, -0.0, 1.0),
+        (1e-7, 1e300, 0.1 + 0.2),
+        (0.5, math.nan, -math.inf),
+        (1, True, None),
+        ({"a": 1.0}, "x"),
+    ],
+)
+def test_rewards_are_written_as_json(rewards):
+    by_index = {68 + place: reward for place, reward in enumerate(rewards)}
+    assert ledger_rows._rewards_text(by_index) == json.dumps(by_index)
+
+
+def test_what_several_threads_tell_at_once_is_all_written_and_in_their_order(world):
+    ledger = world.start()
+
+    def tell(first):
+        for number in range(200):
+            ledger.returned([group_of(first + number)])
+
+    threads = [threading.Thread(target=tell, args=(1000 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    world.writer.flush()
+    with LedgerReader(world.path) as reader:
+        found = [row.group_index for row in reader.events() if row.event == "returned"]
+    assert sorted(found) == [first + number for first in range(0, 4000, 1000) for number in range(200)]
+    for first in range(0, 4000, 1000):
+        of_one = [index for index in found if first <= index < first + 1000]
+        assert of_one == sorted(of_one)

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.arguments import Args
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.catalog.estimators import ESTIMATORS
 from slime.cluster.recording import Recording
 from slime.record import RECORD_FILE, LedgerReader, RecordError
 from slime.record.plain_bytes import TensorRows
@@ -117,12 +118,15 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
 
 
 def is_private(args: Args) -> bool:
-    """Whether no function but slime's own gets samples in hand that are finished.
+    """Whether no function but slime's own gets samples in hand that are finished, and none goes on.
 
-    Rewards of single samples come before that; those of groups do not.
+    Rewards of single samples come before that; those of groups do not. Where a greedy answer is missing, a
+    sample that was finished is taken for aborted, and may be continued.
     """
+    if waits_for_group(args) or ESTIMATORS[args.advantage_estimator].needs_greedy_answer:
+        return False
     paths = [getattr(args, name) for name in _SEE_FINISHED]
-    return not waits_for_group(args) and all(not path or path.startswith("slime.") for path in paths)
+    return all(not path or path.startswith("slime.") for path in paths)
 
 
 def was_evaluated(run: Run, rollout_id: int) -> bool:
