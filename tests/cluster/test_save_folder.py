@@ -310,7 +310,8 @@ def test_a_look_names_every_folder_that_a_run_would_not_get_and_writes_nothing(t
     before = sorted(tmp_path.rglob("*"))
 
     def told(save=None, run_dir=tmp_path / "free", **changes) -> str:
-        args = saving(tmp_path, run_dir=str(run_dir), ckpt_step=None, record_max_mib=1)
+        args = saving(tmp_path, run_dir=str(run_dir), ckpt_step=None, record_max_mib=1, auto_resume=True)
+        args.to_dict = lambda hide_secrets: {}
         args.save = None if save is None else str(tmp_path / save)
         vars(args).update(changes)
         return "\n".join(map(str, look_at_folders(args)))
