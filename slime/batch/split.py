@@ -108,7 +108,8 @@ def plan_steps(
         units = chosen if args.loss_type in PAIR_LOSSES else [[p] for rollout in chosen for p in rollout]
         if prompts is not None:
             positions = [p for unit in units for p in unit]
-            units = _siblings(positions, prompts, batch_lengths, prompt_sizes, args, dp_size)
+            budget = _token_budget(args, cp_size)
+            units = _siblings(positions, prompts, batch_lengths, prompt_sizes, budget, dp_size)
         ranks = _split_step(args, units, batch_lengths, prompt_sizes, dp_size, cp_size, cost)
         steps.append(StepPlan(ranks=ranks, num_rollouts=len(chosen)))
     if len(rollouts) % size:
@@ -134,12 +135,11 @@ def _siblings(
     prompts: Sequence[Hashable],
     lengths: Sequence[int],
     prompt_sizes: Sequence[int] | None,
-    args: Flags,
+    budget: int,
     dp_size: int,
 ) -> list[list[int]]:
     """Samples of one prompt in runs that fit a micro-batch, short enough that all ranks get a like share."""
     most = len(positions) if dp_size == 1 else max(1, len(positions) // (_UNITS_PER_RANK * dp_size))
-    budget = _token_budget(args, 1)
     families: dict[Hashable, list[int]] = {}
     for position in positions:
         families.setdefault(prompts[position], []).append(position)
@@ -255,7 +255,7 @@ def split_for_ranks(
 ) -> list[RankData]:
     """Each data-parallel rank's own samples and steps."""
     lengths = sample_sizes(batch)
-    prompts = _prompts(batch) if _keeps_siblings(args, cp_size) else None
+    prompts = _prompts(batch) if _keeps_siblings(args) else None
     # Who asks for it knows that every pass shares; by default a pass that cannot must fit too.
     once = prompts is not None and args.share_prefix is True
     response_lengths = batch["response_lengths"]
@@ -288,10 +288,10 @@ def split_for_ranks(
     return _pack_scoring(args, shares, cp_size) if args.log_probs_max_tokens_per_gpu else shares
 
 
-def _keeps_siblings(args: Flags, cp_size: int) -> bool:
+def _keeps_siblings(args: Flags) -> bool:
     """Whether samples of one prompt should meet in a micro-batch, because the trainer computes it once."""
     shares = BACKENDS[args.train_backend].shares_prompts and args.share_prefix is not False
-    return shares and args.use_dynamic_batch_size and cp_size == 1 and args.loss_type not in PAIR_LOSSES
+    return shares and args.use_dynamic_batch_size and args.loss_type not in PAIR_LOSSES
 
 
 def _prompts(batch: RolloutBatch) -> list[Hashable]:

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from prefix_groups import ALIKE, GROUPS, LONG_PROMPTS, families_of_samples
 from trainer_helpers import meeting_point, trainer_args
 
 from slime.backends.attention import prefix_spans
@@ -19,44 +20,6 @@ from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
-from slime.utils.types import Sample
-
-
-def families_of_samples(groups, *, vocab=128, seed=0):
-    """`groups`: for each prompt its length (or itself) and the lengths of its answers (or themselves)."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def tokens(wanted):
-        made = (
-            torch.randint(4, vocab, (wanted,), generator=generator).tolist()
-            if type(wanted) is int
-            else wanted
-        )
-        return list(made)
-
-    samples = []
-    for number, (prompt, answers) in enumerate(groups):
-        prompt = tokens(prompt)
-        for answer in map(tokens, answers):
-            sample = Sample(group_index=number, index=len(samples), tokens=prompt + answer)
-            sample.response_length, sample.status = len(answer), Sample.Status.COMPLETED
-            sample.reward = float(torch.rand((), generator=generator))
-            sample.rollout_log_probs = [-1.0] * len(answer)
-            samples.append(sample)
-    return samples
-
-
-GROUPS = [(7, [3, 5, 1, 4]), (1, [2, 2]), (9, [6]), (12, [1, 1, 8])]
-SYSTEM = range(20, 29)
-# Prompts that begin alike; answers that begin alike, are the same or go on from another; and the second turn
-# of an agent, whose prompt is the prompt and answer of its first.
-TURN = [*SYSTEM, 40, 41, 50, 51, 52, 60]
-ALIKE = [
-    ([*SYSTEM, 40, 41], [[50, 51, 52], [50, 51, 52], [50, 51, 53], [50], [50, 51, 52, 53, 54], [55, 51]]),
-    (TURN, [[61, 62], [61, 63, 64], 4]),
-    ([*SYSTEM, 42], [[50, 51, 52], 5]),
-    (6, [2]),
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,9 +65,6 @@ def test_the_stream_holds_each_prefix_once_and_predicts_the_same_tokens(groups, 
     assert len(share.rows) == len(set(predicted)), "each once"
     told = [(*found[row], int(mb.targets[at])) for row, at in zip(share.rows, share.places, strict=True)]
     assert [told[which] for which in share.which] == predicted
-
-
-LONG_PROMPTS = [(70, [3, 5, 1, 4]), (64, [2, 30]), (9, [6]), (80, [1, 1, 8])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

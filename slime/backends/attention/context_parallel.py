@@ -120,6 +120,22 @@ class _PlaceTokens(torch.autograd.Function):
         return grad[places], None, None, None
 
 
+def gather_keys(
+    key: Tensor, value: Tensor, group: dist.ProcessGroup, order: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The keys and values of all ranks, one rank behind the other, or in the `order` of these rows."""
+    if key.shape != value.shape:
+        return gather_rows(key, group, order), gather_rows(value, group, order)
+    pair = gather_rows(torch.cat((key, value), dim=-1), group, order)
+    gathered_key, gathered_value = pair.split(key.shape[-1], dim=-1)
+    return gathered_key, gathered_value
+
+
+def gather_rows(local: Tensor, group: dist.ProcessGroup, order: Tensor | None) -> Tensor:
+    rows: Tensor = _GatherRows.apply(local, group)
+    return rows if order is None else rows.index_select(0, order)
+
+
 def place_tokens(values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
     """[R] values of all ranks from this rank's values at `places`; each place belongs to exactly one rank."""
     return _PlaceTokens.apply(values, places, count, group)
@@ -139,13 +155,7 @@ def zigzag_attention(
 
     query [T / size, H, D], key and value [T / size, G, D] in the rank's order -> [T / size, H, D].
     """
-    pair = torch.cat((key, value), dim=-1) if key.shape == value.shape else None
-    if pair is not None:
-        gathered = _GatherRows.apply(pair, group).index_select(0, plan.order)
-        key, value = gathered.split(key.shape[-1], dim=-1)
-    else:
-        key = _GatherRows.apply(key, group).index_select(0, plan.order)
-        value = _GatherRows.apply(value, group).index_select(0, plan.order)
+    key, value = gather_keys(key, value, group, plan.order)
     if (attend := packed_documents.varlen_for(query, variant)) is not None:
         # Queries of a chunk are the last tokens of the prefix that they see: a causal mask is aligned there.
         key, value, bound = (
@@ -202,6 +212,11 @@ class StreamShare:
     def is_whole(self) -> bool:
         """Whether all response tokens of the micro-batch are on this rank."""
         return False
+
+    @property
+    def copies(self) -> Tensor:
+        """[T / size] for how many samples each token stands: padding for none."""
+        return self.real
 
     def join(self, values: Tensor, count: int) -> Tensor:
         """All ranks' values of response tokens, [count], from this rank's, [R_local]."""

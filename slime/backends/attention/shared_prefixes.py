@@ -11,12 +11,13 @@ those of the whole documents to rounding.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slime.algorithms.attention_variants import PLAIN, Variant
+from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import prefix_operator
 from slime.backends.attention.packed_documents import PackedDocuments, packed_attention, varlen_for
@@ -37,7 +38,10 @@ class PrefixTree:
     """
 
     keys: Tensor  # [sum of keys] places in the stream, part by part
-    own: Tensor  # [T] for each token of the stream its place in `keys`, as a query of its part
+    # [T] for each token of the stream its place in `keys`, as a query of its part; None: the queries are not
+    # the whole stream, but what a rank has of it.
+    own: Tensor | None
+    num_tokens: int  # of the stream
     whole: PackedDocuments  # the bounds of the parts in `keys`
     cu_query: Tensor  # [parts + 1] int32, in the stream
     longest: Tensor  # [] int64, on the host: of the part with the most keys
@@ -59,16 +63,32 @@ class PrefixTree:
             return kernel(
                 query, key, value, self.cu_query, cu_key, bound, bound, scale, window=variant.window
             )
+        if self.own is None:
+            return self._attend_by_part(query, key, value, scale, variant)
         if variant is PLAIN and query.device.type == "cpu" and query.dtype.itemsize >= 4 and bound <= LONGEST:
             return self.spans.attend(query, key, value, self.cu_query, cu_key, self.keys, chosen)
         places = (self.keys, self.own)
         return packed_attention(query, key, value, self.whole, scale=scale, variant=variant, places=places)
 
+    def _attend_by_part(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant
+    ) -> Tensor:
+        results = []
+        bounds = zip(pairwise(self.cu_query.tolist()), pairwise(self.whole.bounds.tolist()), strict=True)
+        for (first, end), (first_key, end_key) in bounds:
+            seen = self.keys[first_key:end_key]
+            own = query[None, first:end]
+            keys, values = (x.index_select(0, seen)[None] for x in (key, value))
+            results.append(attend_to_prefix(own, keys, values, scale, variant)[0])
+        return torch.cat(results)
+
     def to(self, device: torch.device) -> "PrefixTree":
-        names = ("keys", "own", "cu_query")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        readers = readers_of(moved["keys"], len(self.own)) if device.type == "cuda" else None
-        return replace(self, whole=self.whole.to(device), readers=readers, **moved)
+        keys, cu_query = (x.to(device, non_blocking=True) for x in (self.keys, self.cu_query))
+        own = None if self.own is None else self.own.to(device, non_blocking=True)
+        readers = readers_of(keys, self.num_tokens) if device.type == "cuda" else None
+        return replace(
+            self, keys=keys, own=own, cu_query=cu_query, whole=self.whole.to(device), readers=readers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +192,7 @@ def _build(
     documents = PrefixTree(
         keys=torch.from_numpy(keys),
         own=torch.from_numpy(ranges(key_ends - new, new)),
+        num_tokens=len(added),
         whole=PackedDocuments.from_lengths((known + new).tolist()),
         cu_query=torch.from_numpy(np.concatenate(([0], np.cumsum(new))).astype(np.int32)),
         longest=torch.tensor(int((known + new).max())),

@@ -16,6 +16,7 @@ from slime.algorithms.expert_balance import load_metrics
 from slime.arguments import Args
 from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.attention.shared_prefixes import PrefixShare
+from slime.backends.attention.spread_prefixes import SpreadShare
 from slime.backends.base import (
     Bucket,
     Denominators,
@@ -42,7 +43,7 @@ from slime.backends.fsdp.cpu_norm import rms_norm
 from slime.backends.fsdp.expert_watch import ExpertWatch, balance_coefficient
 from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers
 from slime.backends.fsdp.mesh import Mesh
-from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, reshard, shard
+from slime.backends.fsdp.model import PackedCausalLM, Share, WholeMatrix, gather_full, reshard, shard
 from slime.backends.fsdp.optimizer import build_optimizer
 from slime.backends.fsdp.scalar_model import PackedLM, PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
@@ -234,7 +235,7 @@ class FSDPBackend(TrainerBase):
         with self._working():
             # All inputs cross before the loop: inside it the host never waits for the device.
             for mb, share in [self._send(mb, self.model, loss) for mb in mbs]:
-                copies = share.copies if isinstance(share, PrefixShare) else None
+                copies = None if share is None else share.copies
                 # An expert whose tokens all are of such a micro-batch would have no gradient instead of 0.
                 learns = mb.learns or families.has_experts(self.model.lm.config.get_text_config())
                 with self.experts.listening(mb, copies), torch.set_grad_enabled(learns):
@@ -263,21 +264,23 @@ class FSDPBackend(TrainerBase):
 
     def _send(
         self, mb: MicroBatch, model: PackedLM, loss: Loss | None = None
-    ) -> tuple[MicroBatch, StreamShare | PrefixShare | None]:
-        """The micro-batch on the device, and what stands for its stream: this rank's share of it under
-        context parallelism, or one in which samples share what they begin with.
+    ) -> tuple[MicroBatch, Share | None]:
+        """The micro-batch on the device, and what stands for its stream: one in which samples share what they
+        begin with, this rank's share under context parallelism, or both.
         """
-        if self.mesh.context_group is None:
-            # How evenly experts are used is told of all tokens.
-            counted = families.has_experts(model.lm.config.get_text_config())
-            shares = self._shares_prefixes(mb, model, loss)
-            prefixes = PrefixShare.of(mb, all_tokens=counted) if shares else None
+        # How evenly experts are used is told of all tokens.
+        counted = families.has_experts(model.lm.config.get_text_config())
+        shares = self._shares_prefixes(mb, model, loss)
+        prefixes = PrefixShare.of(mb, all_tokens=counted) if shares else None
+        group = self.mesh.context_group
+        if group is None:
             sent = vision.with_images(mb, model.lm.config).to(self.device)
             return sent, None if prefixes is None else prefixes.to(self.device)
+        ranks = (self.layout.cp_size, self.layout.cp_rank, group)
+        if prefixes is not None:
+            return mb.to(self.device), SpreadShare.of(prefixes, *ranks).to(self.device)
         after = isinstance(model, PackedScalarLM) and bool(model.offset)
-        size, rank = self.layout.cp_size, self.layout.cp_rank
-        share = StreamShare.of(mb, size, rank, self.mesh.context_group, after_token=after)
-        return mb.to(self.device), share.to(self.device)
+        return mb.to(self.device), StreamShare.of(mb, *ranks, after_token=after).to(self.device)
 
     def _shares_prefixes(self, mb: MicroBatch, model: PackedLM, loss: Loss | None) -> bool:
         """Prompts are not shared where each token is looked at: whole logits, the balance of experts."""
@@ -293,14 +296,14 @@ class FSDPBackend(TrainerBase):
     def _forward(
         self,
         mb: MicroBatch,
-        share: StreamShare | PrefixShare | None,
+        share: Share | None,
         *,
         model: PackedLM | None = None,
         **options: Any,
     ) -> TokenOutputs:
         model = model or self.model
         if isinstance(model, PackedScalarLM):
-            assert not isinstance(share, PrefixShare), "values are read from the micro-batch's own stream"
+            assert isinstance(share, StreamShare | None), "values are read from the micro-batch's own stream"
             return TokenOutputs.of_scalar_head(model(mb, share)[0])
         log_probs, entropies, full, extra = model(
             mb,

@@ -19,12 +19,15 @@ from slime.algorithms.distillation import full_reverse_kl
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.attention.shared_prefixes import PrefixShare
+from slime.backends.attention.spread_prefixes import SpreadShare
 from slime.backends.base import HeadFunction, MicroBatch
 from slime.backends.fsdp import families
 from slime.backends.fsdp.layer_execution import HFModel, decoder_layers
 
+Share = StreamShare | PrefixShare | SpreadShare  # what stands for the stream of a micro-batch
 
-def run_decoder(lm: HFModel, mb: MicroBatch, share: StreamShare | PrefixShare | None) -> Tensor:
+
+def run_decoder(lm: HFModel, mb: MicroBatch, share: Share | None) -> Tensor:
     """Hidden states [T, H] of the packed stream, or of what stands for it."""
     if share is None:
         return families.run_whole(lm, mb)
@@ -72,7 +75,7 @@ class PackedCausalLM(nn.Module):
     def forward(
         self,
         mb: MicroBatch,
-        share: StreamShare | PrefixShare | None = None,
+        share: Share | None = None,
         *,
         temperature: float,
         chunk_size: int = -1,
@@ -83,8 +86,8 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Log-probs [R], entropy [R] or None, logits [1, T, V] or None, the result of `at_head` or None.
 
-        With a `share` another stream stands for the micro-batch's own: one in which samples share prompts, or
-        this rank's part, and then the ranks' results are put together again.
+        With a `share` another stream stands for the micro-batch's own: one in which samples share prompts,
+        this rank's part, or both; and then the ranks' results are put together again.
         A tuple, so that FSDP finds the tensors.
         """
         hidden = run_decoder(self.lm, mb, share)
