@@ -118,6 +118,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         with Closing() as closing:
             closing.add(tracker.finish)
             closing.add(Janitor(shm.FOLDER, run.shm_prefix).dismiss)
+            closing.add(shm.hold(run.shm_prefix))
             closing.add(lambda: shm.unlink_prefix(run.shm_prefix))
             watch = HangWatch(run.run_dir, runtime, args.hang_timeout_s)
             closing.add(watch.close)

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -50,6 +51,35 @@ def test_segments_of_dead_drivers_are_removed_and_those_of_the_living_kept():
     assert stale.name in shm.unlink_stale()
     assert mine.path.exists()
     mine.unlink()
+
+
+def test_segments_of_a_driver_that_is_not_seen_from_here_stay_while_it_holds_them():
+    gone = subprocess.Popen([sys.executable, "-c", ""])  # as in a container with processes of its own
+    gone.wait()
+    prefix = f"slime-{gone.pid}-abd"
+    release = shm.hold(prefix)
+    segment = shm.create_segment(8, prefix)
+    assert segment.name not in shm.unlink_stale() and segment.path.exists()
+    release()
+    assert segment.name in shm.unlink_stale()
+    assert shm.list_segments(prefix) == []
+
+
+def test_segments_of_another_user_keep_no_run_from_starting(monkeypatch):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    theirs = shm.create_segment(8, f"slime-{gone.pid}-abe")
+    remove = Path.unlink
+
+    def refuse(path, missing_ok=False):
+        if path == theirs.path:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        remove(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        assert theirs.name not in shm.unlink_stale()
+    theirs.unlink()
 
 
 def test_a_path_is_not_a_segment_name():

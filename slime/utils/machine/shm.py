@@ -6,11 +6,14 @@ survives a crash can remove all of them, and the next start removes those whose 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,6 +24,37 @@ FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettem
 def make_prefix() -> str:
     """A prefix for this driver process; two runs on one machine never share it."""
     return f"slime-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def hold(prefix: str) -> Callable[[], None]:
+    """Tells that the run of this prefix lives, also where its process cannot be seen: containers may share
+    the memory and not the processes of a machine. Ends with this process, or by what is returned.
+    """
+    try:
+        fd = os.open(_lock_of(prefix), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:  # no room for one more file: whoever makes a segment says so
+        return lambda: None
+    with contextlib.suppress(OSError):  # no locks here: its process alone tells
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lambda: os.close(fd)
+
+
+def _lock_of(prefix: str) -> Path:
+    return FOLDER / f"{prefix}-held"
+
+
+def _is_held(prefix: str) -> bool:
+    try:
+        fd = os.open(_lock_of(prefix), os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)  # another user's
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(fd)
+    return False
 
 
 class Segment:
@@ -102,11 +136,13 @@ def _remove(path: Path) -> None:
 
 
 def unlink_stale() -> list[str]:
-    """Remove segments whose driver process no longer exists; returns their names."""
+    """Remove segments whose driver process no longer exists; returns their names. Other users' stay."""
     removed = []
     for path in FOLDER.glob("slime-*-*"):
-        pid = path.name.split("-")[1]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        parts = path.name.split("-")
+        if not parts[1].isdigit() or psutil.pid_exists(int(parts[1])) or _is_held("-".join(parts[:3])):
+            continue
+        with contextlib.suppress(PermissionError):
             _remove(path)
             removed.append(path.name)
     return removed
