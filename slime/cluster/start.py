@@ -66,7 +66,7 @@ from slime.utils import waits
 from slime.utils.errors import EndedBySignal, NotStarted
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.step_folders import StepFolder
-from slime.utils.machine import shm
+from slime.utils.machine import shm, stacks
 from slime.utils.machine.accelerator import device_count, has_bfloat16
 from slime.utils.machine.garbage import searching_new_only
 from slime.utils.machine.run_identity import Run
@@ -106,7 +106,9 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         ended: list[str | None] = []  # how, where the loop came to its end
         folders.push(lambda kind, error, trace: close_run(run, error, *ended))
         folders.enter_context(naming_full_disks(args))
-        folders.enter_context(log_to(run.run_dir / "logs" / "driver.log"))
+        log = run.run_dir / "logs" / "driver.log"
+        folders.enter_context(log_to(log))
+        folders.enter_context(stacks.answering(log))
         for finding in (*report.of("warning"), *report.of("note")):
             is_note = finding.kind == "note"
             shown = {"shown_elsewhere": True} if is_note and finding.subject == COST else None

@@ -13,7 +13,7 @@ from patience import PATIENCE_S
 from processes import cmdline
 
 from slime.rollout.dumps import load_rollout_dump
-from slime.utils.machine import shm
+from slime.utils.machine import shm, stacks
 
 SLOW_REWARD = '''
 """A reward that takes a while, and behind the first rollout as long as there is a file `wait`."""
@@ -219,6 +219,16 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):
     said = (world / "dying.out").read_text()
     assert "engines died 2 times within 600 s" in said and "killed by signal 9" in said
     assert segments_of(process.pid) == []
+
+
+def test_a_run_that_is_asked_where_it_stands_writes_it_to_its_log_and_goes_on(world):
+    (world / "wait").touch()
+    process = start_train(world, "asked", custom_rm_path=f"{world}/slow.py:reward", num_rollout=2)
+    with in_mid_run(world, "asked", process) as driver:
+        driver.send_signal(stacks.SIGNAL)
+        wait_for(lambda: "asyncio tasks" in (world / "asked/logs/driver.log").read_text(), process)
+    assert process.wait(PATIENCE_S) == 0, (world / "asked.out").read_text()[-4000:]
+    assert "Current thread" in (world / "asked/logs/driver.log").read_text()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])

@@ -1,5 +1,6 @@
 """A process writes where it stands when it is asked; one that would die of the question is not asked."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -74,3 +75,23 @@ def test_what_a_process_looks_after_is_asked_with_it(tmp_path):
         take_back() if len(asked) == 1 and stacks._dependents else None
     assert asked == ["engines"]
     assert "test_what_a_process_looks_after" in (tmp_path / "own.log").read_text()
+
+
+def test_a_driver_that_is_asked_writes_to_its_log_and_goes_on(tmp_path):
+    log = tmp_path / "driver.log"
+    with stacks.answering(log):
+        signal.raise_signal(stacks.SIGNAL)
+    said = log.read_text()
+    assert "in test_a_driver_that_is_asked_writes_to_its_log_and_goes_on" in said
+    assert signal.getsignal(stacks.SIGNAL) == signal.SIG_DFL
+
+
+def test_a_handler_that_somebody_has_set_stays(tmp_path):
+    asked = []
+    signal.signal(stacks.SIGNAL, lambda number, frame: asked.append(number))
+    try:
+        with stacks.answering(tmp_path / "driver.log"):
+            signal.raise_signal(stacks.SIGNAL)
+    finally:
+        signal.signal(stacks.SIGNAL, signal.SIG_DFL)
+    assert asked == [stacks.SIGNAL]

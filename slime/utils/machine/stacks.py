@@ -16,8 +16,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from slime.utils import async_utils
@@ -46,6 +47,30 @@ def answer_signal() -> None:
         theirs.setblocking(False)
         signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
         threading.Thread(target=_tell_when_asked, args=(ours,), name="stacks", daemon=True).start()
+
+
+@contextlib.contextmanager
+def answering(log: Path) -> Iterator[None]:
+    """Within this block the process writes its stacks to the end of a file when it is asked to; the signal
+    would end it. A handler that somebody else has set stays.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or signal.getsignal(SIGNAL) != signal.SIG_DFL:
+        yield
+        return
+    with open(log, "ab", buffering=0) as file:
+
+        def tell_tasks(number: int, frame: FrameType | None) -> None:
+            with contextlib.suppress(OSError):  # a full disk is told where it matters
+                file.write(_tasks().encode(errors="replace"))
+
+        signal.signal(SIGNAL, tell_tasks)
+        faulthandler.register(SIGNAL, file=file, all_threads=True, chain=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(SIGNAL)
+            signal.signal(SIGNAL, signal.SIG_DFL)
 
 
 def ask(pids: Iterable[int]) -> list[int]:
