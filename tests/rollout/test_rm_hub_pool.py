@@ -161,6 +161,18 @@ def test_check_that_recurses_or_takes_all_memory_is_too_large(pool):
     assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
 
 
+def test_checks_run_where_the_machine_gives_less_memory_than_their_limit():
+    code = (
+        "import asyncio, resource; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        "from slime.rollout.rm_hub.workers.check_pool import CheckPool\n"
+        f"pool = CheckPool(num_workers=1, deadline_s={PATIENCE_S})\n"
+        "print(asyncio.run(pool.check('operator:add', 1, 1)))\n"
+        "pool.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "2\n", done.stdout + done.stderr
+
+
 def test_a_worker_with_slow_imports_takes_a_broken_check_s_place_by_a_fork(pool):
     async def main():
         template = await pool.check("slow_to_load:parent_pid")

@@ -66,8 +66,14 @@ def main() -> None:
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent_pid)
     sys.path[0] = os.getcwd()  # the script's own folder would shadow top-level names (`math_utils`, `worker`)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
+    _limit_memory()
     _Worker(Connection(fd)).serve()
+
+
+def _limit_memory() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # `ulimit -v`: nobody may take more than that
+    most = _MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_LIMIT_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _die_with(parent_pid: int) -> None:
