@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from slime.cluster.checkpoints.save_folder import (
 )
 from slime.utils.errors import RunStopped
 from slime.utils.files.folder_lock import FolderLock, is_locked
+from slime.utils.machine import shm
 
 
 def saving(folder, **changes):
@@ -282,6 +284,18 @@ def test_whatever_a_run_cannot_write_for_want_of_room_is_one_message(tmp_path):
         with pytest.raises(type(error)) as raised, naming_full_disks(writing(tmp_path)):
             raise error
         assert raised.value is error
+
+
+def test_shared_memory_that_is_too_small_is_named_and_not_taken_for_the_disk(tmp_path, monkeypatch):
+    with mounted(tmp_path / "shm", "size=64k") as small:
+        monkeypatch.setattr(shm, "FOLDER", small)
+        match = rf"the shared memory {small}: it is full .*1000000 bytes\); enlarge it \(docker: --shm-size\)"
+        with pytest.raises(RunStopped, match=match), naming_full_disks(writing(tmp_path)):
+            try:
+                shm.create_segment(1_000_000, shm.make_prefix())
+            except OSError as error:
+                raise pickle.loads(pickle.dumps(error)) from None  # as it comes from a rank
+        assert not any(small.iterdir())
 
 
 def test_what_the_disk_did_not_do_rises_as_it_is(tmp_path):

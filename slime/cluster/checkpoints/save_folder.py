@@ -22,6 +22,7 @@ from slime.utils.machine import shm
 _PROBE_BYTES = 1 << 20
 _LOOKED_AT = 1000  # places of models to come
 _FULL_BYTES = 1 << 20  # less than this is full: what failed to be written may have left that much
+_SHARED = "the shared memory"
 # Errors of the disk may reach us as text only, from another process or a library that drops the number.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
@@ -107,8 +108,9 @@ def naming_full_disks(args: Args) -> Iterator[None]:
         if found is None:
             raise
         where, why = found
+        fix = "enlarge it (docker: --shm-size)" if where.startswith(_SHARED) else "make room"
         raise RunStopped(
-            f"{where}: {why}; make room, and start this command again: it goes on with what is on the disk."
+            f"{where}: {why}; {fix}, and start this command again: it goes on with what is on the disk."
         ) from error
 
 
@@ -116,6 +118,8 @@ def _full_disk(error: BaseException, folders: dict[str, Path]) -> tuple[str, str
     """(Where, why) of an error that a full disk caused; None: it is not known to be one."""
     for link in _chain(error):
         if isinstance(link, OSError) and link.errno in _NO_ROOM:
+            if link.filename == str(shm.FOLDER):
+                return f"{_SHARED} {shm.FOLDER}", f"it is full ({link.strerror})"
             return str(link.filename or "a file of this run"), _why(link)
         text = "\n".join([str(link), *getattr(link, "__notes__", ())])
         for number in _NO_ROOM:
@@ -138,7 +142,7 @@ def _written_folders(args: Args) -> dict[str, Path]:
     folders = {
         flag: _fixed_part(value) if "{" in value else Path(value) for flag, value in given.items() if value
     }
-    return {**folders, "the shared memory": shm.FOLDER}
+    return {**folders, _SHARED: shm.FOLDER}
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -96,7 +96,9 @@ def create_segment(nbytes: int, prefix: str) -> Segment:
         mapping = mmap.mmap(fd, max(nbytes, 1))
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise OSError(f"no room for a shared segment of {nbytes} bytes in {FOLDER}: {error}") from error
+        # The folder as its file, which outlives the way to another process: who ends the run tells of it.
+        wanted = f"{error.strerror}: no room for a segment of {nbytes} bytes"
+        raise OSError(error.errno, wanted, str(FOLDER)) from error
     finally:
         os.close(fd)
     return Segment(name, mapping, nbytes)
