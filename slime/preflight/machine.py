@@ -20,6 +20,7 @@ from slime.preflight.run_plan import Device, RunPlan, plan_run
 from slime.utils.machine import shm
 from slime.utils.machine.accelerator import device_count
 
+_SETS = 2  # of weights in shared memory: the version that engines serve, and the next
 _LITTLE_DISK = 1 << 30
 _ROUTER_PATIENCE_S = 20.0
 _PROCESSES_PER_CORE, _MANY_PROCESSES = 8, 32  # beyond both, trainer ranks and engines get nowhere
@@ -167,14 +168,15 @@ def _check_room(args: Args) -> Iterator[Finding]:
     if (
         size
         and not args.debug_train_only
-        and free < size
+        and free < _SETS * size
         and args.update_weight_transport in ("auto", "shared_memory")
     ):
         yield Finding(
             "warning",
             "--update-weight-transport",
-            f"weights of {size / 2**30:.1f} GiB may travel through {shm.FOLDER}, which has "
-            f"{free / 2**30:.1f} GiB left: enlarge it (docker: --shm-size), or use disk.",
+            f"weights may travel through {shm.FOLDER}, which has {free / 2**30:.2g} GiB left and needs "
+            f"{_SETS * size / 2**30:.2g} for two versions of them: enlarge it (docker: --shm-size), or use "
+            "disk.",
         )
 
 

@@ -14,6 +14,8 @@ from tiny_model import make_tiny_model, make_tiny_tokenizer
 
 from slime.preflight.all_checks import LOOKS, preflight
 from slime.preflight.findings import Finding, Report
+from slime.preflight.machine import weights_bytes
+from slime.utils.machine import shm
 
 ROWS = [{"input": f"{n}+{n}=", "label": str(2 * n), "metadata": {}} for n in range(20)]
 
@@ -289,6 +291,15 @@ def test_a_folder_that_cannot_be_written_is_a_warning(look, tmp_path, monkeypatc
     monkeypatch.setattr("slime.preflight.machine.os.access", lambda path, mode: mode != os.W_OK)
     [warning] = look().of("warning")
     assert f"--run-dir: {tmp_path} cannot be written by this user" in str(warning)
+
+
+def test_shared_memory_too_small_for_two_versions_of_the_weights_is_a_warning(look, model, monkeypatch):
+    disk, size = shutil.disk_usage("/")._replace(free=1 << 40), weights_bytes(str(model))
+    for share, told in ((2.1, []), (1.5, ["--update-weight-transport"])):
+        memory = disk._replace(free=int(share * size))
+        usage = {shm.FOLDER: memory}
+        monkeypatch.setattr("slime.preflight.machine.shutil.disk_usage", lambda f, u=usage: u.get(f, disk))
+        assert [finding.subject for finding in look().of("warning")] == told
 
 
 def test_more_gpus_than_there_are(look, monkeypatch):
