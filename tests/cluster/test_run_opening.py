@@ -50,13 +50,20 @@ def test_every_line_carries_the_run(tmp_path):
 
 
 def test_a_new_run_in_a_used_folder_is_refused_and_changes_nothing(tmp_path):
-    first = start(tmp_path, lr=0.25)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    folder, saving = tmp_path / "run", {"save": str(tmp_path / "ckpt")}
+    first = start(folder, lr=0.25, **saving)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(
         FolderTaken, match=f"--run-dir .* belongs to run {first.run_id}, .*finished.*another folder, or go on"
     ):
-        start(tmp_path, lr=0.5)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        start(folder, lr=0.5, **saving)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_nobody_is_sent_to_checkpoints_that_a_run_never_wrote(tmp_path):
+    start(tmp_path, error=KeyboardInterrupt())
+    with pytest.raises(FolderTaken, match="That run had no --save: there is nothing to go on from"):
+        start(tmp_path)
 
 
 def test_a_resumed_run_continues_its_folder(tmp_path):

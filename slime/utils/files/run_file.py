@@ -220,10 +220,10 @@ def refuse_other_run(folder: Path, resumption: Resumption | None) -> tuple[RunRe
     before = read_run(folder)
     goes_on = resumption is not None and resumption.continues(before)
     if is_used(folder) and not goes_on:
-        raise FolderTaken(
-            f"--run-dir {folder} belongs to {_describe(before)}: give another folder, or go on with that run "
-            "(--load with the folder of its --save)."
-        )
+        way_on = ", or go on with that run (--load with the folder of its --save)."
+        if before is not None and before.last.checkpoints is None:
+            way_on = ". That run had no --save: there is nothing to go on from."
+        raise FolderTaken(f"--run-dir {folder} belongs to {_describe(before)}: give another folder{way_on}")
     return before, goes_on
 
 
