@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from patience import PATIENCE_S, eventually
 
+from slime.utils import waits
 from slime.utils.machine import warm_start
 from slime.utils.machine.processes import import_environment, thread_environment
 from slime.utils.machine.warm_start import WarmChild, warm_starts
@@ -53,6 +55,23 @@ def facts_of(child, log_path):
     return json.loads(log_path.read_text())
 
 
+def test_a_template_that_is_stopped_is_waited_for_by_name_and_then_done_without(program, tmp_path):
+    with warm_starts(["the_program"]):
+        template = warm_start._template
+        begin(program, tmp_path / "warm").wait(PATIENCE_S)  # it has imported what it is for
+        template._process.send_signal(signal.SIGSTOP)
+        template._socket.settimeout(1.0)
+        asking = threading.Thread(target=lambda: begun.append(begin(program, tmp_path / "late")))
+        begun: list = []
+        asking.start()
+        [wait] = eventually(lambda: [wait for wait in waits.active() if wait.target == "the template"])
+        assert f"pid {template._process.pid}" in wait.name and wait.deadline_s is not None
+        asking.join()
+    assert (
+        isinstance(begun[0], subprocess.Popen) and not facts_of(begun[0], tmp_path / "late")["loaded_before"]
+    )
+
+
 @pytest.fixture(params=["interrupted", "behind &"])
 def interrupts(request):
     """Whether this process heeds them: what a shell starts with `&` does not."""
@@ -90,6 +109,7 @@ def test_a_warm_child_is_as_one_that_was_executed(program, interrupts, tmp_path,
 OWNER = """
 import atexit, json, os, sys
 from pathlib import Path
+from slime.utils import waits
 from slime.utils.machine import warm_start
 from slime.utils.machine.processes import import_environment, thread_environment
 

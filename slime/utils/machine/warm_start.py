@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slime.utils import waits
 from slime.utils.machine.processes import Child, import_environment, thread_environment
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -222,7 +223,8 @@ class Template:
         request = json.dumps(job).encode()
         if len(request) > LONGEST or len(fds) > _MAX_FILES:
             return 0
-        with adopting_orphans():
+        told = f"a new process (pid {self._process.pid} forks it)"
+        with adopting_orphans(), waits.waiting(told, deadline_s=_PATIENCE_S, target="the template"):
             socket.send_fds(self._socket, [request], fds)
             return int(self._socket.recv(64) or b"0")
 
