@@ -7,8 +7,10 @@ went on was lost with its process, and happened again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from slime.record.schema import RecordError, unusable
 from slime.utils.types import version_number
 
 _MOST = 1_000_000_000
+_MANY = 10_000  # missing groups or steps that are looked for
 
 
 @dataclass
@@ -39,22 +42,38 @@ class Audit:
     violations: list[str] = field(default_factory=list)
 
 
-def audit(path: Path, *, finished: bool) -> Audit:
-    """`finished`: the run came to its end, so that no group may still be on its way."""
+def audit(path: Path, *, finished: bool, run_id: str | None = None, saved: Iterable[int] = ()) -> Audit:
+    """`finished`: the run came to its end, so that no group may still be on its way.
+
+    `run_id`: the run whose folder it is; None: not known. `saved`: the steps after which checkpoints of that
+    run are on the disk.
+    """
     try:
-        return _audit(path, finished)
+        return _audit(path, finished, run_id, saved)
     except RecordError:
         raise
     except (ValueError, TypeError) as error:  # a row holds what nobody wrote there
         raise unusable(path, "read", error) from error
 
 
-def _audit(path: Path, finished: bool) -> Audit:
+def _audit(path: Path, finished: bool, run_id: str | None, saved: Iterable[int]) -> Audit:
     with LedgerReader(path) as reader:
+        owner = reader.meta("run")
+        if run_id is not None and owner != run_id:
+            raise RecordError(f"{path} is the record of run {owner}, and its folder is that of run {run_id}.")
+        reader.check_structure()
         rows, missed, noted = reader.events(), reader.meta(EVENTS), missed_steps(reader.meta)
     found = Audit(num_events=len(rows), num_starts=len({row.start for row in rows}))
     if missed:
         found.violations.append(f"{missed} events could not be written (a full disk?): nothing can be proven")
+    trained = {row.rollout for row in rows if row.event == "consumed"}
+    last_load = max((row.rollout for row in rows if row.event == "resumed"), default=-1)
+    unknown = sorted(step for step in saved if step not in trained and step > last_load)
+    if unknown:  # a checkpoint waits until all before it is written
+        found.violations.append(
+            f"there are checkpoints after steps {unknown[:5]}, and the ledger does not say that these were "
+            "trained: its last events are lost (is record.db-wal whole, and beside it?)"
+        )
     if not rows:  # a start that was killed before its first event has nothing to lose
         if finished:
             found.violations.append("the ledger is empty, though the run came to its end")
@@ -64,6 +83,9 @@ def _audit(path: Path, finished: bool) -> Audit:
     _walk_steps(rows, kept, found)
     with Record(path) as record:
         _compare_with_samples(record, kept, noted, found)
+        _find_unknown_samples(record, {row.rollout for row in rows if row.event == "kept"}, found)
+        for kind, number in record.changed():
+            found.violations.append(f"the samples of {kind} {number} are not those that were written")
         found.digest = digest(record, found.steps, rows)
     return found
 
@@ -123,14 +145,19 @@ def _walk_groups(history: list[LedgerRow], found: Audit, finished: bool) -> dict
             state[group] = row.event
             if row.event == "kept":
                 kept.setdefault(row.rollout, []).append(row)
-    gaps = sorted(set(range(min(new), max(new) + 1)) - new)[:5] if new else []
+    gaps = _missing(new, min(new), max(new)) if new else []
     if gaps:
-        found.violations.append(f"groups {gaps} were never handed out, though later ones were")
+        found.violations.append(f"groups {gaps[:5]} were never handed out, though later ones were")
     in_flight = sorted(group for group, where in state.items() if where == "in flight")
     if finished and in_flight:
         found.violations.append(f"groups {in_flight[:5]} are lost: the run ended and nobody decided them")
     found.groups = Counter(state.values())
     return kept
+
+
+def _missing(known: set[int], first: int, last: int) -> list[int]:
+    """The lowest numbers from `first` to `last` that are not known: what is damaged may be anything."""
+    return list(itertools.islice((n for n in range(first, last + 1) if n not in known), _MANY))
 
 
 def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: Audit) -> None:
@@ -143,7 +170,7 @@ def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
             consumed = {step for step in consumed if step <= row.rollout}
             if not consumed:
                 base = row.rollout + 1
-            lost = sorted(set(range(base, row.rollout + 1)) - consumed)
+            lost = _missing(consumed, base, row.rollout)
             if lost:  # told once: each later checkpoint would miss them as well
                 found.violations.append(
                     f"start {row.start} went on from the checkpoint after step {row.rollout}, but the ledger "
@@ -156,9 +183,9 @@ def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
             consumed.add(row.rollout)
         elif row.event == "committed":
             found.committed = row.rollout
-            missing = set(range(base, row.rollout + 1)) - consumed
+            missing = _missing(consumed, base, row.rollout)
             if missing:
-                found.violations.append(f"the checkpoint after step {row.rollout} misses step {min(missing)}")
+                found.violations.append(f"the checkpoint after step {row.rollout} misses step {missing[0]}")
     found.steps = sorted(consumed)
     trained: dict[int, int] = {}  # sample -> step
     returned = {row.group_index for row in rows if row.event == "returned"}
@@ -206,6 +233,19 @@ def _compare_with_samples(
             found.violations.append(
                 f"step {step}: samples {odd} are in its batch or in the ledger, not in both"
             )
+
+
+def _find_unknown_samples(record: Record, kept: set[int], found: Audit) -> None:
+    """`kept`: rollouts of which any start of the run kept a group."""
+    for row in record.rollouts():
+        if row.kind == "train" and not row.pruned and row.rollout_id not in kept:
+            select = Select(kind="train", rollout_id=row.rollout_id, outcome="trained", limit=_MOST)
+            numbers = [answer.group_index for answer in record.answers(select)]
+            if any(number is not None and number >= 0 for number in numbers):
+                found.violations.append(
+                    f"the samples of rollout {row.rollout_id} are in the record, and the ledger knows "
+                    "nothing of it: events are lost"
+                )
 
 
 def digest(record: Record, steps: list[int], rows: list[LedgerRow]) -> str:

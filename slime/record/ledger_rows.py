@@ -296,6 +296,12 @@ class LedgerReader:
         except READ_ERRORS as error:
             raise unusable(self._path, "read", error) from error
 
+    def check_structure(self) -> None:
+        """A RecordError where tables and their indexes do not fit each other."""
+        rows = self._ask("PRAGMA integrity_check(1)")
+        if rows != [("ok",)]:
+            raise unusable(self._path, "read", sqlite3.DatabaseError(str(rows[0][0]).splitlines()[-1]))
+
     def meta(self, key: str) -> str | None:
         rows = self._ask("SELECT value FROM meta WHERE key = ?", (key,))
         return rows[0][0] if rows else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slime.record.checksums import checksum_in
 from slime.record.entries import prompt_hash
 from slime.record.numbers import TokenReader, Tokens
 from slime.record.schema import READ_ERRORS, RECORD_FILE, open_for_reading, unusable
@@ -110,6 +111,29 @@ class Record:
             (since,),
         )
         return [RolloutRow(*row) for row in rows]
+
+    def changed(self) -> list[tuple[Kind, int]]:
+        """Rollouts and evaluations whose groups and answers are not those that were written."""
+        known = self._ask("SELECT 1 FROM pragma_table_info('rollouts') WHERE name = 'checksum'")
+        checksum = "checksum" if known else "NULL"  # of an earlier schema
+        rows = self._ask(
+            f"SELECT kind, rollout_id, id, num_groups, num_samples, {checksum} FROM rollouts "
+            "WHERE NOT pruned ORDER BY id"
+        )
+        return [(kind, number) for kind, number, row, *about in rows if self._is_changed(row, *about)]
+
+    def _is_changed(self, row: int, num_groups: int, num_samples: int, checksum: int | None) -> bool:
+        there = self._ask(
+            "SELECT count(DISTINCT g.id), count(s.id) FROM groups g "
+            "LEFT JOIN samples s ON s.group_row = g.id WHERE g.rollout = ?",
+            (row,),
+        )
+        if there != [(num_groups, num_samples)]:
+            return True
+        try:
+            return checksum is not None and checksum_in(self._connection, row) != checksum
+        except (*READ_ERRORS, TypeError, AttributeError) as error:
+            raise unusable(self._path, "read", error) from error
 
     def datasets(self, kind: str, rollout_id: int) -> list[str | None]:
         """Names of the datasets of an evaluation; of a rollout, which has no name, [None]."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from slime.record.any_json import any_json, plain_or_text, storable
+from slime.record.checksums import checksum_of, in_columns
 from slime.record.entries import Entry, prompt_hash, prompt_text
 from slime.record.numbers import Columns, mask_of, pack_alone, pack_groups
 from slime.record.rows import insert_columns
@@ -64,11 +65,11 @@ def _number(reward: Any, key: str | None) -> float | None:
         return None
 
 
-def write_answers(connection: sqlite3.Connection, rollout: int, answers: Answers) -> None:
-    """Adds the groups of a rollout's row with their answers."""
+def write_answers(connection: sqlite3.Connection, rollout: int, answers: Answers) -> int | None:
+    """Adds the groups of a rollout's row with their answers, and returns the checksum of these."""
     entries, samples, rewards = answers.entries, answers.samples, answers.rewards
     if not entries:
-        return
+        return checksum_of((), (), (), ())
     counts = [len(entry.samples) for entry in entries]
     groups = _next_rows(connection, "groups", len(entries))
     rows = _next_rows(connection, "samples", len(samples))  # as SQLite numbers what comes next
@@ -94,9 +95,13 @@ def write_answers(connection: sqlite3.Connection, rollout: int, answers: Answers
         rare["failure"] = [value and _failure(value) for value in failure]
     packed = pack_groups(numbers, counts)
     if packed is None:
-        alone = zip(*map(pack_alone, samples), strict=True)
-        rare |= dict(zip(("tokens", "log_probs", "loss_mask", "versions"), alone, strict=True))
+        alone = list(map(pack_alone, samples))
+        rare |= dict(
+            zip(("tokens", "log_probs", "loss_mask", "versions"), zip(*alone, strict=True), strict=True)
+        )
+        numbers_as_bytes = in_columns(alone)
     else:
+        numbers_as_bytes = [payload for _, payload in packed]
         connection.executemany(
             "INSERT INTO numbers_of_answers VALUES (?, ?)",
             [(rows[place], payload) for place, payload in packed],
@@ -109,6 +114,7 @@ def write_answers(connection: sqlite3.Connection, rollout: int, answers: Answers
     insert_columns(connection, "samples", columns | rare, same)
     if rows[-1] >= MANY_SAMPLES:
         index_orders(connection)
+    return checksum_of(numbers_as_bytes, numbers.response_length, rewards, columns["response"])
 
 
 def _next_rows(connection: sqlite3.Connection, table: str, count: int) -> range:

@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 
 RECORD_FILE = "record.db"
-SCHEMA_NUMBER = 4
-_READABLE = ("1", "2", "3", "4")  # what a file of an earlier schema lacks is empty
+SCHEMA_NUMBER = 5
+_READABLE = ("1", "2", "3", "4", "5")  # what a file of an earlier schema lacks is empty
 _BUSY_S = 30.0  # how long a statement waits for another process's lock
 # What reading a file raises; the last where its tables have names that are no text any more.
 READ_ERRORS = (sqlite3.Error, UnicodeDecodeError)
@@ -128,10 +128,14 @@ CREATE TABLE numbers_of_answers (
     payload BLOB NOT NULL           -- slime.record.numbers, in the order of the samples' ids
 );
 """
+_ADDED_IN_5 = """
+ALTER TABLE rollouts ADD COLUMN checksum INTEGER;  -- slime.record.checksums; NULL: none was taken
+"""
 _ADDED = {  # to a file of this schema
-    "1": _ADDED_IN_2 + _ADDED_IN_3 + _ADDED_IN_4,
-    "2": _ADDED_IN_3 + _ADDED_IN_4,
-    "3": _ADDED_IN_4,
+    "1": _ADDED_IN_2 + _ADDED_IN_3 + _ADDED_IN_4 + _ADDED_IN_5,
+    "2": _ADDED_IN_3 + _ADDED_IN_4 + _ADDED_IN_5,
+    "3": _ADDED_IN_4 + _ADDED_IN_5,
+    "4": _ADDED_IN_5,
 }
 # For the page, which shows answers in these orders: few are sorted faster than indexes of them are kept.
 _ORDERS = """

@@ -352,7 +352,8 @@ class RecordWriter:
             ),
         ).lastrowid
         assert row is not None
-        write_answers(connection, row, answers)
+        checksum = write_answers(connection, row, answers)
+        connection.execute("UPDATE rollouts SET checksum = ? WHERE id = ?", (checksum, row))
         self._missed.note(connection)
 
     def _prune(self) -> None:

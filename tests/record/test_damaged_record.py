@@ -9,8 +9,9 @@ from ledger_world import World, finish, group_of
 
 from slime.cli.inspect import ledger as ledger_command
 from slime.cli.inspect import samples as samples_command
-from slime.record import LedgerReader, Record, RecordError, Select
+from slime.record import LedgerReader, Record, RecordError, Select, group_entries
 from slime.record.audit import audit
+from slime.utils.files.run_file import open_run_file
 from slime.utils.types import Sample
 
 
@@ -101,3 +102,98 @@ def test_keys_that_are_damaged_are_told_with_the_file(tmp_path):
         connection.execute("INSERT INTO ledger_finished VALUES (99, 0, 's', '[[1', x'00')")
     with LedgerReader(path) as reader, pytest.raises(RecordError, match=r"record\.db cannot be read"):
         reader.finished_entries("s")
+
+
+# ---- what the audit finds ----------------------------------------------------------------------------------
+
+
+def change(path, *statements):
+    with sqlite3.connect(path) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+_FORGET_GROUP_3 = (
+    "DELETE FROM ledger WHERE group_index = 3",
+    "DELETE FROM samples WHERE group_row IN (SELECT id FROM groups WHERE group_index = 3)",
+    "DELETE FROM groups WHERE group_index = 3",
+)
+_COPIED = "group_row, sample_index, execution, status, reward, response, num_tokens"
+
+
+@pytest.mark.parametrize(
+    ("statements", "told"),
+    [
+        (["DELETE FROM samples WHERE id = 3"], "step 0: samples [2] are in its batch or in the ledger"),
+        ([f"INSERT INTO samples ({_COPIED}) SELECT {_COPIED} FROM samples WHERE id = 3"], "train 0 are not"),
+        (_FORGET_GROUP_3, "the samples of train 1 are not those that were written"),
+        (["DELETE FROM ledger WHERE rollout = 1"], "samples of rollout 1 are in the record, and the ledger"),
+        (["UPDATE samples SET reward = 0.5 WHERE id = 2"], "the samples of train 0 are not those that were"),
+        (["UPDATE samples SET response = 'else' WHERE id = 2"], "the samples of train 0 are not those"),
+        (["DELETE FROM numbers_of_answers"], "the samples of train 0 are not those that were written"),
+        (["UPDATE ledger SET rollout = 1 << 62 WHERE event = 'committed'"], "misses step 1"),
+        (
+            ["UPDATE ledger SET group_index = 1 << 62 WHERE event = 'issued' AND group_index = 3"],
+            "groups [3, 4, 5",
+        ),
+    ],
+)
+def test_what_was_changed_behind_the_runs_back_is_found(tmp_path, statements, told):
+    path = made_run(tmp_path).path
+    assert audit(path, finished=False).violations == []
+    change(path, *statements)
+    violations = audit(path, finished=False).violations
+    assert any(told in violation for violation in violations), violations
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["in one piece", "in columns"])
+def test_a_flipped_bit_of_a_log_prob_or_a_token_is_found(tmp_path, monkeypatch, large):
+    if large:
+        monkeypatch.setattr("slime.record.numbers._FEW_TOKENS", 1)
+    path = made_run(tmp_path).path
+    assert audit(path, finished=False).violations == []
+    whole, places = path.read_bytes(), [b"\x05\x00\x06\x00\x07\x00", b"\x00\x00\x80\xbe"]  # tokens, -0.25
+    for place in places:
+        at = whole.rindex(place)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        [violation] = audit(path, finished=False).violations
+        assert "are not those that were written" in violation
+
+
+def test_rewards_that_sqlite_keeps_otherwise_are_those_that_were_written(tmp_path):
+    world = World(tmp_path)
+    world.start()
+    rewards = [float("nan"), -0.0, float("inf"), None, 3, {"score": 1.0}]
+    made = [[finish(sample, reward=reward) for sample in group_of(0)] for reward in rewards]
+    world.writer.add("eval", 0, group_entries(made, "evaluated"))
+    world.stop()
+    with Record(world.path) as record:
+        assert record.changed() == []
+
+
+def test_a_record_of_the_schema_before_has_no_checksums_and_is_audited_all_the_same(tmp_path):
+    path = made_run(tmp_path).path
+    change(
+        path, "ALTER TABLE rollouts DROP COLUMN checksum", "UPDATE meta SET value = '4' WHERE key = 'schema'"
+    )
+    assert audit(path, finished=False).violations == []
+    change(path, "DELETE FROM samples WHERE id = 3")
+    assert audit(path, finished=False).violations
+
+
+def test_the_record_of_another_run_is_told_from_that_of_the_folder(tmp_path, capsys):
+    run = open_run_file(tmp_path, {}, None, None, None)
+    made_run(tmp_path)
+    assert ledger_command.main(["audit", str(tmp_path)]) == 2
+    assert f"is the record of run run, and its folder is that of run {run.id}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_the_ledger_knows_nothing_of_is_told(tmp_path):
+    """As where the write-ahead log was cut, or left behind when the folder was copied."""
+    world = made_run(tmp_path)
+    assert audit(world.path, finished=False, saved=[0, 1]).violations == []
+    [violation] = audit(world.path, finished=False, saved=[0, 1, 2]).violations
+    assert "there are checkpoints after steps [2]" in violation and "record.db-wal" in violation
+    world.start(committed=5, last_made=5)  # of which nothing else is known: it went on behind them
+    world.stop()
+    assert not any("checkpoints after" in v for v in audit(world.path, finished=False, saved=[4]).violations)

@@ -107,6 +107,7 @@ def as_schema_3(path, groups):
     """Turns a record of one rollout into what the version before left: a piece for each group."""
     with contextlib.closing(sqlite3.connect(path / "record.db")) as connection, connection:
         connection.execute("DROP TABLE numbers_of_answers")
+        connection.execute("ALTER TABLE rollouts DROP COLUMN checksum")
         connection.execute("UPDATE meta SET value = '3' WHERE key = 'schema'")
         for index, group in enumerate(groups):
             header = {

@@ -255,7 +255,7 @@ def test_another_schema_is_refused(tmp_path):
     with sqlite3.connect(tmp_path / "record.db") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
     connection.close()
-    with pytest.raises(RecordError, match="has schema 99, this version of slime reads 4"):
+    with pytest.raises(RecordError, match="has schema 99, this version of slime reads 5"):
         open_record(tmp_path)
     with pytest.raises(RecordError, match="has schema 99"):
         RecordWriter(tmp_path / "record.db", "run-1", MIB)

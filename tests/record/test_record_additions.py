@@ -112,7 +112,7 @@ def test_a_record_of_the_first_schema_is_read_and_completed_by_a_run_that_goes_o
         ask(tmp_path, "pause", None, "page")
     write(tmp_path, [make_sample(0)])
     assert ask(tmp_path, "pause", None, "page") == 1
-    assert rows(tmp_path, "SELECT value FROM meta WHERE key = 'schema'") == [("4",)]
+    assert rows(tmp_path, "SELECT value FROM meta WHERE key = 'schema'") == [("5",)]
 
 
 def test_bars_of_answers_lie_in_the_lane_of_their_engine():

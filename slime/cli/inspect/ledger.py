@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from slime.record import RECORD_FILE, RecordError, Select, open_record
-from slime.utils.files.run_file import no_run, read_run
+from slime.utils.files.run_file import RunRecord, no_run, read_run
+from slime.utils.files.step_folders import read_step, step_folders
 from slime.utils.printable import printable
 
 _FINISHED = "finished"
@@ -32,7 +34,9 @@ def _audit(options: argparse.Namespace) -> int:
     folder = Path(options.run)
     run = read_run(folder)
     ended = run is not None and run.last.exit == _FINISHED
-    found = audit(folder / RECORD_FILE, finished=ended)
+    found = audit(
+        folder / RECORD_FILE, finished=ended, run_id=run.id if run is not None else None, saved=_saved(run)
+    )
     if options.json:
         print(json.dumps({**vars(found), "finished": ended}))
         return 1 if found.violations else 0
@@ -55,6 +59,17 @@ def _audit(options: argparse.Namespace) -> int:
     elif not found.violations:
         print("conserved: every group has one fate, nothing was trained twice")
     return 1 if found.violations else 0
+
+
+def _saved(run: RunRecord | None) -> list[int]:
+    """The steps after which there are checkpoints of this very run."""
+    folder = run.last.checkpoints if run is not None else None
+    found = []
+    for step, path in step_folders(folder).items() if folder is not None else ():
+        with contextlib.suppress(ValueError):  # a damaged one is named by whoever loads it
+            if run is not None and read_step(path).manifest.run_id == run.id:
+                found.append(step)
+    return found
 
 
 def _show(options: argparse.Namespace) -> int:
