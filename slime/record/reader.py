@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slime.record.additions import Advantage, read_advantage
 from slime.record.checksums import checksum_in
 from slime.record.entries import prompt_hash
 from slime.record.numbers import TokenReader, Tokens
@@ -100,7 +101,7 @@ class Record:
     def _ask_answers(self, query: str, values: Sequence[object]) -> list[Answer]:
         try:
             return [_answer(row) for row in self._ask(query, values)]
-        except json.JSONDecodeError as error:
+        except (ValueError, TypeError) as error:
             raise unusable(self._path, "read", error) from error
 
     def rollouts(self, since: float = 0.0) -> list[RolloutRow]:
@@ -159,6 +160,13 @@ class Record:
         """The tokens of the answer whose `row` this is."""
         try:
             return self._numbers.read(row)
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            raise unusable(self._path, "read", error) from error
+
+    def advantage(self, row: int) -> Advantage | None:
+        """What the trainer made of the answer whose `row` this is; None: it is not in the record."""
+        try:
+            return read_advantage(self._connection, row)
         except (sqlite3.Error, ValueError, TypeError) as error:
             raise unusable(self._path, "read", error) from error
 
@@ -224,5 +232,6 @@ def _conditions(select: Select) -> tuple[str, list[object]]:
 
 def _answer(row: sqlite3.Row | tuple[Any, ...]) -> Answer:
     values = list(row)
+    values[10], values[14] = None if values[10] is None else float(values[10]), int(values[14])
     values[11] = json.loads(values[11]) if values[11] else {}
     return Answer(*values)

@@ -68,6 +68,8 @@ def test_names_that_are_no_text_are_told_as_damage(tmp_path, capsys):
         "UPDATE ledger SET value = '[4, ' WHERE event = 'kept'",
         "UPDATE ledger SET value = 'x' WHERE event = 'resumed'",
         "UPDATE samples SET reward_parts = '{'",
+        "UPDATE samples SET reward = 'high'",
+        "UPDATE samples SET num_tokens = 'many'",
     ],
 )
 def test_a_row_that_nobody_wrote_so_is_told_with_the_file(tmp_path, change):

@@ -7,10 +7,11 @@ from ledger_world import MIB, World, full_disk, group_of
 
 from slime.cli.inspect import ledger as command
 from slime.cli.inspect import replay
-from slime.record import RecordWriter, open_record
+from slime.record import RecordError, RecordWriter, open_record
+from slime.record.additions import Advantage, write_advantages
 from slime.record.audit import audit
 from slime.rollout.dumps import load_rollout_dump
-from slime.utils.files.run_file import open_run_file
+from slime.utils.files.run_file import Resumption, RunRecord, Start, open_run_file, read_run
 
 
 @pytest.fixture
@@ -116,3 +117,82 @@ def test_a_run_that_was_killed_before_its_first_event_has_lost_nothing(tmp_path,
     assert command.main(["audit", str(tmp_path)]) == 0
     assert "the ledger is empty: no rollout was made yet" in capsys.readouterr().out
     assert audit(tmp_path / "record.db", finished=True).violations
+
+
+def test_a_replay_takes_the_settings_of_the_start_that_trained_the_step(world, tmp_path):
+    for lr in (1, 2):
+        settings = {"lr": {"value": lr, "source": "command line"}}
+        open_run_file(
+            tmp_path, settings, str(tmp_path / "ckpt"), Resumption(str(tmp_path / "ckpt"), None), None
+        )
+    world.start()
+    world.step(0, [group_of(0)], commit=True)
+    world.make(1, [group_of(1)])
+    world.start(committed=0, last_made=1)
+    world.ledger.trained(1)
+    world.make(2, [group_of(2)])
+    world.stop()
+    run = read_run(tmp_path)
+    assert [replay._start_of(tmp_path, run, step).settings["lr"]["value"] for step in (0, 1)] == [1, 2]
+    with pytest.raises(RecordError, match="step 2 was generated and never trained"):
+        replay._start_of(tmp_path, run, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"advantage_estimator": "remax"}, "--advantage-estimator remax compares with greedy answers"),
+        ({"rollout_top_p": 0.9}, "the token ids that answers were drawn from"),
+        ({"use_opd": True, "opd_type": "engine"}, "log-probs of a teacher"),
+        ({"use_rollout_routing_replay": True}, "the experts that engines chose"),
+        ({"multimodal_keys": {"image": "images"}}, "pictures"),
+        ({"turn_discount": 1.0}, "rewards of single turns"),
+    ],
+)
+def test_a_replay_says_what_it_lacks_in_one_line(settings, told):
+    why = replay._why_not(settings)
+    assert why is not None and told in why and why.endswith("not recorded.")
+
+
+def test_steps_with_nothing_that_is_not_recorded_are_replayed():
+    assert replay._why_not({}) is None
+    assert replay._why_not({"rollout_top_p": 0.9, "allow_sampling_mismatch": True}) is None
+    assert replay._why_not({"use_opd": True, "opd_type": "trainer", "advantage_estimator": "ppo"}) is None
+
+
+def test_a_replay_begins_with_the_weights_that_the_start_loaded(tmp_path):
+    loaded = tmp_path / "other" / "step_0000007"
+    loaded.mkdir(parents=True)
+    resumed = {"checkpoint": str(loaded), "run": "other", "rollout": 7}
+
+    def flags_of(step, **settings):
+        entries = {name: {"value": value, "source": None} for name, value in settings.items()}
+        start = Start(
+            "now", entries, {}, {}, str(tmp_path / "ckpt"), None if settings.get("anew") else resumed
+        )
+        return replay._weights_before(RunRecord("run", "run", start), start, step, {0, 8})
+
+    load = ["--load", str(tmp_path / "other"), "--ckpt-step", "7"]
+    assert flags_of(8) == load
+    assert flags_of(0, finetune=True) == [*load, "--finetune", "--start-rollout-id", "0"]
+    assert flags_of(0, anew=True) == [] and flags_of(4, anew=True, start_rollout_id=4)[-1] == "4"
+    with pytest.raises(RecordError, match="step 0 began with the weights"):
+        flags_of(0)
+
+
+def test_advantages_of_single_answers_are_compared(world, tmp_path, capsys):
+    world.start()
+    world.step(0, [group_of(0)])
+    world.writer.submit(
+        "advantages", lambda c: write_advantages(c, 0, [Advantage(0, -1.0), Advantage(1, 1.0)])
+    )
+    world.stop()
+    with open_record(tmp_path) as record:
+        logged = replay._advantages(record, 0)
+    assert {index: found.value for index, found in logged.items()} == {0: -1.0, 1: 1.0}
+    assert replay._compare_advantages(logged, dict(logged), 1e-3, 1e-4) == 0
+    assert replay._compare_advantages(logged, {**logged, 1: Advantage(1, 1.01)}, 1e-3, 1e-4) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "same     advantages of 2 answers",
+        "DIFFERS  advantages of 2 answers, of samples [1]",
+    ]

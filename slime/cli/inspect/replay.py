@@ -15,10 +15,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from slime.record import Answer, Record, RecordError, Select, open_record
-from slime.utils.files.run_file import METRICS_FILE, RunRecord, read_run
+from slime.arguments.groups.trained_sampling import replays_nucleus
+from slime.catalog.estimators import ESTIMATORS
+from slime.record import RECORD_FILE, Answer, LedgerReader, Record, RecordError, Select, open_record
+from slime.record.additions import Advantage
+from slime.utils.files.run_file import METRICS_FILE, RunRecord, Start, read_run
 from slime.utils.files.step_folders import step_folders
 
 # What a step computes of its batch; all of it is compared where the run logged it.
@@ -33,6 +37,12 @@ _COMPARED = (
 )
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4  # sums in another order, kernels of another device
 _HALF_RELATIVE, _HALF_ABSOLUTE = 5e-2, 2e-2  # bfloat16 on the device, fp32 here
+_UNCUT = {  # where run.json of an earlier version says nothing of it
+    "rollout_top_p": 1.0,
+    "rollout_top_k": -1,
+    "allow_sampling_mismatch": False,
+    "loss_type": "policy_loss",
+}
 
 
 def replay(folder: Path, step: int) -> int:
@@ -41,21 +51,30 @@ def replay(folder: Path, step: int) -> int:
     if run is None:
         raise RecordError(f"{folder} holds no run.json: it is not the folder of a run.")
     with _no_devices(), tempfile.TemporaryDirectory(prefix="slime-replay-") as temporary:
-        dump = Path(temporary) / "{rollout_id}.pt"
+        dump, again = Path(temporary) / "{rollout_id}.pt", Path(temporary) / "run"
         with open_record(folder) as record:
             known = {row.rollout_id for row in record.rollouts() if row.kind == "train" and not row.pruned}
             if step not in known:
                 raise RecordError(f"{folder}: {record.why_no_step(step)}")
-            load = _weights_before(run, step, known)
+            start = _start_of(folder, run, step)
+            settings = {name: entry["value"] for name, entry in start.settings.items()}
+            if why := _why_not(settings):
+                raise RecordError(f"step {step} cannot be taken again: {why}")
+            weights = _weights_before(run, start, step, known)
             _write_dump(record, step, str(dump))
-        args = _args(run, step, load, str(dump), Path(temporary) / "run")
+            made = _advantages(record, step)
+        args = _args(settings, step, weights, str(dump), again)
         from slime.loop import train  # here: after the device was chosen
 
         train(args)
-        found = _logged(Path(temporary) / "run", step)
-        logged = _logged(folder, step, _updates(Path(temporary) / "run"))
+        found = _logged(again, step)
+        logged = _logged(folder, step, _updates(again))
+        with open_record(again) as record:
+            advantages = made, _advantages(record, step)
     half = args.dtype == "bfloat16"
-    return _compare(logged, found, *((_HALF_RELATIVE, _HALF_ABSOLUTE) if half else (_RELATIVE, _ABSOLUTE)))
+    within = (_HALF_RELATIVE, _HALF_ABSOLUTE) if half else (_RELATIVE, _ABSOLUTE)
+    apart = _compare_advantages(*advantages, *within)
+    return max(apart, _compare(logged, found, *within))
 
 
 @contextlib.contextmanager
@@ -72,13 +91,53 @@ def _no_devices() -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
-def _weights_before(run: RunRecord, step: int, known: set[int]) -> str | None:
-    """The folder of checkpoints that holds the weights which that step began with; None: the first model.
+def _start_of(folder: Path, run: RunRecord, step: int) -> Start:
+    """The start of the run that trained the step last: its settings may be others than those of the last."""
+    starts = [*run.earlier, run.last]
+    with LedgerReader(folder / RECORD_FILE) as reader:
+        rows = reader.events()
+    numbers = [row.start for row in rows if row.event == "consumed" and row.rollout == step]
+    if rows and not numbers:
+        raise RecordError(f"step {step} was generated and never trained: there is nothing to compare with.")
+    return starts[numbers[-1] - 1] if numbers and numbers[-1] <= len(starts) else run.last
+
+
+def _why_not(settings: dict[str, Any]) -> str | None:
+    """What a step with these settings needs of its samples that the record does not hold."""
+    if settings.get("turn_discount") is not None:
+        return (
+            f"--turn-discount is {settings['turn_discount']}, and rewards of single turns are not recorded."
+        )
+    estimator = ESTIMATORS.get(name := settings.get("advantage_estimator", ""))
+    if estimator is not None and estimator.needs_greedy_answer:
+        return f"--advantage-estimator {name} compares with greedy answers, whose rewards are not recorded."
+    if replays_nucleus(SimpleNamespace(**{**_UNCUT, **settings})):
+        return (
+            "the token ids that answers were drawn from (--rollout-top-p, --rollout-top-k) are not recorded."
+        )
+    if settings.get("use_opd") and settings.get("opd_type") == "engine":
+        return "the log-probs of a teacher behind --rm-url are not recorded."
+    if settings.get("use_rollout_routing_replay"):
+        return "the experts that engines chose (--use-rollout-routing-replay) are not recorded."
+    if settings.get("multimodal_keys"):
+        return "pictures (--multimodal-keys) are not recorded."
+    return None
+
+
+def _weights_before(run: RunRecord, start: Start, step: int, known: set[int]) -> list[str]:
+    """The flags that load the weights which that step began with; none: the model of --hf-checkpoint.
 
     `known`: steps whose samples are in the record.
     """
-    if step == 0:
-        return None
+    settings = {name: entry["value"] for name, entry in start.settings.items()}
+    first = settings.get("start_rollout_id") or 0
+    if start.resumed is not None:  # maybe from the checkpoint of another run
+        loaded, rollout = Path(start.resumed["checkpoint"]), int(start.resumed["rollout"])
+        anew = ["--finetune", "--start-rollout-id", str(first)] if settings.get("finetune") else []
+        if step == (first if anew else rollout + 1) and loaded.is_dir():
+            return ["--load", str(loaded.parent), "--ckpt-step", str(rollout), *anew]
+    elif step == first:
+        return ["--start-rollout-id", str(first)] if first else []
     folder = Path(run.last.checkpoints) if run.last.checkpoints else None
     there = sorted(step_folders(folder)) if folder is not None and folder.is_dir() else []
     if step - 1 not in there:
@@ -87,7 +146,7 @@ def _weights_before(run: RunRecord, step: int, known: set[int]) -> str | None:
             f"step {step} began with the weights after step {step - 1}, which are gone: {kept}. Steps that "
             f"can be replayed: {sorted({0, *(s + 1 for s in there)} & known)} (--save-interval 1 keeps all)."
         )
-    return str(folder)
+    return ["--load", str(folder), "--ckpt-step", str(step - 1)]
 
 
 def _write_dump(record: Record, step: int, template: str) -> None:
@@ -100,6 +159,13 @@ def _write_dump(record: Record, step: int, template: str) -> None:
     for answer in sorted(answers, key=lambda a: a.row):
         groups.setdefault(answer.group_index, []).append(_sample(record, answer))
     save_rollout_dump(template, step, list(groups.values()))
+
+
+def _advantages(record: Record, step: int) -> dict[int, Advantage]:
+    """Those of the trained answers, by the indices of these."""
+    select = Select(kind="train", rollout_id=step, outcome="trained", limit=1_000_000_000)
+    found = [record.advantage(answer.row) for answer in record.answers(select)]
+    return {advantage.sample_index: advantage for advantage in found if advantage is not None}
 
 
 def _sample(record: Record, answer: Answer) -> Any:
@@ -123,23 +189,15 @@ def _sample(record: Record, answer: Answer) -> Any:
     )
 
 
-def _args(run: RunRecord, step: int, load: str | None, dump: str, run_dir: Path) -> Any:
-    """The run's settings, for one step without engines on one rank of this machine."""
+def _args(known: dict[str, Any], step: int, weights: list[str], dump: str, run_dir: Path) -> Any:
+    """Settings of a run, for one step without engines on one rank of this machine."""
     from slime.arguments import parse_args
 
-    known = {name: entry["value"] for name, entry in run.last.settings.items()}
-    if known.get("turn_discount") is not None:
-        raise RecordError(
-            f"--turn-discount is {known['turn_discount']}: rewards of single turns are not in the record, "
-            "and without them the advantages of a step cannot be computed again."
-        )
     words = ["--hf-checkpoint", str(known["hf_checkpoint"]), "--debug-train-only"]
     words += ["--disable-rollout-global-dataset"]
     words += ["--load-debug-rollout-data", dump, "--num-rollout", str(step + 1), "--run-dir", str(run_dir)]
     words += ["--rollout-batch-size", str(known["rollout_batch_size"]), "--trainer-threads", "1"]
-    words += ["--record-max-mib", "0", "--quiet", "--skip-preflight", "machine", "lengths", "reward"]
-    if load is not None:
-        words += ["--load", load, "--ckpt-step", str(step - 1)]
+    words += ["--quiet", "--skip-preflight", "machine", "lengths", "reward", *weights]
     args = parse_args(words)
     here = args.to_dict()
     # What parsing made of flags (a topology of engines) is in the file as text only.
@@ -191,6 +249,26 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
         for name, value in row.items()
         if isinstance(value, (int, float)) and name.startswith(_COMPARED) and not name.endswith("/step")
     }
+
+
+def _compare_advantages(
+    logged: dict[int, Advantage], found: dict[int, Advantage], relative: float, absolute: float
+) -> int:
+    """0: those of all answers that have one in both records agree."""
+    common = sorted(logged.keys() & found.keys())
+    apart = []
+    for index in common:
+        pairs = zip(_numbers_of(logged[index]), _numbers_of(found[index]), strict=False)
+        if not all(math.isclose(a, b, rel_tol=relative, abs_tol=absolute) for a, b in pairs):
+            apart.append(index)
+    if common:
+        which = f", of samples {apart[:5]}" if apart else ""
+        print(f"{'DIFFERS' if apart else 'same':8s} advantages of {len(common)} answers{which}")
+    return 1 if apart else 0
+
+
+def _numbers_of(advantage: Advantage) -> list[float]:
+    return [advantage.value, *(advantage.tokens or ())]
 
 
 def _compare(logged: dict[str, float], found: dict[str, float], relative: float, absolute: float) -> int:
