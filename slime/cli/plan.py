@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -67,24 +68,47 @@ def plan_scale(words: list[str]) -> int:
     add("--model", required=True, help="its name, such as deepseek-v3, or a folder with config.json")
     add("--gpu", default="h200", choices=tuple(GPUS), help="[h200]")
     add("--samples", type=_count, default=2048, help="answers of a rollout [2048]")
-    add("--prompt-tokens", type=float, default=256.0, help="[256]")
-    add("--answer-tokens", type=float, default=4096.0, help="on average [4096]")
-    add("--longest", type=float, default=None, help="most tokens of an answer [8 times the average]")
-    add("--spread", type=float, default=0.8, help="sigma of the logarithm of lengths [0.8]")
+    add("--prompt-tokens", type=_length, default=256.0, help="[256]")
+    add("--answer-tokens", type=_length, default=4096.0, help="on average [4096]")
+    add("--longest", type=_length, default=None, help="most tokens of an answer [8 times the average]")
+    add("--spread", type=_spread, default=0.8, help="sigma of the logarithm of lengths [0.8]")
     add("--optimizer-steps", type=_count, default=1, help="of a rollout [1]")
     add("--json", action="store_true", help="for programs")
     options = parser.parse_args(words)
     with user_errors():
         # Here, because it loads torch, which other plans do not need.
-        from slime.preflight.step_costs import Model, Work, best_runs, model_config, run_lines
+        from slime.preflight.step_costs import (
+            Model,
+            Work,
+            best_on_fewer,
+            best_runs,
+            model_config,
+            run_lines,
+        )
 
         model = Model(model_config(options.model))
         longest = options.longest or 8 * options.answer_tokens
+        if longest < options.answer_tokens:
+            raise ValueError(
+                f"--longest {longest:g}: answers cannot have {options.answer_tokens:g} tokens on average "
+                "(--answer-tokens) if none has more than that."
+            )
+        if options.optimizer_steps > options.samples:
+            raise ValueError(
+                f"--optimizer-steps {options.optimizer_steps}: a step has a sample at least, and a rollout "
+                f"has {options.samples} (--samples)."
+            )
         work = Work(
             *(options.samples, options.prompt_tokens, options.answer_tokens, options.spread, longest),
             *(int(options.optimizer_steps > 1), options.optimizer_steps),
         )
         runs = best_runs(model, GPUS[options.gpu], options.gpus, work)
+        fewer = best_on_fewer(model, GPUS[options.gpu], options.gpus, work)
+        if not runs and fewer is not None:
+            raise ValueError(
+                f"--gpus {options.gpus}: no layout of {options.model} uses exactly so many; --gpus "
+                f"{fewer.gpus} has one, with a step of {fewer.step_s:.1f} s."
+            )
         if not runs:
             raise ValueError(f"--gpus {options.gpus}: no layout of {options.model} fits; use more of them.")
         if options.json:
@@ -103,7 +127,7 @@ def plan_scale(words: list[str]) -> int:
             ]
             print(json.dumps(rows, indent=2))
         else:
-            print("\n".join(run_lines(model, options.gpu, runs, work)))
+            print("\n".join(run_lines(model, options.gpu, runs, work, fewer)))
     return 0
 
 
@@ -200,6 +224,25 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count of at least 1")
     return int(text)
+
+
+def _length(text: str) -> float:
+    """Tokens; on average, so that there may be half of one."""
+    return _number(text, 0, 1e9, "number of tokens above 0")
+
+
+def _spread(text: str) -> float:
+    return _number(text, -1e-9, 10, "spread from 0 to 10")
+
+
+def _number(text: str, above: float, most: float, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not above < value <= most:  # not so for nan
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+    return value
 
 
 def _trainer(options: argparse.Namespace) -> TrainerPlan | None:

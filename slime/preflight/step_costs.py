@@ -276,14 +276,16 @@ def train_plan(
 
 
 def layouts(model: Model, gpu: GpuRow, ranks: int, work: Work) -> Iterator[Sizes]:
-    """Those whose weights and gradients alone fit."""
+    """Those whose weights and gradients alone fit, and that have a sample for every replica in every step."""
     dense = model.parameters - model.expert_parameters
+    replicas = work.samples // work.optimizer_steps
     contexts = (1, 2, 4, 8) if max(work.lengths()) > _LONG else (1,)
     choices = itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), contexts, (1, 4, 8, 16, 32, 64))
     for tp, pp, cp, ep in choices:
         if ranks % (tp * pp * cp) or ranks % (ep * pp) or (ep > 1 and not model.experts):
             continue
-        if 6 * (dense / tp + model.expert_parameters / ep) / pp < _TRAINER_ROOM * gpu.capacity:
+        fits = 6 * (dense / tp + model.expert_parameters / ep) / pp < _TRAINER_ROOM * gpu.capacity
+        if fits and ranks // (tp * pp * cp) <= replicas:
             sizes = Sizes(ranks, tp, pp, 1, cp, ep, 1, tp > 1)
             yield replace(sizes, last_layers=_last(model.layers, pp))
 
@@ -363,7 +365,8 @@ def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]
         engine = max(fitting, key=lambda e: e.tokens_per_s(work) / e.gpus)
         in_flight = min(engine.max_running, max(1, round(2 * work.samples / (rollout // engine.gpus))))
         engine = replace(engine, max_running=in_flight)
-        rate = engine.tokens_per_s(work) * (rollout // engine.gpus)
+        busy = min(rollout // engine.gpus, 2 * work.samples)  # no more engines than answers in flight
+        rate = engine.tokens_per_s(work) * busy
         seconds = work.samples * work.answer / rate
         found.append(
             RunCost(
@@ -371,6 +374,14 @@ def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]
             )
         )
     return sorted(found, key=lambda run: run.step_s)
+
+
+def best_on_fewer(model: Model, gpu: GpuRow, gpus: int, work: Work) -> RunCost | None:
+    """The best run on some of the GPUs, of numbers that layouts divide by; None where none fits."""
+    sizes = [2**power for power in range(gpus.bit_length())]
+    fewer = {*sizes, *(gpus - gpus % size for size in sizes)} - {gpus}
+    found = [run for count in fewer for run in best_runs(model, gpu, count, work)[:1]]
+    return min(found, key=lambda run: run.step_s, default=None)
 
 
 def model_config(name: str) -> dict[str, Any]:
@@ -386,8 +397,13 @@ def model_config(name: str) -> dict[str, Any]:
     )
 
 
-def run_lines(model: Model, gpu_name: str, runs: Sequence[RunCost], work: Work) -> list[str]:
-    """The best run by its parts, then every way that was looked at, then what all of it assumes."""
+def run_lines(
+    model: Model, gpu_name: str, runs: Sequence[RunCost], work: Work, fewer: RunCost | None = None
+) -> list[str]:
+    """The best run by its parts, then every way that was looked at, then what all of it assumes.
+
+    `fewer`: the best on some of the GPUs, which is told of if it is faster.
+    """
     lines = [
         f"{model.parameters / 1e9:.1f}B parameters ({model.matrices / 1e9:.1f}B a token) on {runs[0].gpus} "
         f"{gpu_name}; {work.samples} answers of {work.answer:.0f} tokens to prompts of {work.prompt:.0f}"
@@ -405,6 +421,11 @@ def run_lines(model: Model, gpu_name: str, runs: Sequence[RunCost], work: Work) 
         f"{best.engine.max_running} requests each; push {best.push_s:.1f} s, change of places "
         f"{best.swap_s:.1f} s"
     )
+    if fewer is not None and fewer.step_s < best.step_s:
+        lines.append(
+            f"  fewer are faster: on {fewer.gpus} a step takes {fewer.step_s:.1f} s. More help where "
+            "layouts, by powers of two, divide them, and where each has enough samples."
+        )
     lines.append("train:rollout    step s  generate  train   push  layout")
     for run in runs:
         split = f"{run.gpus - run.rollout_gpus}:{run.rollout_gpus}" if run.rollout_gpus else "in turns"

@@ -60,3 +60,44 @@ def test_a_model_that_does_not_fit_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--gpus", "8", "--model", "deepseek-v3"])
     assert "no layout of deepseek-v3 fits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpus", [9, 320, 1023])
+def test_where_fewer_gpus_are_faster_the_plan_says_so(capsys, gpus):
+    assert main(f"plan --gpus {gpus} --model qwen3-14b".split()) == 0
+    printed = capsys.readouterr().out
+    best = float(printed.partition("a step ")[2].partition(" s")[0])
+    model, work = Model(MODELS["qwen3-14b"]), Work(2048, 256, 4096, 0.8, 8 * 4096.0, 0)
+    below = best_runs(model, H200, gpus - gpus % 256 or 8, work)[0].step_s
+    assert ("fewer are faster: on" in printed) == (round(below, 1) < best)
+
+
+def test_gpus_that_no_layout_divides_are_told_from_too_few(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpus", "257", "--model", "deepseek-v3"])
+    told = capsys.readouterr().err
+    assert "uses exactly so many; --gpus 256 has one" in told and "use more" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--answer-tokens 0", "'0' is no number of tokens above 0"),
+        ("--answer-tokens inf", "'inf' is no number of tokens above 0"),
+        ("--prompt-tokens nan", "'nan' is no number of tokens above 0"),
+        ("--spread 1000", "'1000' is no spread from 0 to 10"),
+        ("--longest 10", "answers cannot have 4096 tokens on average"),
+        ("--optimizer-steps 4096", "a rollout has 2048 (--samples)"),
+    ],
+)
+def test_lengths_that_no_run_has_are_named(capsys, words, told):
+    with pytest.raises(SystemExit) as end:
+        main(f"plan --gpus 8 --model qwen3-4b {words}".split())
+    assert end.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_no_replica_and_no_engine_is_without_a_sample():
+    model, few = Model(MODELS["qwen3-4b"]), Work(16, 256, 4096, 0.0, passes=0)
+    for run in best_runs(model, H200, 256, few):
+        assert run.trainer.sizes.dp <= 16
+        assert run.generate_s >= 4096 / 2 * run.engine.decode_s(1, 0), "two rollouts are in flight at most"
