@@ -242,6 +242,22 @@ def test_a_shared_prompt_counts_once_where_sharing_is_asked_for():
     assert counts == {None: 4, True: 2}  # a family has 106 tokens, 46 with its prompt once
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_type": "bloom"}, "a bloom cannot share .*layers need every sample whole"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, ".*asks for an even use of experts"),
+    ],
+)
+def test_a_model_that_cannot_share_is_refused_where_sharing_is_asked_for(folders, tmp_path, changes, told):
+    kind = "mixture" if "model_type" not in changes else "dense"
+    config = json.loads((folders / kind / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"--share-prefix: {told}"):
+        step_of(tmp_path, True, micro_batch_size=32)
+    step_of(tmp_path, None, micro_batch_size=32)
+
+
 def test_layers_of_one_kind_are_compiled_once_for_all(folders, monkeypatch):
     from torch._dynamo.testing import CompileCounter
 
