@@ -22,6 +22,7 @@ from shapes import SHAPES, write_model
 
 from slime.arguments import parse_args
 from slime.cli.convert import main as convert_main
+from slime.cli.main import user_errors
 from slime.cli.quickstart.tiny import CHARACTERS
 from slime.utils.machine.accelerator import device_count
 
@@ -142,7 +143,8 @@ def main() -> int:
     from slime.loop import train
 
     with tempfile.TemporaryDirectory() as name:
-        args = parse_args([*flags(options, Path(name)), *extra])
+        with user_errors():
+            args = parse_args([*flags(options, Path(name)), *extra])
         held = take_all_but(options.device_gib) if options.device_gib else None
         train(args)
         del held

@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from slime.cli.main import USER_MISTAKE
+
 CASES = {
     "16-bit": [],
     "fp8-start-nearest": ["--fp8-folder", "--fp8-rounding", "nearest"],
@@ -43,7 +45,9 @@ def measure(name: str, extra: list[str], folder: Path) -> list[dict[str, float]]
     result = folder / f"{name}.json"
     words = [*CASES[name], "--check-weight-update-equal", "--logprob-diff-threshold", "0", *extra]
     script = str(Path(__file__).with_name("colocated_grpo.py"))
-    subprocess.run([sys.executable, script, "--json", str(result), *words], check=False)
+    done = subprocess.run([sys.executable, script, "--json", str(result), *words], check=False)
+    if done.returncode == USER_MISTAKE:
+        sys.exit(USER_MISTAKE)  # the other runs have the same flags
     return json.loads(result.read_text())["steps"] if result.is_file() else []
 
 

@@ -60,7 +60,9 @@ def run(options: argparse.Namespace, extra: list[str], case: str, seed: int) -> 
             *CASES[case],
             *extra,
         ]
-        subprocess.run([sys.executable, "-m", "slime", "train", *map(str, words)], check=True)
+        done = subprocess.run([sys.executable, "-m", "slime", "train", *map(str, words)], check=False)
+        if done.returncode:
+            sys.exit(f"the run {case} of seed {seed} ended with status {done.returncode}")
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

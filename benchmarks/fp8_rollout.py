@@ -28,6 +28,7 @@ from rollout_throughput import bare_round, flush_cache, serving
 from shapes import SHAPES, write_model
 
 from slime.arguments import parse_args
+from slime.cli.main import user_errors
 from slime.utils.async_utils import run
 from slime.weight_sync.fp8 import SERVED_BLOCK, quantization_config
 
@@ -131,7 +132,8 @@ def main() -> int:
         (folder / "prompts.jsonl").write_text(json.dumps({"input": "1 + 1 =", "label": "2"}) + "\n")
         urls = {}
         for kind in KINDS:
-            args = parse_args(flags_of(kind, options, model, folder, extra))
+            with user_errors():
+                args = parse_args(flags_of(kind, options, model, folder, extra))
             urls[kind] = f"http://127.0.0.1:{servers.enter_context(serving(args))}"
             warm_up(kind, urls[kind], options, vocab_size)
         results = [compare(urls, load, options, vocab_size) for load in options.loads]

@@ -28,6 +28,7 @@ import aiohttp
 from shapes import SHAPES, write_model
 
 from slime.arguments import Args, RunInfo, parse_args, plugin_args
+from slime.cli.main import user_errors
 from slime.cli.quickstart.tiny import CHARACTERS
 from slime.cluster.run_opening import open_run
 from slime.cluster.serving.served_model import ModelService, make_servers
@@ -119,7 +120,8 @@ def read_flags(options: argparse.Namespace, extra: list[str], folder: Path, mode
     words = [str(token) for item in flags.items() for token in item]
     if options.engine_url:
         words += ["--rollout-external-engine-addrs", options.engine_url.removeprefix("http://")]
-    return parse_args([*words, "--debug-rollout-only", *extra])
+    with user_errors():
+        return parse_args([*words, "--debug-rollout-only", *extra])
 
 
 @contextlib.contextmanager

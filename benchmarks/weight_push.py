@@ -31,6 +31,7 @@ from typing import Any
 from shapes import SHAPES, write_model
 
 from slime.arguments import Args, parse_args
+from slime.cli.main import user_errors
 from slime.cluster.checkpoints.run_ledger import find_resume
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Phase, Residency
 from slime.cluster.rollout_manager import RolloutProcess
@@ -90,7 +91,8 @@ def read_flags(
         "--actor-num-gpus-per-node": 1,
     }
     words = [str(token) for item in flags.items() for token in item]
-    return parse_args([*words, "--colocate", *extra])
+    with user_errors():
+        return parse_args([*words, "--colocate", *extra])
 
 
 class _CurrentRanks(Ranks[TrainActor]):

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 import transformers
-import trl
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -35,6 +33,11 @@ parser.add_argument("--micro-batch", type=int, default=32, help="answers in one 
 parser.add_argument("--continuous-batching", action="store_true")
 parser.add_argument("--json", type=Path, default=Path("benchmarks/results/trl_colocated.json"))
 options = parser.parse_args()
+try:
+    import trl
+    from datasets import Dataset
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: use an environment that benchmarks/peers/make_trl_env.sh makes")
 rewards: list[float] = []
 tokens: list[int] = []
 

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import torch
 import transformers
-import trl
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+try:
+    import trl
+    from datasets import Dataset
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: use an environment that benchmarks/peers/make_trl_env.sh makes")
 
 asked = json.loads(sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(asked["model"])

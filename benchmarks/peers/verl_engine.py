@@ -14,9 +14,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
-from verl.plugin.platform.platform_base import PlatformBase
-from verl.plugin.platform.platform_manager import PlatformRegistry
+
+try:
+    from tensordict import TensorDict
+    from verl.plugin.platform.platform_base import PlatformBase
+    from verl.plugin.platform.platform_manager import PlatformRegistry
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: use an environment that benchmarks/peers/make_verl_env.sh makes")
 
 
 def answer(value):

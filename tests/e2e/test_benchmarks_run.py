@@ -31,16 +31,40 @@ SLOW = {
     "delta_sync": "--shape tiny --tokens 16",
 }
 # A benchmark that misses its goal, as these shapes may, exits with 1 after it has written its results.
+# Flags of `slime train` are handed on to it; it is `slime train` that finds a mistake in them.
+HANDS_ON = ["rollout_throughput", "fp8_drift"]
+HANDS_ON += [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("weight_push", "fp8_rollout", "long_tail")
+]
 CASES = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
+
+
+def start(words):
+    env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(("name", "flags"), CASES)
 def test_a_benchmark_writes_its_results(name, flags, tmp_path):
     results = tmp_path / "results.json"
-    command = [sys.executable, f"benchmarks/{name}.py", *flags.split(), "--json", str(results)]
-    env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = start([f"benchmarks/{name}.py", *flags.split(), "--json", str(results)])
     assert done.returncode in (0, 1) and "Traceback" not in done.stdout + done.stderr, (
         done.stdout + done.stderr
     )
     assert json.loads(results.read_text())
+
+
+@pytest.mark.parametrize("name", HANDS_ON)
+def test_a_wrong_flag_is_told_in_words_and_once(name, tmp_path):
+    done = start([f"benchmarks/{name}.py", "--no-such-flag", "3", "--json", str(tmp_path / "results.json")])
+    assert done.returncode and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("unknown flag --no-such-flag") == 1
+
+
+@pytest.mark.parametrize("name", ["trl_colocated", "trl_grpo", "verl_engine"])
+def test_a_peer_that_is_not_installed_is_named_with_what_installs_it(name):
+    without = "import runpy, sys; sys.modules.update(trl=None, verl=None); runpy.run_path(sys.argv.pop())"
+    done = start(["-c", without, f"benchmarks/peers/{name}.py"])
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert f"make_{name.partition('_')[0]}_env.sh makes" in done.stderr
