@@ -8,6 +8,7 @@ import asyncio
 import copy
 import functools
 import inspect
+import itertools
 import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -64,6 +65,7 @@ from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import Sample, flatten_samples
+from slime.wire.grouped import MAX_MEMBERS
 
 __all__ = ["GenerateState", "abort", "eval_rollout", "generate", "generate_and_rm", "generate_and_rm_group"]
 __all__ += ["generate_rollout", "get_model_url"]
@@ -237,8 +239,19 @@ async def _generate_group(
     if not evaluation and _usual_way() and go_together(group, args, sampling_params, state.semaphore):
         ways = Ways(state.client, state.semaphore, state.scope, state.engine_of)
         finish = functools.partial(_finish_siblings, args, attempt)
-        return await generate_siblings(args, group, sampling_params, state.tokenizer, ways, finish, attempt)
+        work = [
+            generate_siblings(args, part, sampling_params, state.tokenizer, ways, finish, attempt)
+            for part in _requests_of(group)
+        ]
+        return await work[0] if len(work) == 1 else [*itertools.chain(*await all_or_none(work))]
     return await all_or_none([attempt(entry) for entry in group])
+
+
+def _requests_of(group: list[Sample]) -> list[list[Sample]]:
+    """The samples by the request that they go with: as few as may be, of like sizes, all of them at once."""
+    count = -(-len(group) // MAX_MEMBERS)
+    edges = [len(group) * number // count for number in range(count + 1)]
+    return [group[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def _usual_way() -> bool:

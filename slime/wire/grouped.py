@@ -47,30 +47,26 @@ class GroupedRequests:
         self, requests: SiblingRequests, headers: Mapping[str, str]
     ) -> AsyncGenerator[list[tuple[int, Any]], None]:
         """(place, answer) of each as they are finished, those together that came together; those that are
-        missing at the end have to be sent alone.
+        missing at the end have to be sent alone. At most MAX_MEMBERS of them.
         """
         if not self.takes(requests.first):
             return
-        for start in range(0, len(requests.rids), MAX_MEMBERS):
-            # More than that in turns: whoever has such groups has enough others in flight.
-            part = requests.part(start, start + MAX_MEMBERS)
-            try:
-                told = http_utils.stream_together(
-                    self._url, siblings_json(part), dict(headers), timeout_s=self._timeout_s
-                )
-                async with contextlib.aclosing(told) as read:
-                    async for events in read:
-                        places = map(_finished_member, events)
-                        found = [
-                            (start + place, event)
-                            for place, event in zip(places, events, strict=True)
-                            if place is not None and place < len(part.rids)
-                        ]
-                        if found:
-                            self._refusals = 0
-                            yield found
-            except http_utils.HttpError as error:
-                self._note_refusal(error)
+        payload = siblings_json(requests)
+        told = http_utils.stream_together(self._url, payload, dict(headers), timeout_s=self._timeout_s)
+        try:
+            async with contextlib.aclosing(told) as read:
+                async for events in read:
+                    places = map(_finished_member, events)
+                    found = [
+                        (place, event)
+                        for place, event in zip(places, events, strict=True)
+                        if place is not None and place < len(requests.rids)
+                    ]
+                    if found:
+                        self._refusals = 0
+                        yield found
+        except http_utils.HttpError as error:
+            self._note_refusal(error)
 
     async def answer(self, request: GenerateRequest, headers: Mapping[str, str]) -> Any:
         """The engine's answer; None: the request has to be sent alone."""

@@ -257,9 +257,6 @@ class SiblingRequests:
     seeds: Sequence[int | None]
     rids: Sequence[str]
 
-    def part(self, start: int, end: int) -> "SiblingRequests":
-        return SiblingRequests(self.first, self.seeds[start:end], self.rids[start:end])
-
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:

@@ -51,6 +51,15 @@ def test_they_are_those_of_single_requests_also_where_one_fails_at_first(tmp_pat
     assert counts(source) == counts(other_source) == {"new": 4, "trained": 4}
 
 
+def test_a_group_of_more_than_one_request_is_at_the_engines_as_a_whole(tmp_path):
+    flags = ("--rollout-batch-size", "1", "--n-samples-per-prompt", "150")
+    flags += ("--sglang-server-concurrency", "600")
+    engine, source, samples = make_rollout(tmp_path, lambda *_: {"delay_s": 2.0}, *flags)
+    assert sorted(engine.group_sizes) == [50, 50, 50] and engine.most_running == 150
+    assert [sample.index for sample in samples] == list(range(150))
+    assert counts(source) == {"new": 1, "trained": 1}
+
+
 def test_a_generate_function_in_place_of_ours_is_called_for_each(tmp_path, monkeypatch):
     seen, own = [], sglang_rollout.generate
 
