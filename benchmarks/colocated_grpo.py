@@ -139,6 +139,8 @@ def report(steps: list[dict[str, float]]) -> None:
 
 def main() -> int:
     options, extra = parse()
+    if options.device_gib and not device_count():
+        sys.exit("--device-gib takes memory of a GPU, and torch finds none on this machine")
     # Only now: the loop brings the trainer and the engines, which --help need not wait for.
     from slime.loop import train
 

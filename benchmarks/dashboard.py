@@ -90,6 +90,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/huge"))
     parser.add_argument("--browser", action="store_true", help="needs chromium and playwright")
     options = parser.parse_args()
+    if options.steps < 1 or options.samples < 10 or options.samples % 10:
+        parser.error("--samples: groups have ten; a step needs one of them at least")
     folder = options.folder.with_name(f"{options.folder.name}-{options.steps}x{options.samples}")
     if not (folder / "run.json").is_file():
         started = time.monotonic()
@@ -102,7 +104,7 @@ def main() -> None:
     try:
         assert server.stdout is not None
         address = server.stdout.readline().split()[-1].partition("#")[0]
-        ask_server(address, folder.name, options.steps)
+        ask_server(address, folder.name, options.steps, options.samples)
         if options.browser:
             ask_browser(address, folder.name)
         cost_of_a_viewer(address, server.pid)
@@ -192,7 +194,7 @@ def _line(step: int, at: float, mean: float, rng: random.Random) -> dict[str, ob
     }
 
 
-def ask_server(address: str, key: str, steps: int) -> None:
+def ask_server(address: str, key: str, steps: int, samples: int) -> None:
     run = f"{address}api/runs/{key}"
     tell("first answer (list of runs)", lambda: get(f"{address}api/runs"), tries=1)
     questions = {
@@ -201,15 +203,15 @@ def ask_server(address: str, key: str, steps: int) -> None:
         "nine curves": "/curves?width=600&smooth=0.6"
         + "".join(f"&name=rollout/reward/part_{i}" for i in range(9)),
         "samples, first page": "/samples?kind=train&order=newest",
-        "samples, in the middle": f"/samples?kind=train&order=made&offset={steps * 50}",
+        "samples, in the middle": f"/samples?kind=train&order=made&offset={steps * samples // 2}",
         "samples of lowest reward": "/samples?kind=train&order=worst",
         "samples, longest": "/samples?kind=train&order=longest",
         "samples by difference": "/samples?kind=train&order=difference",
         "samples of a step": f"/samples?kind=train&step={steps // 2}&order=best",
         "text that is nowhere (a part)": "/samples?q=nowhere+at+all&order=newest",
-        "one answer by tokens": "/samples/4711",
-        "one prompt over the run": "/prompts/17",
-        "timeline of 25 steps": f"/timeline?from={steps - 25}&to={steps - 1}",
+        "one answer by tokens": f"/samples/{min(4711, steps * samples)}",
+        "one prompt over the run": f"/prompts/{min(17, steps * samples // 10)}",
+        "timeline of 25 steps": f"/timeline?from={max(0, steps - 25)}&to={steps - 1}",
     }
     for name, path in questions.items():
         tell(name, lambda path=path: get(run + path))

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from measuring import present_device
 
 from slime.cli.quickstart import tiny
 from slime.engines.embedded.command import embedded_command
@@ -44,7 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=present_device, default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument(
         "--model-path", help="another model folder (default: the quick-start model, random weights)"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import free_memory, peak_gib, synchronize
+from measuring import free_memory, peak_gib, present_device, synchronize
 from shapes import SHAPES, qwen3_config
 
 from slime.arguments import default_args
@@ -39,7 +39,9 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="0.6b", choices=tuple(SHAPES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequences", type=int, default=16, help="of one step")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")

@@ -1,5 +1,6 @@
 """Seconds and bytes of a call on a device, once it is done with its work."""
 
+import argparse
 import gc
 import statistics
 import time
@@ -7,6 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def present_device(name: str) -> str:
+    """A --device that this machine has, for a parser of arguments."""
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{name!r} is neither cpu nor cuda")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"{name}: torch finds no GPU on this machine")
+    return name
 
 
 def synchronize(device: torch.device) -> None:

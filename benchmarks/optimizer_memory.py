@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import free_memory, peak_gib, seconds, synchronize
+from measuring import free_memory, peak_gib, present_device, seconds, synchronize
 from shapes import qwen3_config
 from torch import nn
 from train_step import long_tail_samples
@@ -63,7 +63,9 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", action="append", choices=PARTS, help="again for more; default: all")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--tiny", action="store_true", help="small shapes: checks the script")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/optimizer_memory.json"))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kernel_times import profile_step
-from measuring import free_memory, peak_gib, seconds
+from measuring import free_memory, peak_gib, present_device, seconds
 from shapes import SHAPES, config_of
 
 from slime.arguments import default_args
@@ -44,7 +44,9 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="0.6b", choices=tuple(SHAPES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--groups", type=int, default=8, help="prompts of a step, of 8 samples each")
     parser.add_argument("--max-tokens", type=int, default=40960, help="tokens of a micro-batch's samples")
     parser.add_argument("--steps", type=int, default=5)

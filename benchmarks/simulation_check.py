@@ -124,6 +124,10 @@ def main() -> int:
     add("--steps", type=int, default=24, help="of the runs with slow rewards")
     add("--json", type=Path, default=Path("benchmarks/results/simulation_check.json"))
     options = parser.parse_args()
+    if not (options.quickstart / "rl" / "metrics.jsonl").is_file():
+        parser.error(
+            f"--quickstart {options.quickstart} holds no finished run: make it with `slime quickstart`"
+        )
     load = os.getloadavg()[0]
     rows = [row for part in options.parts for row in parts[part](options)]
     for row in rows:

@@ -199,7 +199,10 @@ def main() -> int:
     rows = []
     for temperature in options.temperatures:
         for concurrency in options.concurrency:
-            rows.append(compare(options, temperature, concurrency))
+            try:
+                rows.append(compare(options, temperature, concurrency))
+            except aiohttp.ClientConnectionError as error:
+                sys.exit(f"no server answers: {error}")
             report(rows[-1:])
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(rows, indent=1) + "\n")

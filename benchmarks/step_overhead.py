@@ -56,6 +56,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/step_overhead.json"))
     options = parser.parse_args()
+    if not (options.run_dir / "metrics.jsonl").is_file():
+        parser.error(f"--run-dir {options.run_dir} has no metrics.jsonl: it is no folder of a run")
     steps = [split(row) for row in read_steps(options.run_dir)[SKIPPED_STEPS:]]
     if not steps:
         raise SystemExit(f"{options.run_dir} has no more than {SKIPPED_STEPS} steps: nothing to measure")

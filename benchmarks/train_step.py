@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from kernel_times import profile_step
-from measuring import free_memory, matrix_rate, peak_gib, seconds, synchronize
+from measuring import free_memory, matrix_rate, peak_gib, present_device, seconds, synchronize
 from shapes import MIXTURES, config_of
 from torch.utils.checkpoint import checkpoint
 
@@ -71,7 +71,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--part", action="append", choices=PARTS, help="run this part (again for more); default: all"
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument(
         "--tiny", action="store_true", help="small shapes: checks the script, measures nothing"
     )

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -101,6 +102,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/trl_quickstart.json"))
     options = parser.parse_args()
+    if not (options.run_dir / "run.yaml").is_file():
+        parser.error(f"--run-dir {options.run_dir} has no run.yaml: make it with `slime quickstart`")
+    if shutil.which(options.trl_python) is None:
+        parser.error(f"--trl-python {options.trl_python} is no program: make_trl_env.sh makes one")
     settings = yaml.safe_load((options.run_dir / "run.yaml").read_text())
     made: dict[str, list[dict[str, Any]]] = {"slime": [], "trl": []}
     with tempfile.TemporaryDirectory(prefix="peers-") as name:

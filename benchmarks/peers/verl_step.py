@@ -15,6 +15,7 @@ import argparse
 import json
 import logging
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -61,7 +62,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/verl_step.json"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    if shutil.which(options.verl_python) is None:
+        parser.error(f"--verl-python {options.verl_python} is no program: make_verl_env.sh makes one")
+    return options
 
 
 def ours(options: argparse.Namespace, model: str, samples: list[Sample]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -68,3 +69,27 @@ def test_a_peer_that_is_not_installed_is_named_with_what_installs_it(name):
     done = start(["-c", without, f"benchmarks/peers/{name}.py"])
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert f"make_{name.partition('_')[0]}_env.sh makes" in done.stderr
+
+
+NEEDS = {
+    "step_overhead --run-dir nowhere": "it is no folder of a run",
+    "simulation_check --quickstart nowhere": "make it with `slime quickstart`",
+    "dashboard --samples 4": "groups have ten",
+    "speculative --plain-url http://127.0.0.1:1 --speculative-url http://127.0.0.1:1": "no server answers",
+    "peers/trl_quickstart --run-dir nowhere --trl-python nothing": "make it with `slime quickstart`",
+}
+
+
+@pytest.mark.parametrize("line", NEEDS)
+def test_what_a_benchmark_needs_is_told_in_a_line(line):
+    name, *flags = line.split()
+    done = start([f"benchmarks/{name}.py", *flags])
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
+    assert NEEDS[line] in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("device", ["cuda", "abacus"])
+def test_a_device_that_is_not_there_is_told_in_a_line(device):
+    done = start(["benchmarks/train_step.py", "--device", device])
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("train_step.py: error: ")
