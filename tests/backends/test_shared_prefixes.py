@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 
 import pytest
 import torch
@@ -20,6 +21,18 @@ from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
+
+
+def drawn(seed):
+    """Groups at random: prompts that begin as whole samples do, answers that come again or have no token."""
+    rng, groups, seen = random.Random(seed), [], []
+    for _ in range(rng.randint(2, 5)):
+        prompt = list(rng.choice(seen))[: rng.randint(1, 60)] if seen and rng.random() < 0.7 else []
+        prompt = [*prompt, *rng.choices(range(4, 128), k=rng.randint(1, 40))]
+        answers = [rng.choices(range(4, 7), k=rng.choice((0, 1, 2, 9))) for _ in range(rng.randint(1, 6))]
+        seen += [prompt + answer for answer in answers]
+        groups.append((prompt, answers))
+    return groups
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +55,7 @@ def prefixes_of(mb):
 
 
 @pytest.mark.parametrize("all_tokens", [False, True])
-@pytest.mark.parametrize("groups", [GROUPS, ALIKE])
+@pytest.mark.parametrize("groups", [GROUPS, ALIKE, *map(drawn, range(8))])
 def test_the_stream_holds_each_prefix_once_and_predicts_the_same_tokens(groups, all_tokens):
     mb = micro_batch(groups)
     share, prefixes = PrefixShare.of(mb, all_tokens=all_tokens), prefixes_of(mb)
@@ -67,8 +80,12 @@ def test_the_stream_holds_each_prefix_once_and_predicts_the_same_tokens(groups, 
     assert [told[which] for which in share.which] == predicted
 
 
+# Of more keys than scores are kept for.
+LONGEST_PROMPT = [(2 * prefix_spans.LONGEST + 3, [3, 5]), (9, [1, 1])]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS, ALIKE])
+@pytest.mark.parametrize("groups", [GROUPS, LONG_PROMPTS, LONGEST_PROMPT, ALIKE, *map(drawn, range(4))])
 def test_attention_and_its_gradients_equal_those_of_whole_documents(dtype, groups):
     tree = PrefixShare.of(micro_batch(groups)).documents
     torch.manual_seed(0)
