@@ -13,7 +13,15 @@ from slime.catalog.gpus import GPUS
 from slime.cli.main import RUN_STOPPED, user_errors
 from slime.engines.launch_plan import EnginePlace, Gpu, gpu_pool, place_engines, plan_router, render_plan
 from slime.engines.sglang.command import SGLangOptions, server_words
-from slime.preflight.trainer_plan import GIB, Sizes, TrainerPlan, plan_trainer, read_model, render
+from slime.preflight.trainer_plan import (
+    GIB,
+    Sizes,
+    TrainerPlan,
+    known_shape,
+    plan_trainer,
+    read_model,
+    render,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +94,8 @@ def plan_scale(words: list[str]) -> int:
             run_lines,
         )
 
-        model = Model(model_config(options.model))
+        with known_shape(f"--model {options.model}"):
+            model = Model(model_config(options.model))
         longest = options.longest or 8 * options.answer_tokens
         if longest < options.answer_tokens:
             raise ValueError(
@@ -140,7 +149,7 @@ def _verdict(trainer: TrainerPlan, gpu_gib: float | None) -> int:
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu-gib", type=float, metavar="N", help="memory of a GPU: does it fit?")
+    parser.add_argument("--gpu-gib", type=_gib, metavar="N", help="memory of a GPU: does it fit?")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -202,7 +211,7 @@ def _add_trainer(group: argparse._ArgumentGroup) -> None:
         "--no-use-distributed-optimizer", action="store_true", help="whole moments on every rank"
     )
     group.add_argument("--optimizer-cpu-offload", action="store_true", help="moments in host memory")
-    group.add_argument("--optimizer-offload-fraction", type=float, default=1.0, help="share of them [1]")
+    group.add_argument("--optimizer-offload-fraction", type=_share, default=1.0, help="share of them [1]")
     for name in ("exp-avg", "exp-avg-sq"):
         group.add_argument(f"--{name}-dtype", choices=tuple(MOMENT_BYTES), default="fp32", help="[fp32]")
     group.add_argument(
@@ -235,6 +244,14 @@ def _spread(text: str) -> float:
     return _number(text, -1e-9, 10, "spread from 0 to 10")
 
 
+def _share(text: str) -> float:
+    return _number(text, -1e-9, 1, "share from 0 to 1")
+
+
+def _gib(text: str) -> float:
+    return _number(text, 0, 1e6, "size above 0")
+
+
 def _number(text: str, above: float, most: float, what: str) -> float:
     try:
         value = float(text)
@@ -250,7 +267,7 @@ def _trainer(options: argparse.Namespace) -> TrainerPlan | None:
         return None
     if options.hf_checkpoint is None:
         raise ValueError("--actor-num-gpus-per-node plans a trainer: give its model, --hf-checkpoint.")
-    if options.moe_load_max_over_mean < 1:
+    if not 1 <= options.moe_load_max_over_mean < math.inf:
         raise ValueError(
             f"--moe-load-max-over-mean is {options.moe_load_max_over_mean}: the busiest is at least the mean."
         )
@@ -267,7 +284,8 @@ def _trainer(options: argparse.Namespace) -> TrainerPlan | None:
         first_layers=options.num_layers_in_first_pipeline_stage,
         last_layers=options.num_layers_in_last_pipeline_stage,
     )
-    return plan_trainer(read_model(options.hf_checkpoint), sizes, options)
+    with known_shape(f"--hf-checkpoint {options.hf_checkpoint}"):
+        return plan_trainer(read_model(options.hf_checkpoint), sizes, options)
 
 
 def _topology(options: argparse.Namespace) -> Topology:

@@ -24,6 +24,7 @@ from slime.preflight.trainer_plan import (
     GIB,
     Sizes,
     kept_per_token,
+    known_shape,
     layer_parameters,
     moment_bytes,
     outside_parameters,
@@ -126,17 +127,13 @@ class Device:
 def plan_run(args: Args, device: Device, prompt_tokens: float | None = None) -> RunPlan:
     """ValueError where the model's config.json is not here, or is of a kind that nobody knows."""
     assert args.hf_checkpoint is not None, "a plan is made from a model"
-    try:
+    with known_shape(f"--hf-checkpoint {args.hf_checkpoint}"):
         model = read_model(args.hf_checkpoint)
         shape = ModelShape.from_hf_config(_Config(model))
         trains, serves = not args.debug_rollout_only, not args.debug_train_only
         trainer = _trainer_memory(args, model, device) if trains else {}
         ours = serves and not args.rollout_external_engine_addrs
         engine = _engine_memory(args, model, device) if ours else {}
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"--hf-checkpoint {args.hf_checkpoint}: no plan of such a model ({error!r})."
-        ) from None
     copies = 0.0
     if args.peer_copies:
         # Of this machine: what its ranks write, and what the machine before it does.

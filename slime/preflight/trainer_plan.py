@@ -8,7 +8,8 @@ inference engine.
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -162,8 +163,21 @@ def read_model(path: str) -> dict[str, Any]:
         raise ValueError(
             f"--hf-checkpoint {path}: no config.json there; a trainer is planned from a model's folder."
         )
-    values = json.loads(file.read_text())
-    return values | values.get("text_config", {})
+    try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}.") from None
+    with known_shape(str(file)):
+        return values | values.get("text_config", {})
+
+
+@contextmanager
+def known_shape(path: str) -> Iterator[None]:
+    """Around what is counted from a config: ValueError where that has not the sizes it is counted from."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path}: no plan of such a model ({error!r}).") from None
 
 
 def number_of_experts(model: dict[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -195,6 +196,32 @@ def test_impossible_trainer_is_refused(folder, capsys, words, message):
     with pytest.raises(SystemExit) as stopped:
         main(plan(folder(QWEN3_4B), 8, *words.split()))
     assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--actor-num-gpus-per-node 8 --hf-checkpoint", "--gpus 8 --model"])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"model_type": "mamba"}', "no plan of such a model (.*num_hidden_layers"),
+        ("[1", "config.json cannot be read: Expecting"),
+        ("[1]", "no plan of such a model"),
+    ],
+)
+def test_a_config_that_nothing_can_be_counted_from_is_named(tmp_path, capsys, words, content, told):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(SystemExit) as end:
+        main([*words.split(), str(tmp_path)])
+    assert end.value.code == 2
+    assert re.search(f"^error: .*{tmp_path}.*{told.replace('(', '[(]')}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "words", ["--gpu-gib nan", "--optimizer-offload-fraction 5", "--moe-load-max-over-mean nan"]
+)
+def test_numbers_that_mean_nothing_are_refused(folder, capsys, words):
+    with pytest.raises(SystemExit) as end:
+        main(["--hf-checkpoint", folder(QWEN3_4B), "--actor-num-gpus-per-node", "8", *words.split()])
+    assert end.value.code == 2 and words.split()[0] in capsys.readouterr().err
 
 
 def test_trainer_without_a_model_is_refused(tmp_path, capsys):
