@@ -85,17 +85,9 @@ def plan_scale(words: list[str]) -> int:
     options = parser.parse_args(words)
     with user_errors():
         # Here, because it loads torch, which other plans do not need.
-        from slime.preflight.step_costs import (
-            Model,
-            Work,
-            best_on_fewer,
-            best_runs,
-            model_config,
-            run_lines,
-        )
+        from slime.preflight.step_costs import Work, best_on_fewer, best_runs, model_of, run_lines
 
-        with known_shape(f"--model {options.model}"):
-            model = Model(model_config(options.model))
+        model = model_of(options.model)
         longest = options.longest or 8 * options.answer_tokens
         if longest < options.answer_tokens:
             raise ValueError(

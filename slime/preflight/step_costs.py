@@ -22,6 +22,7 @@ from slime.catalog.gpus import MODELS, GpuRow
 from slime.preflight.trainer_plan import (
     Sizes,
     expert_imbalance,
+    known_shape,
     layer_parameters,
     number_of_experts,
     outside_parameters,
@@ -382,6 +383,12 @@ def best_on_fewer(model: Model, gpu: GpuRow, gpus: int, work: Work) -> RunCost |
     fewer = {*sizes, *(gpus - gpus % size for size in sizes)} - {gpus}
     found = [run for count in fewer for run in best_runs(model, gpu, count, work)[:1]]
     return min(found, key=lambda run: run.step_s, default=None)
+
+
+def model_of(name: str) -> Model:
+    """A model of the catalog, or of a folder; ValueError where its costs cannot be counted."""
+    with known_shape(f"--model {name}"):
+        return Model(model_config(name))
 
 
 def model_config(name: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from slime.preflight.step_costs import (
     Work,
     best_training,
     engine_plans,
-    model_config,
+    model_of,
     push_seconds,
 )
 from slime.simulation.costs import Costs, TrainerCost, measured_costs
@@ -110,7 +110,7 @@ def _splits(
         return [(own, 0 if args.colocate else rollout, costs)]
     if options.gpu not in GPUS:
         raise ValueError(f"--gpu {options.gpu!r} is none of {', '.join(GPUS)}.")
-    model, gpu = Model(model_config(options.model or args.hf_checkpoint or "")), GPUS[options.gpu]
+    model, gpu = model_of(options.model or args.hf_checkpoint or ""), GPUS[options.gpu]
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     spread = 0.0 if lengths.kind == "fixed" else 0.8
     steps = args.num_steps_per_rollout
