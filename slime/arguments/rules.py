@@ -52,12 +52,7 @@ from slime.arguments.groups.run import (
 )
 from slime.arguments.groups.topology import router, topology, topology_source
 from slime.arguments.groups.trained_sampling import trained_sampling
-from slime.arguments.groups.trainer import (
-    model_parallel_sizes,
-    shared_prefixes,
-    trainable_parameters,
-    weight_copies,
-)
+from slime.arguments.groups.trainer import model_parallel_sizes, trainable_parameters, weight_copies
 from slime.arguments.groups.training import derive_batch, learning_rate, micro_batches
 
 Rule = Callable[[Draft], None]
@@ -112,7 +107,6 @@ RULES: tuple[Rule, ...] = (
     fp8_training,
     engine_precision,
     images,
-    shared_prefixes,
     model_parallel_sizes,
     profiling,
     critic_role,

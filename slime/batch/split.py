@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from slime.arguments import Flags
-from slime.arguments.groups.objectives import PAIR_LOSSES
+from slime.arguments.groups.objectives import CRITIC, PAIR_LOSSES
 from slime.batch.flops import sample_sizes, typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
 from slime.catalog.backends import BACKENDS
@@ -256,8 +256,7 @@ def split_for_ranks(
     """Each data-parallel rank's own samples and steps."""
     lengths = sample_sizes(batch)
     prompts = _prompts(batch) if _keeps_siblings(args) else None
-    # Who asks for it knows that every pass shares; by default a pass that cannot must fit too.
-    once = prompts is not None and args.share_prefix is True
+    once = prompts is not None and _counts_prompts_once(args)
     response_lengths = batch["response_lengths"]
     plans = plan_steps(
         args,
@@ -292,6 +291,12 @@ def _keeps_siblings(args: Flags) -> bool:
     """Whether samples of one prompt should meet in a micro-batch, because the trainer computes it once."""
     shares = BACKENDS[args.train_backend].shares_prompts and args.share_prefix is not False
     return shares and args.use_dynamic_batch_size and args.loss_type not in PAIR_LOSSES
+
+
+def _counts_prompts_once(args: Flags) -> bool:
+    """Where sharing is asked for; but a pass that needs every sample whole must fit too."""
+    needs_all = CRITIC.works(args) or args.loss_type == "custom_loss" or bool(args.router_aux_loss_coef)
+    return args.share_prefix is True and not needs_all
 
 
 def _prompts(batch: RolloutBatch) -> list[Hashable]:

@@ -12,7 +12,6 @@ from slime.arguments.groups.cluster import derive_offload, derive_sizes
 from slime.arguments.groups.trained_sampling import replays_nucleus
 from slime.rollout.generation.generate_request import sampling_params_of
 
-DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}
 SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
 
 
@@ -51,18 +50,6 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
             "--rollout-top-p is 0.9 with --opd-type engine: .*--opd-type trainer",
         ),
         ({"rollout_top_k": 0}, "--rollout-top-k is 0"),
-        (
-            {"share_prefix": True, "context_parallel_size": 2},
-            "--share-prefix with --context-parallel-size 2: .*share no prefixes",
-        ),
-        (
-            {"share_prefix": True, **DYNAMIC, "advantage_estimator": "ppo"},
-            "--share-prefix with .*whose critic",
-        ),
-        (
-            {"share_prefix": True, **DYNAMIC, "router_aux_loss_coef": 0.1},
-            "--share-prefix with --router-aux-loss-coef 0.1, which needs all tokens",
-        ),
         (
             {"rollout_max_context_len": 10, "rollout_max_prompt_len": 10},
             "--rollout-max-prompt-len is 10.*at most 9",

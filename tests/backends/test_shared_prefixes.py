@@ -257,6 +257,11 @@ def test_a_shared_prompt_counts_once_where_sharing_is_asked_for():
         for share in (None, True)
     }
     assert counts == {None: 4, True: 2}  # a family has 106 tokens, 46 with its prompt once
+    whole = [dict(advantage_estimator="ppo"), dict(loss_type="custom_loss"), dict(router_aux_loss_coef=0.1)]
+    for changes in whole:
+        needs_all = args.replace(share_prefix=True, **changes)
+        (rank,) = split_for_ranks(needs_all, batch, 1)
+        assert len(rank.steps[0].micro_batches) == 4, "a pass that shares nothing must fit as well"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import OnlyWith, flag
-from slime.arguments.groups.objectives import CRITIC
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 
@@ -59,7 +58,8 @@ class FSDPFlags:
         "samples in a micro-batch that begin alike (a prompt, a system prompt, an agent's turns, first words "
         "of answers) share those tokens, which are computed once; gradients are the same to rounding; "
         "default: where it saves at least an eighth of the tokens. Where it is given, --max-tokens-per-gpu "
-        "counts a shared prompt once, so that as much memory holds more samples",
+        "counts a shared prompt once, so that as much memory holds more samples; not so with a critic, a "
+        "custom loss or --router-aux-loss-coef, which need every sample whole",
         only_with=FSDP,
     )
     fp8_training: bool = flag(
@@ -172,29 +172,6 @@ def weight_copies(draft: Draft) -> None:
             "--weight-copies device with --offload-train: the copies would stay on the device that the "
             "trainer leaves to the engines; use --weight-copies host, or --no-offload-train."
         )
-
-
-def shared_prefixes(draft: Draft) -> None:
-    """Who asks for them has --max-tokens-per-gpu count a shared prompt once, so every pass must share it."""
-    if draft.share_prefix is not True:
-        return
-    if draft.context_parallel_size > 1:
-        raise ValueError(
-            f"--share-prefix with --context-parallel-size {draft.context_parallel_size}: ranks that have "
-            "parts of samples share no prefixes; remove one of them."
-        )
-    whole = {
-        f"--advantage-estimator {draft.advantage_estimator}, whose critic": CRITIC.works(draft),
-        "--loss-type custom_loss, which": draft.loss_type == "custom_loss",
-        f"--router-aux-loss-coef {draft.router_aux_loss_coef}, which": bool(draft.router_aux_loss_coef),
-    }
-    for setting, applies in whole.items():
-        if applies and draft.use_dynamic_batch_size:
-            raise ValueError(
-                f"--share-prefix with {setting} needs all tokens of every sample: micro-batches in which "
-                "--max-tokens-per-gpu counts a prompt once would be too large for that; remove "
-                "--share-prefix, and what can be shared is shared all the same."
-            )
 
 
 def model_parallel_sizes(draft: Draft) -> None:
