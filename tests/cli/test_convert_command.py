@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_disk import mounted
 
 from slime.cli.main import main
 from slime.utils.models.fp8_blocks import dequantize_blocks
@@ -145,6 +146,28 @@ def test_existing_output_and_wrong_folders_are_refused(tmp_path, capsys):
     words = ["dist-to-hf", "--load", str(full), "--hf-checkpoint", model, "--save", str(tmp_path / "x")]
     assert f"--load {full} holds no checkpoint" in fails(words, capsys)
     assert (full / "notes.txt").read_text() == "mine" and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("what", ["dist-to-hf", "hf-to-fp8"])
+def test_a_disk_that_is_full_is_one_line_and_gets_its_room_back(tmp_path, capsys, what):
+    model, saved = make_model(tmp_path / "model"), str(tmp_path / "dist")
+    if what == "dist-to-hf":
+        assert main(["convert", "hf-to-dist", "--hf-checkpoint", model, "--save", saved]) == 0
+    load = ["--load", saved] if what == "dist-to-hf" else []
+    with mounted(tmp_path / "disk", "size=16k") as disk:
+        with pytest.raises(SystemExit) as stopped:
+            main(["convert", what, *load, "--hf-checkpoint", model, "--save", str(disk / "new")])
+        assert not any(disk.iterdir())
+    assert stopped.value.code == 1
+    assert f"error: --save {disk}/new was not written: the disk is full" in capsys.readouterr().err
+
+
+def test_a_disk_that_cannot_be_written_to_is_one_line(tmp_path, capsys):
+    model = make_model(tmp_path / "model")
+    with mounted(tmp_path / "disk", "ro") as disk, pytest.raises(SystemExit) as stopped:
+        main(["convert", "hf-to-dist", "--hf-checkpoint", model, "--save", str(disk / "new")])
+    assert stopped.value.code == 1
+    assert f"--save {disk}/new was not written: it is read-only" in capsys.readouterr().err
 
 
 def test_model_without_one_of_its_tensors_is_refused_by_name(tmp_path, capsys):

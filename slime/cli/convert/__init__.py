@@ -1,17 +1,20 @@
 """`slime convert`: weights between Hugging Face folders, trainer checkpoints and FP8, without a run."""
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cli.main import user_errors
+from slime.utils.errors import RunStopped
 from slime.utils.files.torch_dist_folder import is_megatron_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    with user_errors():
+    with user_errors(), _naming_disk_errors(Path(options.save)):
         if options.what == "hf-to-fp8":
             # torch takes seconds to load, which a wrong flag should not cost.
             from slime.cli.convert.fp8_folder import convert
@@ -30,6 +33,26 @@ def main(argv: Sequence[str] | None = None) -> int:
                 trainer_checkpoint.to_hf(options)
     print(f"written: {options.save}")
     return 0
+
+
+@contextlib.contextmanager
+def _naming_disk_errors(target: Path) -> Iterator[None]:
+    """What the disk did to the new folder is one line, and the room of what was begun is given back."""
+    try:
+        yield
+    except (RunStopped, ValueError):
+        raise
+    except Exception as error:
+        # Here, because a wrong flag needs nothing of it.
+        from slime.cluster.checkpoints.save_folder import disk_error
+
+        cause = disk_error(error, next(path for path in target.absolute().parents if path.exists()))
+        if cause is None:
+            raise
+        shutil.rmtree(target.with_name(f"{target.name}.tmp"), ignore_errors=True)
+        file = getattr(error, "filename", None)
+        at = f" at {file}" if file else ""
+        raise RunStopped(f"--save {target} was not written: {cause}{at}.") from error
 
 
 def _parser() -> argparse.ArgumentParser:
