@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -10,6 +10,7 @@ from slime.arguments import explain_batch, parse_args
 from slime.arguments.groups.topology import Topology, plain_topology, prefill_topology, read_topology
 from slime.arguments.groups.training import MOMENT_BYTES
 from slime.catalog.gpus import GPUS
+from slime.cli.bounded_numbers import MOST_GPUS, MOST_TOKENS, between
 from slime.cli.main import RUN_STOPPED, user_errors
 from slime.engines.launch_plan import EnginePlace, Gpu, gpu_pool, place_engines, plan_router, render_plan
 from slime.engines.sglang.command import SGLangOptions, server_words
@@ -72,15 +73,16 @@ def plan_scale(words: list[str]) -> int:
     """`--gpus N --model NAME`: the best layout and split of N GPUs, by a model of costs."""
     parser = argparse.ArgumentParser(prog="slime plan", description=plan_scale.__doc__)
     add = parser.add_argument
-    add("--gpus", type=_count, required=True, help="of the whole run")
+    add("--gpus", type=between(1, MOST_GPUS, int), required=True, help="of the whole run")
     add("--model", required=True, help="its name, such as deepseek-v3, or a folder with config.json")
     add("--gpu", default="h200", choices=tuple(GPUS), help="[h200]")
-    add("--samples", type=_count, default=2048, help="answers of a rollout [2048]")
-    add("--prompt-tokens", type=_length, default=256.0, help="[256]")
-    add("--answer-tokens", type=_length, default=4096.0, help="on average [4096]")
-    add("--longest", type=_length, default=None, help="most tokens of an answer [8 times the average]")
-    add("--spread", type=_spread, default=0.8, help="sigma of the logarithm of lengths [0.8]")
-    add("--optimizer-steps", type=_count, default=1, help="of a rollout [1]")
+    tokens = between(1, MOST_TOKENS)
+    add("--samples", type=between(1, 1e9, int), default=2048, help="answers of a rollout [2048]")
+    add("--prompt-tokens", type=tokens, default=256.0, help="[256]")
+    add("--answer-tokens", type=tokens, default=4096.0, help="on average [4096]")
+    add("--longest", type=tokens, default=None, help="most tokens of an answer [8 times the average]")
+    add("--spread", type=between(0, 10), default=0.8, help="sigma of the logarithm of lengths [0.8]")
+    add("--optimizer-steps", type=between(1, 1e6, int), default=1, help="of a rollout [1]")
     add("--json", action="store_true", help="for programs")
     options = parser.parse_args(words)
     with user_errors():
@@ -128,7 +130,8 @@ def plan_scale(words: list[str]) -> int:
             ]
             print(json.dumps(rows, indent=2))
         else:
-            print("\n".join(run_lines(model, options.gpu, runs, work, fewer)))
+            for line in run_lines(model, options.gpu, runs, work, fewer):
+                print("\n".join(textwrap.wrap(line, 80, subsequent_indent="    ")))
     return 0
 
 
@@ -153,20 +156,39 @@ def _gpus(topology: Topology, options: argparse.Namespace) -> list[Gpu]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slime plan", description=__doc__.partition(":")[2].strip())
+    parser = argparse.ArgumentParser(
+        prog="slime plan",
+        description=__doc__.partition(":")[2].strip(),
+        epilog="`slime plan --gpus N --model NAME` looks for the best layout and train:rollout split of N "
+        "GPUs; `slime plan --gpus 8 --help` shows its flags.",
+    )
     parser.add_argument("--topology", "--sglang-config", metavar="FILE", help="the file of --sglang-config")
     parser.add_argument("--hf-checkpoint", metavar="MODEL", help="model of entries without a model_path")
     parser.add_argument(
         "--rollout-num-gpus",
-        type=int,
+        type=between(1, MOST_GPUS, int),
         help="GPUs of all engines; with --topology: what the file must add up to",
     )
     parser.add_argument(
-        "--rollout-num-gpus-per-engine", type=int, default=1, help="where the file does not say [1]"
+        "--rollout-num-gpus-per-engine",
+        type=between(1, MOST_GPUS, int),
+        default=1,
+        help="where the file does not say [1]",
     )
-    parser.add_argument("--prefill-num-servers", type=int, help="as in `slime train`, instead of a file")
-    parser.add_argument("--num-gpus-per-node", type=int, default=8, help="GPUs of one machine [8]")
-    parser.add_argument("--first-gpu", type=int, default=0, help="GPUs before the engines', which train [0]")
+    parser.add_argument(
+        "--prefill-num-servers",
+        type=between(0, MOST_GPUS, int),
+        help="as in `slime train`, instead of a file",
+    )
+    parser.add_argument(
+        "--num-gpus-per-node", type=between(1, MOST_GPUS, int), default=8, help="GPUs of one machine [8]"
+    )
+    parser.add_argument(
+        "--first-gpu",
+        type=between(0, MOST_GPUS, int),
+        default=0,
+        help="GPUs before the engines', which train [0]",
+    )
     parser.add_argument(
         "--rollout-router", choices=("builtin", "sglang"), default="builtin", help="[builtin]"
     )
@@ -225,33 +247,6 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count of at least 1")
     return int(text)
-
-
-def _length(text: str) -> float:
-    """Tokens; on average, so that there may be half of one."""
-    return _number(text, 0, 1e9, "number of tokens above 0")
-
-
-def _spread(text: str) -> float:
-    return _number(text, -1e-9, 10, "spread from 0 to 10")
-
-
-def _share(text: str) -> float:
-    return _number(text, -1e-9, 1, "share from 0 to 1")
-
-
-def _gib(text: str) -> float:
-    return _number(text, 0, 1e6, "size above 0")
-
-
-def _number(text: str, above: float, most: float, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not above < value <= most:  # not so for nan
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
-    return value
 
 
 def _trainer(options: argparse.Namespace) -> TrainerPlan | None:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from slime.arguments import Args, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.cli.bounded_numbers import MOST_GPUS, MOST_TOKENS, between
 from slime.cli.main import RUN_STOPPED, user_errors
 
 # A run to try faults on, where none is given; its sizes are changed by each seed.
 _FUZZED = "--hf-checkpoint none --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
 _FUZZED += "--rollout-max-response-len 16"
-_MOST_S, _MOST_GPUS = 1e6, 16_384
+_MOST_S = 1e6
+_WIDTH = 80  # columns of a terminal that nobody has made wider
 _FAULTS = {
     "engine": "engines die",
     "slow": "engines are four times slower for ten minutes",
@@ -47,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps({"about": about, "splits": [row.as_json() for row in rows]}, indent=2))
         else:
-            print("\n".join([*about, *report.table(rows)]))
+            told = [part for line in about for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ")]
+            print("\n".join([*told, *report.table(rows)]))
             print(f"simulated in {time.perf_counter() - started:.1f} s")
     return 0
 
@@ -80,29 +83,15 @@ def _read(words: list[str], folder: Path, options: argparse.Namespace) -> Args:
         words = [*words, "--num-rollout", str(options.steps)]
     if options.fuzz and not given & {"--config", "--hf-checkpoint"}:
         words = [*_FUZZED.split(), *words]
+    elif options.model is not None and not given & {"--config", "--hf-checkpoint"}:
+        words = [*words, "--hf-checkpoint", options.model]  # nothing of it is loaded
     return parse_args(words, training_loop=kind)
-
-
-def _between(least: float, most: float, kind: type = float) -> Callable[[str], float]:
-    """A reader of a flag's number; whole ones have the kind int."""
-
-    def read(word: str) -> float:
-        try:
-            value: float = kind(word)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= most:
-            whole = "whole " if kind is int else ""
-            raise argparse.ArgumentTypeError(f"{word!r} is no {whole}number from {least:g} to {most:g}")
-        return value
-
-    return read
 
 
 def _seconds(word: str) -> str:
     """MEAN[:SIGMA], as it was given."""
     for part in word.split(":", 1):
-        _between(0, _MOST_S)(part)
+        between(0, _MOST_S)(part)
     return word
 
 
@@ -115,12 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--loop", choices=("sync", "async", "fully-async"), default="sync", help="[sync]")
-    add("--steps", type=_between(1, 1_000_000, int), default=6, help="training steps to simulate [6]")
+    add("--steps", type=between(1, 1_000_000, int), default=6, help="training steps to simulate [6]")
     add("--seed", type=int, default=0, help="of lengths, rewards and faults [0]")
     add("--lengths", default=None, metavar="MODEL",
         help="answers: fixed:N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA, exponential:MEAN or run:FOLDER, the "
         "record of a run [lognormal, a quarter of --rollout-max-response-len, sigma 0.8]")  # fmt: skip
-    add("--prompt-tokens", type=_between(1, 1e9), default=256.0, help="length of a prompt [256]")
+    add("--prompt-tokens", type=between(1, MOST_TOKENS), default=256.0, help="length of a prompt [256]")
     add(
         "--reward-s",
         type=_seconds,
@@ -128,23 +117,23 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MEAN[:SIGMA]",
         help="seconds that a reward takes [0]",
     )
-    add("--reward-failures", type=_between(0, 1), default=0.0, metavar="SHARE", help="rewards that fail [0]")
+    add("--reward-failures", type=between(0, 1), default=0.0, metavar="SHARE", help="rewards that fail [0]")
     add("--gpu", default="h200", help="kind of GPU that costs are computed for [h200]")
     add("--model", default=None, metavar="NAME",
         help="its name, such as qwen3-235b-a22b, or a folder with config.json [--hf-checkpoint]")  # fmt: skip
-    add("--gpus", type=_between(1, _MOST_GPUS, int), default=None,
+    add("--gpus", type=between(1, MOST_GPUS, int), default=None,
         help="try train:rollout splits of so many GPUs [the run's own numbers alone]")  # fmt: skip
     add("--measured", default=None, metavar="FOLDER",
         help="costs and lengths of a real run's first steps, instead of computed ones")  # fmt: skip
     for kind, what in _FAULTS.items():
         add(
             f"--{kind}-faults",
-            type=_between(0, 3600),
+            type=between(0, 3600),
             default=0.0,
             metavar="N",
             help=f"{what}, times an hour [0]",
         )
-    add("--fuzz", type=_between(0, 1e9, int), default=0, metavar="N",
+    add("--fuzz", type=between(0, 1e9, int), default=0, metavar="N",
         help="N small runs with other faults each, every one audited; --seed is the first")  # fmt: skip
     add("--json", action="store_true", help="for programs")
     return parser

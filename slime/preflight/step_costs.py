@@ -433,11 +433,12 @@ def run_lines(
             f"  fewer are faster: on {fewer.gpus} a step takes {fewer.step_s:.1f} s. More help where "
             "layouts, by powers of two, divide them, and where each has enough samples."
         )
-    lines.append("train:rollout    step s  generate  train   push  layout")
+    lines.append("train:rollout  step s generate  train   push  layout")
     for run in runs:
         split = f"{run.gpus - run.rollout_gpus}:{run.rollout_gpus}" if run.rollout_gpus else "in turns"
+        s, recompute = run.trainer.sizes, " recompute" if run.trainer.recompute else ""
         lines.append(
-            f"{split:>13}  {run.step_s:>8.1f}  {run.generate_s:>8.1f}  {run.trainer.seconds:>5.1f}  "
-            f"{run.push_s:>5.1f}  {run.trainer.words}"
+            f"{split:>13} {run.step_s:>7.1f} {run.generate_s:>8.1f} {run.trainer.seconds:>6.1f} "
+            f"{run.push_s:>6.1f}  tp{s.tp} pp{s.pp} cp{s.cp} ep{s.ep} dp{s.dp}{recompute}"
         )
     return [*lines, "assumed:", *(f"  {line}" for line in ASSUMPTIONS)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,16 +174,19 @@ def _costs(
 
 def table(rows: Sequence[SplitRow]) -> list[str]:
     lines = [
-        "train  rollout  engines   step s  engines busy  running  trainer busy  wasted  staleness by age"
+        "GPUs that      number of requests         engines trainer",
+        "train generate   engines  of each  step s    busy    busy wasted  staleness, %",
     ]
     for row in rows:
         found = row.measured
-        ages = "  ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items()) or "-"
+        ages = " ".join(f"{age}:{100 * share:.0f}" for age, share in found.staleness.items()) or "-"
         lines.append(
-            f"{row.train_gpus:>5}  {row.rollout_gpus or 'same':>7}  {row.engines:>7}  {found.step_s:>7.4g}  "
-            f"{found.engine_busy:>12.0%}  {found.engine_running:>7.0f}  {found.trainer_busy:>12.0%}  "
-            f"{found.wasted:>6.1%}  {ages}" + (f"  ({found.error})" if found.error else "")
+            f"{row.train_gpus:>5} {row.rollout_gpus or 'the same':>8} {row.engines:>9} "
+            f"{found.engine_running:>8.0f} {found.step_s:>7.4g} {found.engine_busy:>7.0%} "
+            f"{found.trainer_busy:>7.0%} {found.wasted:>6.1%}  {ages}"
         )
+        if found.error:
+            lines.append(f"      ({found.error})")
     best = rows[0]
     if len(rows) > 1:
         lines.append(
@@ -192,7 +194,8 @@ def table(rows: Sequence[SplitRow]) -> list[str]:
             f"{best.measured.step_s:.4g} s a step"
         )
     counts = {name: int(n) for name, n in sorted(best.measured.counts.items()) if n}
-    lines.append(f"of the {'best' if len(rows) > 1 else 'run'}: {json.dumps(counts)}")
+    told = ", ".join(f"{name.removeprefix('groups/').replace('_', ' ')} {n}" for name, n in counts.items())
+    lines.append(f"groups of the {'best' if len(rows) > 1 else 'run'}: {told or 'none'}")
     lost = {cause.replace("_", " "): n for cause, n in best.measured.waste.items() if n}
     made = max(best.measured.engine_tokens, 1.0)
     shares = ", ".join(f"{cause} {n / made:.1%}" for cause, n in sorted(lost.items()))

@@ -82,10 +82,6 @@ def test_gpus_that_no_layout_divides_are_told_from_too_few(capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--answer-tokens 0", "'0' is no number of tokens above 0"),
-        ("--answer-tokens inf", "'inf' is no number of tokens above 0"),
-        ("--prompt-tokens nan", "'nan' is no number of tokens above 0"),
-        ("--spread 1000", "'1000' is no spread from 0 to 10"),
         ("--longest 10", "answers cannot have 4096 tokens on average"),
         ("--optimizer-steps 4096", "a rollout has 2048 (--samples)"),
     ],
@@ -101,3 +97,42 @@ def test_no_replica_and_no_engine_is_without_a_sample():
     for run in best_runs(model, H200, 256, few):
         assert run.trainer.sizes.dp <= 16
         assert run.generate_s >= 4096 / 2 * run.engine.decode_s(1, 0), "two rollouts are in flight at most"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--gpus 999999999999",
+        "--gpus 8 --answer-tokens 0",
+        "--gpus 8 --answer-tokens inf",
+        "--gpus 8 --prompt-tokens nan",
+        "--gpus 8 --spread 1e9",
+        "--gpus 8 --samples 0",
+    ],
+)
+def test_numbers_that_nobody_can_mean_are_refused_by_their_flag(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--model", "qwen3-4b", *words.split()])
+    flag, value = words.split()[-2:]
+    assert stop.value.code == 2 and f"argument {flag}: '{value}' is no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-gpus-per-node 0",
+        "--rollout-num-gpus-per-engine 0",
+        "--first-gpu -9",
+        "--rollout-num-gpus 99999999999",
+        "--rollout-num-gpus -3",
+    ],
+)
+def test_so_are_those_of_a_plan_of_engines(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--hf-checkpoint", "x", "--rollout-num-gpus", "8", *words.split()])
+    assert stop.value.code == 2 and f"argument {words.split()[0]}: " in capsys.readouterr().err
+
+
+def test_a_plan_fits_a_terminal_of_80_columns(capsys):
+    assert main(["plan", "--model", "deepseek-v3", "--gpus", "1024"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

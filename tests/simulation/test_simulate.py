@@ -200,8 +200,15 @@ def test_the_command_prints_the_splits_and_the_best_of_them(capsys):
     words += "--n-samples-per-prompt 2 --rollout-max-response-len 1024 --loop fully-async"
     assert main(words.split()) == 0
     printed = capsys.readouterr().out
-    assert "best: " in printed and "engines busy" in printed and "tokens that taught nothing: " in printed
+    assert "best: " in printed and "engines trainer" in printed and "tokens that taught nothing: " in printed
     assert printed.count("%  ") > 3
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_the_name_of_a_model_is_enough_of_one(capsys):
+    words = "simulate --model qwen3-4b --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
+    assert main([*words.split(), "--rollout-max-response-len", "64", "--steps", "1"]) == 0
+    assert "4.0B parameters" in capsys.readouterr().out
 
 
 def test_a_model_that_nobody_knows_is_an_error_with_the_names(capsys):
