@@ -29,6 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
+from slime.utils.files.run_file import read_run
+
 RECORD_FILE = "record.db"
 SCHEMA_NUMBER = 5
 _READABLE = ("1", "2", "3", "4", "5")  # what a file of an earlier schema lacks is empty
@@ -283,9 +285,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     """Open it for a reader, while the run goes on or after it; its folder need not be writable."""
     _refuse_no_file(path)
     if not path.exists():
-        raise RecordError(
-            f"{path} does not exist: the run has recorded no rollout yet, or this is not its folder."
-        )
+        raise RecordError(f"{path} does not exist: {_why_absent(path)}.")
     uri = path.resolve().as_uri()
     connection = _connect(f"{uri}?mode=ro", path)
     try:
@@ -302,6 +302,15 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _why_absent(path: Path) -> str:
+    run = read_run(path.parent)
+    if run is not None and run.last.settings.get("record_max_mib", {}).get("value") == 0:
+        return "the run keeps no record (--record-max-mib 0)"
+    if path.is_symlink():
+        return f"it is a link to {path.readlink()}, which is not there"
+    return "the run has recorded no rollout yet, or this is not its folder"
 
 
 def unusable(path: Path, what: str, error: Exception) -> RecordError:

@@ -12,6 +12,7 @@ from patience import LONG_S, eventually
 from slime.record import RecordError, RecordWriter, Select, group_entries, open_record
 from slime.record.packed import pack_floats, pack_ids, pack_mask, unpack_floats, unpack_ids, unpack_mask
 from slime.record.rows import insert_columns, insert_rows
+from slime.utils.files.run_file import open_run_file
 from slime.utils.types import RewardFailure, Sample
 
 MIB = 1 << 20
@@ -351,3 +352,14 @@ def test_a_damaged_file_is_one_clear_error(writer, tmp_path):
     (tmp_path / "record.db").write_bytes(data[:8192] + b"\xff" * (len(data) - 8192))
     with pytest.raises(RecordError, match="cannot be read"), open_record(tmp_path) as record:
         record.answers(Select())
+
+
+def test_why_there_is_no_record_is_told(tmp_path):
+    with pytest.raises(RecordError, match="the run has recorded no rollout yet, or this is not its folder"):
+        open_record(tmp_path)
+    (tmp_path / "record.db").symlink_to(tmp_path / "gone.db")
+    with pytest.raises(RecordError, match=r"it is a link to .*gone\.db, which is not there"):
+        open_record(tmp_path)
+    open_run_file(tmp_path, {"record_max_mib": {"value": 0, "source": "command line"}}, None, None, None)
+    with pytest.raises(RecordError, match="the run keeps no record \\(--record-max-mib 0\\)"):
+        open_record(tmp_path)
