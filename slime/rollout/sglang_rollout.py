@@ -189,7 +189,7 @@ async def _call_function(
             result = await loop_watch.run(f"{CUSTOM_GENERATE} {path}", call)
     except EpisodeEnded as ended:
         return without_a_score(path, sample, ended)
-    made = check_returned(path, source, result)
+    made = check_returned(path, source, result, args.vocab_size)
     for one in flatten_samples([made]):
         name_versions(one, requests.versions)
         requests.check_nucleus(one)

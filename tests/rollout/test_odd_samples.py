@@ -80,7 +80,7 @@ def test_every_group_has_a_fate_whatever_number_a_generate_function_gives_its_sa
 
 def returned(**fields):
     source = Sample(index=3, group_index=1, prompt="2+2=")
-    return check_returned("some.function", source, Sample(**fields))
+    return check_returned("some.function", source, Sample(**fields), vocab_size=128)
 
 
 def test_what_is_meant_by_a_returned_sample_is_made_good():
@@ -100,6 +100,15 @@ def test_what_is_meant_by_a_returned_sample_is_made_good():
     assert (made.index, made.group_index) == (3, 1)
 
 
+def test_numbers_of_numpy_and_torch_in_lists_are_numbers():
+    made = returned(
+        tokens=[np.int64(5), torch.tensor(6), 7],
+        rollout_log_probs=[np.float32(-0.5), torch.tensor(-0.25), -1],
+    )
+    assert made.tokens == [5, 6, 7] and set(map(type, made.tokens)) == {int}
+    assert [float(value) for value in made.rollout_log_probs] == [-0.5, -0.25, -1.0]
+
+
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
@@ -107,12 +116,24 @@ def test_what_is_meant_by_a_returned_sample_is_made_good():
         ({"status": None}, "status None"),
         ({"reward": np.array([1.0, 2.0])}, "reward is array.*a number"),
         ({"reward": "good"}, "reward is 'good'"),
+        ({"response": 12345}, "response is 12345; it is the text"),
+        ({"tokens": [5, -7]}, "the token id -7;"),
+        ({"tokens": [5, 128]}, "the token id 128; .* which has 128 ids"),
+        ({"tokens": ["5"]}, "the token id '5'"),
+        ({"rollout_log_probs": [-0.5, float("nan")]}, "the log-prob nan;"),
+        ({"rollout_log_probs": [-0.5, None]}, "the log-prob None;"),
     ],
 )
 def test_what_nobody_can_guess_is_named_with_the_function(fields, what):
     with pytest.raises(PluginError, match=what) as error:
         returned(**fields)
     assert "--custom-generate-function-path some.function" in str(error.value)
+
+
+def test_one_sample_returned_several_times_is_no_fan_out():
+    source = Sample(index=3, group_index=1, prompt="2+2=")
+    with pytest.raises(PluginError, match=r"some\.function .*returned one Sample several times"):
+        check_returned("some.function", source, [source, source])
 
 
 def circle():

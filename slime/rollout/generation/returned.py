@@ -1,5 +1,7 @@
 """What a generate function of the user's own gave back."""
 
+import math
+import operator
 from typing import Any
 
 from slime.rollout.prompt_groups import Entry, describe_fully, without_response
@@ -7,17 +9,22 @@ from slime.utils.errors import EpisodeEnded
 from slime.utils.plugin_errors import wrong_return
 from slime.utils.reward_failure import infra_error
 from slime.utils.types import Sample, SampleStatus
+from slime.wire.protocol import wrong_token_id
 
 CUSTOM_GENERATE = "--custom-generate-function-path"
 _LISTS = ("tokens", "loss_mask", "rollout_log_probs")
+_INTS = frozenset({int})
 
 
-def check_returned(path: str, source: Sample, result: Any) -> Entry:
-    """A sample, or the samples of a fan-out; anything else is told with the function's name."""
+def check_returned(path: str, source: Sample, result: Any, vocab_size: int | None = None) -> Entry:
+    """A sample, or the samples of a fan-out; anything else is told with the function's name.
+
+    `vocab_size` None: not known.
+    """
     return (
-        check_fan_out(path, source, result)
+        check_fan_out(path, source, result, vocab_size)
         if isinstance(result, list)
-        else check_sample(path, source, result)
+        else check_sample(path, source, result, vocab_size)
     )
 
 
@@ -32,7 +39,7 @@ def without_a_score(path: str, source: Sample, ended: EpisodeEnded) -> Sample:
     return sample
 
 
-def check_sample(path: str, source: Sample, result: Any) -> Sample:
+def check_sample(path: str, source: Sample, result: Any, vocab_size: int | None = None) -> Sample:
     if not isinstance(result, Sample):
         complaint = f"returned {type(result).__name__}; return a Sample or a list of them."
         wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
@@ -44,13 +51,45 @@ def check_sample(path: str, source: Sample, result: Any) -> Sample:
         values = getattr(result, name)
         if values is not None and type(values) is not list:  # an array, a tensor, a tuple
             setattr(result, name, values.tolist() if hasattr(values, "tolist") else list(values))
+    if not _INTS.issuperset(map(type, result.tokens)):
+        result.tokens = [_whole(token) for token in result.tokens]
     result.metadata = {} if result.metadata is None else result.metadata
     result.response = "" if result.response is None else result.response
+    if wrong := _wrong_with(result, vocab_size):
+        wrong_return(CUSTOM_GENERATE, path, f"returned a sample {wrong}", describe_fully(source))
     # A new Sample stands for the one that the function got: the ledger knows it by these numbers.
     result.group_index = source.group_index if result.group_index is None else result.group_index
     result.index = source.index if result.index is None else result.index
     result.version_spans = [(version, begin, end) for version, begin, end in result.version_spans]
     return result
+
+
+def _wrong_with(sample: Sample, vocab_size: int | None) -> str | None:
+    """What would end the run far from the function that made it, in a trainer or in the record."""
+    if not isinstance(sample.response, str):
+        return f"whose response is {sample.response!r:.80}; it is the text of the answer."
+    if (wrong := wrong_token_id(sample.tokens, vocab_size)) is not None:
+        known = "" if vocab_size is None else f", which has {vocab_size} ids"
+        return f"with the token id {wrong}; tokens are whole numbers of the model's vocabulary{known}."
+    odd = [value for value in sample.rollout_log_probs or () if not _is_finite(value)]
+    if odd:
+        return f"with the log-prob {odd[0]!r:.80}; rollout_log_probs holds a finite number for each token."
+    return None
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)  # also of numpy's and torch's numbers
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _whole(value: Any) -> Any:
+    """A whole number of numpy's or torch's as Python's; anything else as it is."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 def _status_of(path: str, source: Sample, value: Any) -> SampleStatus:
@@ -71,14 +110,19 @@ def _reward_of(path: str, source: Sample, value: Any) -> float:
         wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
 
 
-def check_fan_out(path: str, source: Sample, result: list[Sample]) -> list[Sample]:
+def check_fan_out(
+    path: str, source: Sample, result: list[Sample], vocab_size: int | None = None
+) -> list[Sample]:
     """Give siblings one group and one rollout_id: their own, or else the index of their source."""
     if not result:
         wrong_return(
             CUSTOM_GENERATE, path, "returned no sample; return at least one.", describe_fully(source)
         )
     for sample in result:
-        check_sample(path, source, sample)
+        check_sample(path, source, sample, vocab_size)
+    if len(set(map(id, result))) < len(result):
+        complaint = "returned one Sample several times, which would be trained so often; return copies of it."
+        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
     if all(sample.rollout_id is None for sample in result):
         for sample in result:
             sample.rollout_id = source.index
