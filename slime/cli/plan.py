@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -144,7 +145,9 @@ def _verdict(trainer: TrainerPlan, gpu_gib: float | None) -> int:
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu-gib", type=_gib, metavar="N", help="memory of a GPU: does it fit?")
+    parser.add_argument(
+        "--gpu-gib", type=between(0.001, 1e6), metavar="N", help="memory of a GPU: does it fit?"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -225,7 +228,9 @@ def _add_trainer(group: argparse._ArgumentGroup) -> None:
         "--no-use-distributed-optimizer", action="store_true", help="whole moments on every rank"
     )
     group.add_argument("--optimizer-cpu-offload", action="store_true", help="moments in host memory")
-    group.add_argument("--optimizer-offload-fraction", type=_share, default=1.0, help="share of them [1]")
+    group.add_argument(
+        "--optimizer-offload-fraction", type=between(0, 1), default=1.0, help="share of them [1]"
+    )
     for name in ("exp-avg", "exp-avg-sq"):
         group.add_argument(f"--{name}-dtype", choices=tuple(MOMENT_BYTES), default="fp32", help="[fp32]")
     group.add_argument(
