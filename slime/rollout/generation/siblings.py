@@ -27,9 +27,8 @@ from slime.rollout.generation.generate_request import (
 from slime.rollout.generation.policy_requests import is_trained
 from slime.rollout.generation.sample_images import pictures_of
 from slime.rollout.generation.scope import RequestScope
-from slime.rollout.prompt_groups import Entry, Group, describe
+from slime.rollout.prompt_groups import Entry, Group, describe, without_response
 from slime.utils import http_utils
-from slime.utils.errors import EngineAnswerError
 from slime.utils.types import Sample
 from slime.wire.client import EngineClient
 from slime.wire.protocol import Generation, SiblingRequests
@@ -166,7 +165,7 @@ async def _answers(
                 for place, answer in fresh.items():
                     sample = samples[place]
                     trace_stretch(sample, "generate", started, {"tokens": len(answer.ids), **engine})
-                    is_whole = _take(args, requests, place, sample, answer, scope)
+                    is_whole = _take(args, requests, place, samples, answer, scope)
                     (whole if is_whole else cut_short).append(place)
                 yield whole, cut_short
     finally:
@@ -179,15 +178,17 @@ def _take(
     args: PluginArgs,
     requests: SiblingRequests,
     place: int,
-    sample: Sample,
+    samples: list[Sample],
     answer: Generation,
     scope: RequestScope,
 ) -> bool:
     """Write an answer into its sample; False: it goes on alone, from what it has then."""
+    sample = samples[place]
     try:
         check_answer(args, requests.first, answer, requests.rids[place])
-    except EngineAnswerError as error:
-        logger.warning("%s is asked for again: %s", describe(sample), error)
+        sample.append_answer(args, answer.ids, answer.log_probs or (), answer.meta, answer.text)
+    except Exception as error:  # whatever is wrong with it: if it stays so, the sample alone fails over it
+        logger.warning("%s is asked for again: %s: %s", describe(sample), type(error).__name__, error)
+        samples[place] = without_response(sample)  # half of the answer may be in it
         return False
-    sample.append_answer(args, answer.ids, answer.log_probs or (), answer.meta, answer.text)
     return answer.finish != "abort" or scope.aborted
