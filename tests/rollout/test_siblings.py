@@ -1,6 +1,7 @@
 """Samples of a group that are generated as one piece of work are what each would be by itself."""
 
 import asyncio
+import time
 
 import pytest
 from fake_engine import FakeEngine
@@ -56,9 +57,15 @@ def test_they_are_those_of_single_requests_also_where_one_fails_at_first(tmp_pat
 
 
 def test_a_group_of_more_than_one_request_is_at_the_engines_as_a_whole(tmp_path):
+    asked, patience = [], time.monotonic() + 60
+
+    def script(payload, number):
+        asked.append(number)
+        return {"until": lambda: len(asked) == 150 or time.monotonic() > patience}
+
     flags = ("--rollout-batch-size", "1", "--n-samples-per-prompt", "150")
     flags += ("--sglang-server-concurrency", "600")
-    engine, source, samples = make_rollout(tmp_path, lambda *_: {"delay_s": 2.0}, *flags)
+    engine, source, samples = make_rollout(tmp_path, script, *flags)
     assert sorted(engine.group_sizes) == [50, 50, 50] and engine.most_running == 150
     assert [sample.index for sample in samples] == list(range(150))
     assert counts(source) == {"new": 1, "trained": 1}
