@@ -1,6 +1,7 @@
 """`slime dashboard` as a user starts it: a demo, a mistake, beside a run; and what smooths its curves."""
 
 import json
+import os
 import subprocess
 import sys
 import urllib.request
@@ -70,6 +71,14 @@ def test_a_page_that_dies_before_its_run_is_told_of(tmp_path, capfd):
             eventually(lambda: "was killed by signal 9; the run goes on" in capfd.readouterr().out)
     finally:
         lock.release()
+
+
+def test_ctrl_c_is_for_the_run_and_a_page_that_is_not_up_yet_says_nothing(tmp_path, capfd):
+    with pytest.raises(KeyboardInterrupt), page_beside(str(tmp_path / "run")):
+        [page] = [p for p in psutil.Process().children() if str(tmp_path / "run") in cmdline(p)]
+        assert os.getsid(page.pid) == page.pid  # else the terminal would interrupt its imports too
+        raise KeyboardInterrupt
+    assert not page.is_running() and capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize("weight", [0.3, 0.9, 0.999])

@@ -18,7 +18,12 @@ def page_beside(run_dir: str) -> Iterator[None]:
     """Serves the page of a run while the block lasts; where that fails, the run goes on and it is told."""
     words = [sys.executable, "-m", "slime", "dashboard", run_dir, "--beside"]
     process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the run, which ends it
     )
     ended = threading.Event()  # on purpose
     threading.Thread(target=_tell, args=(process, ended), name="page", daemon=True).start()
@@ -40,7 +45,8 @@ def _tell(process: subprocess.Popen[str], ended: threading.Event) -> None:
     """Its address, or why there is none; what it printed later only where it dies before the run does."""
     assert process.stdout is not None, "it was asked for"
     first = process.stdout.readline().rstrip()
-    print(first or "the page of this run could not be started", flush=True)
+    if not ended.is_set():
+        print(first or "the page of this run could not be started", flush=True)
     last = deque((line.rstrip() for line in process.stdout), maxlen=_LAST_LINES)
     code = process.wait()
     if first and not ended.is_set():
