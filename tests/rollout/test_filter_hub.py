@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from slime.rollout.filter_hub.base_types import (
@@ -83,6 +84,23 @@ def test_bool_answers_are_wrapped_and_none_is_refused():
     assert not call_dynamic_filter(lambda args, samples: False, ARGS, []).keep
     with pytest.raises(ValueError, match="returned None"):
         call_dynamic_filter(lambda args, samples: None, ARGS, [])
+
+
+async def keeps_later(args, samples):
+    return False
+
+
+@pytest.mark.parametrize("answer", ["drop", (False, "too easy"), {"keep": False}], ids=str)
+def test_an_answer_that_is_no_yes_or_no_is_not_taken_for_yes(answer):
+    with pytest.raises(ValueError, match="return DynamicFilterOutput"):
+        call_dynamic_filter(lambda args, samples: answer, ARGS, [])
+    assert not call_dynamic_filter(lambda args, samples: np.bool_(False), ARGS, []).keep
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_filter_that_is_a_coroutine_is_not_taken_for_yes():
+    with pytest.raises(ValueError, match="keeps_later returned <coroutine"):
+        call_dynamic_filter(keeps_later, ARGS, [])
 
 
 def test_drops_are_counted_by_reason():

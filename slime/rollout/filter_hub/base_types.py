@@ -28,12 +28,14 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
     output = fn(*args, **kwargs)
     if isinstance(output, DynamicFilterOutput):
         return output
-    if output is None:
+    value = output.item() if hasattr(output, "item") else output  # of numpy or torch
+    if not isinstance(value, (bool, int, float)):  # a text or a coroutine would count as true
         name = f"{fn.__module__}.{fn.__qualname__}"
         raise ValueError(
-            f"dynamic sampling filter {name} returned None: return DynamicFilterOutput(keep=...) or a bool"
+            f"dynamic sampling filter {name} returned {value!r:.80}: return DynamicFilterOutput(keep=...) or "
+            "a bool"
         )
-    return DynamicFilterOutput(keep=bool(output))
+    return DynamicFilterOutput(keep=bool(value))
 
 
 def should_drop_dynamic_filter_output(
