@@ -40,6 +40,16 @@ def test_a_picture(runs, tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_a_picture_is_written_where_it_is_said_to_be(runs, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "pictures").mkdir()
+    assert main(["plot", *runs, "--out", str(tmp_path / "pictures")]) == 2
+    assert "it is a folder" in capsys.readouterr().err and not (tmp_path / "pictures.png").exists()
+    assert main(["plot", *runs, "--out", str(tmp_path / "curves")]) == 0
+    assert f"wrote {tmp_path / 'curves.png'}: " in capsys.readouterr().out
+    assert (tmp_path / "curves.png").exists()
+
+
 def test_names_are_listed_and_misspelt_ones_corrected(runs, capsys):
     assert main(["plot", runs[0], "--list"]) == 0
     assert "rollout/raw_reward" in capsys.readouterr().out

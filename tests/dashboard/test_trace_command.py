@@ -4,6 +4,7 @@ import http.server
 import json
 import threading
 
+import pytest
 from page_world import make_run
 
 from slime.cli.main import main
@@ -54,3 +55,16 @@ def test_a_run_without_spans_says_why(tmp_path, capsys):
     assert main(["trace", str(tmp_path / "run")]) == 2
     assert "has no spans" in capsys.readouterr().err
     assert main(["trace", str(tmp_path / "nothing")]) == 2
+
+
+def test_steps_that_are_not_there_and_addresses_that_are_none_are_told(tmp_path, capsys):
+    make_run(tmp_path / "run", 2)
+    run = str(tmp_path / "run")
+    for steps in ("5-1", "9" * 30):
+        with pytest.raises(SystemExit):
+            main(["trace", run, "--steps", steps])
+        assert f"'{steps}' holds no step" in capsys.readouterr().err
+    assert main(["trace", run, "--steps", "7"]) == 2
+    assert "has no spans of these steps" in capsys.readouterr().err
+    assert main(["trace", run, "--otlp", "nonsense"]) == 1
+    assert "error: --otlp nonsense: unknown url type" in capsys.readouterr().err

@@ -141,6 +141,9 @@ def _draw_png(runs: dict[str, dict[str, Curve]], names: list[str], out: Path) ->
         axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
     try:
+        if out.is_dir():
+            raise IsADirectoryError("it is a folder")
+        out = out if out.suffix else out.with_name(f"{out.name}.png")  # as matplotlib does, without a word
         figure.savefig(out, dpi=120)
     except (OSError, ValueError) as error:
         print(f"error: --out {out} cannot be written: {error}", file=sys.stderr)

@@ -17,6 +17,7 @@ from slime.dashboard.timeline import all_spans, packed
 from slime.record import RecordError
 
 _BATCH = 2000  # spans in one request to a collector
+_MOST_STEPS = (1 << 63) - 1  # that SQLite can hold
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,11 +29,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not spans:
-        print(
-            f"error: {options.run} has no spans: its record was kept by an older version, or with "
-            "--record-max-mib 0",
-            file=sys.stderr,
-        )
+        which = "" if options.steps is None else " of these steps"
+        print(f"error: {options.run} has no spans{which}", file=sys.stderr)
         return 2
     if options.otlp:
         return _send(run, spans, options.otlp)
@@ -112,10 +110,10 @@ def _send(run: RunFolder, spans: list[dict[str, Any]], address: str) -> int:
     name, run_id = (run.run.name, run.run.id) if run.run is not None else (run.key, run.key)
     for start in range(0, len(spans), _BATCH):
         body = json.dumps(otlp_request(name, run_id, spans[start : start + _BATCH])).encode()
-        request = urllib.request.Request(
-            address.rstrip("/") + "/v1/traces", body, {"Content-Type": "application/json"}
-        )
         try:
+            request = urllib.request.Request(
+                address.rstrip("/") + "/v1/traces", body, {"Content-Type": "application/json"}
+            )
             with urllib.request.urlopen(request, timeout=30):
                 pass
         except (urllib.error.URLError, ValueError) as error:
@@ -129,7 +127,10 @@ def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     if not first.isdecimal() or (last and not last.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is no range of steps; write 12 or 10-20")
-    return int(first), int(last or first)
+    steps = int(first), int(last or first)
+    if not steps[0] <= steps[1] <= _MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no step; write 12 or 10-20")
+    return steps
 
 
 def _parser() -> argparse.ArgumentParser:
