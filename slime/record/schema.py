@@ -189,7 +189,7 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        if not _has_tables(connection):
             connection.executescript(f"BEGIN; {_TABLES} {_ADDED['1']} COMMIT;")
             connection.execute(
                 "INSERT INTO meta VALUES ('schema', ?), ('run', ?)", (str(SCHEMA_NUMBER), run_id)
@@ -255,6 +255,8 @@ def refuse_foreign(path: Path, run_id: str) -> None:
         return
     connection = _connect(f"{path.resolve().as_uri()}?mode=ro", path)
     try:
+        if not _has_tables(connection):  # they were lost with the write-ahead log: it is begun anew
+            return
         _check_schema(connection, path)
         _check_owner(connection, path, run_id)
     except sqlite3.OperationalError:  # told by whoever opens it for writing
@@ -346,9 +348,17 @@ def _connect(uri: str, path: Path) -> sqlite3.Connection:
         raise RecordError(f"{path} cannot be opened: {error}.") from error
 
 
+def _has_tables(connection: sqlite3.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
+
+
 def _check_schema(connection: sqlite3.Connection, path: Path) -> str:
     """The number of the file's schema."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not tables:
+        raise RecordError(
+            f"{path} holds nothing: what was written is in {path.name}-wal, which is not beside it."
+        )
     if "meta" not in tables:
         raise RecordError(f"{path} is no record of a run.")
     (found,) = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone() or ("missing",)

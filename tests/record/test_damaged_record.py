@@ -1,5 +1,6 @@
 """Bytes of a record that were changed: one error that names the file and what to do; a run goes on."""
 
+import contextlib
 import logging
 import random
 import sqlite3
@@ -11,6 +12,7 @@ from slime.cli.inspect import ledger as ledger_command
 from slime.cli.inspect import samples as samples_command
 from slime.record import LedgerReader, Record, RecordError, Select, group_entries
 from slime.record.audit import audit
+from slime.record.schema import refuse_foreign
 from slime.utils.files.run_file import open_run_file
 from slime.utils.types import Sample
 
@@ -199,3 +201,15 @@ def test_a_checkpoint_that_the_ledger_knows_nothing_of_is_told(tmp_path):
     world.start(committed=5, last_made=5)  # of which nothing else is known: it went on behind them
     world.stop()
     assert not any("checkpoints after" in v for v in audit(world.path, finished=False, saved=[4]).violations)
+
+
+def test_a_record_whose_tables_went_with_the_write_ahead_log_is_begun_anew(tmp_path):
+    """As after a power failure before SQLite has moved anything from the log into the file."""
+    path = tmp_path / "record.db"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    assert path.stat().st_size
+    with pytest.raises(RecordError, match=r"holds nothing: what was written is in record\.db-wal"):
+        audit(path, finished=False)
+    refuse_foreign(path, "run")
+    assert made_run(tmp_path).audit(finished=False).violations == []
