@@ -378,9 +378,9 @@ def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]
 
 
 def best_on_fewer(model: Model, gpu: GpuRow, gpus: int, work: Work) -> RunCost | None:
-    """The best run on some of the GPUs, of numbers that layouts divide by; None where none fits."""
+    """The best run on some of the GPUs: on a few less, or a number that layouts divide; None: none fits."""
     sizes = [2**power for power in range(gpus.bit_length())]
-    fewer = {*sizes, *(gpus - gpus % size for size in sizes)} - {gpus}
+    fewer = {*sizes, *(gpus - gpus % size for size in sizes), *range(max(1, gpus - _PARTS), gpus)} - {gpus}
     found = [run for count in fewer for run in best_runs(model, gpu, count, work)[:1]]
     return min(found, key=lambda run: run.step_s, default=None)
 

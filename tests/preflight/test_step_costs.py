@@ -72,6 +72,11 @@ def test_where_fewer_gpus_are_faster_the_plan_says_so(capsys, gpus):
     assert ("fewer are faster: on" in printed) == (round(below, 1) < best)
 
 
+def test_a_few_gpus_less_are_looked_at_too(capsys):
+    assert main(["plan", "--gpus", "29", "--gpu", "h100", "--model", "llama-3.1-8b"]) == 0
+    assert "fewer are faster: on 2" in capsys.readouterr().out
+
+
 def test_gpus_that_no_layout_divides_are_told_from_too_few(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--gpus", "257", "--model", "deepseek-v3"])
