@@ -424,3 +424,29 @@ def test_stop_action_ends_the_run_at_the_first_failure():
     )
     with pytest.raises(RewardFailuresExceeded, match="--reward-failure-action stop"):
         score(args, Sample(index=0))
+
+
+async def renumbering_reward(args, samples):
+    for sample in samples if isinstance(samples, list) else [samples]:
+        sample.index = sample.group_index = 0
+    return [1.0] * len(samples) if isinstance(samples, list) else 1.0
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_a_reward_may_not_give_samples_other_numbers(group_rm):
+    samples = [Sample(index=6, group_index=3, response="4"), Sample(index=7, group_index=3, response="5")]
+    run(score_samples(make_args(custom_rm_path=here("renumbering_reward"), group_rm=group_rm), samples))
+    assert [(sample.index, sample.group_index, sample.reward) for sample in samples] == [
+        (6, 3, 1.0),
+        (7, 3, 1.0),
+    ]
+
+
+async def emptying_reward(args, sample):
+    sample.response = None
+    return 1.0
+
+
+def test_a_reward_that_takes_the_answer_away_is_named():
+    with pytest.raises(PluginError, match=r"emptying_reward.* whose response is None"):
+        run(score_samples(make_args(custom_rm_path=here("emptying_reward")), [Sample(index=6, response="4")]))

@@ -63,13 +63,30 @@ async def score_one(args: PluginArgs, sample: Sample, *, evaluation: bool = Fals
 
 
 async def _attempt(args: PluginArgs, sample: Sample, evaluation: bool) -> Any:
-    value = await _guarded(async_rm(args, sample), custom_path_of(args, sample))
+    path, numbers = custom_path_of(args, sample), (sample.index, sample.group_index)
+    value = await _guarded(async_rm(args, sample), path)
+    if path is not None:
+        _check_unchanged(path, sample, numbers)
     return _judged(args, sample, value, evaluation)
+
+
+def _check_unchanged(path: str, sample: Sample, numbers: tuple[int | None, int | None]) -> None:
+    """A reward of the user's has the sample in hand: the ledger knows it by its numbers, which stay."""
+    sample.index, sample.group_index = numbers
+    if not isinstance(sample.response, str):
+        complaint = (
+            f"left a sample whose response is {sample.response!r:.80}; leave it the text of the answer."
+        )
+        wrong_return(CUSTOM_RM, path, complaint, describe_fully(sample))
 
 
 async def _score_group(args: PluginArgs, samples: list[Sample], evaluation: bool) -> None:
     async def attempt() -> list[Any]:
-        values = await _guarded(batched_async_rm(args, samples), args.custom_rm_path)
+        path, numbers = args.custom_rm_path, [(sample.index, sample.group_index) for sample in samples]
+        values = await _guarded(batched_async_rm(args, samples), path)
+        if path is not None:
+            for sample, known in zip(samples, numbers, strict=True):
+                _check_unchanged(path, sample, known)
         if isinstance(values, RewardFailure):
             return [values] * len(samples)
         return [_judged(args, *pair, evaluation) for pair in zip(samples, values, strict=True)]
