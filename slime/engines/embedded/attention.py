@@ -91,6 +91,7 @@ class ShapeProbe:
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}  # by layer
         self.plain = True  # no layer has a window, chunks, sinks or a soft cap
+        self.repeats = False  # a layer attends several times, each with keys of its own
 
 
 class KVPool:
@@ -141,6 +142,7 @@ def paged_attention(
     variant = variant_of(module, attention_mask, kwargs)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, D]
     if isinstance(pool, ShapeProbe):
+        pool.repeats |= module.layer_idx in pool.shapes
         pool.shapes[module.layer_idx] = KVShape(k.shape[1], k.shape[2], v.shape[2])
         pool.plain &= variant is PLAIN
         return v.new_zeros(1, *q.shape[:2], v.shape[2]), None

@@ -69,9 +69,15 @@ class ModelRunner:
         how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if held else {}
         self.vision = family_of(AutoConfig.from_pretrained(model_path))  # None: it reads text only
         implementation = attention.NAME if self.vision is None else attention_by_tower(attention.NAME)
-        self.model = _auto_class(self.vision is not None).from_pretrained(
-            model_path, dtype=self.dtype, attn_implementation=implementation, **how
-        )
+        try:
+            self.model = _auto_class(self.vision is not None).from_pretrained(
+                model_path, dtype=self.dtype, attn_implementation=implementation, **how
+            )
+        except KeyError as error:
+            if error.args != (attention.NAME,):
+                raise
+            # A family that looks its attention up in a table of its own.
+            raise ValueError(f"the model of {model_path} {_NEEDS_OTHER}") from error
         self.model.to(self.device).eval().requires_grad_(False)
         self._matrices = PackedMatrices(self.model)
         self.config = self.model.config.get_text_config()
@@ -120,6 +126,11 @@ class ModelRunner:
                 run_text(self.model, one, one, None, None, plan=None, pool=probe)
         except (TypeError, KeyError) as error:  # a layer that does not hand its attention on
             raise ValueError(f"{type(self.model).__name__} {_NEEDS_OTHER} ({error})") from error
+        if probe.repeats:
+            raise ValueError(
+                f"{type(self.model).__name__} attends several times in a layer, with keys of its own each "
+                f"time, of which a pool holds one: it {_NEEDS_OTHER}"
+            )
         return probe
 
     @property

@@ -39,6 +39,22 @@ def make_engine(folder, *, max_running=8, max_total_tokens=4096) -> Engine:
     return Engine(runner, Detokenizer.load(str(folder)), max_running=max_running)
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("diffllama", "attends several times in a layer"),  # two halves of the heads, in turn
+        ("hrm_text", "attends several times in a layer"),  # all layers, again and again
+        ("gptj", "the model of"),
+    ],
+)
+def test_a_family_that_would_be_served_wrongly_is_refused(kind, told, tmp_path):
+    from transformers import CONFIG_MAPPING
+
+    shrink.build(shrink.shrink(CONFIG_MAPPING[kind](), layers=2), tmp_path, "")
+    with pytest.raises(ValueError, match=f"{told}.*use --rollout-engine sglang"):
+        make_engine(tmp_path)
+
+
 def make_requests(engine: Engine, count: int, *, longest_prompt=60, new_tokens=60):
     limits = RequestLimits(engine.runner.vocab_size, CONTEXT, engine.max_tokens, frozenset({2}))
     reader, rng = RequestReader(limits, engine.detokenizer, seed=0), random.Random(0)
