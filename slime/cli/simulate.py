@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             told = [part for line in about for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ")]
             print("\n".join([*told, *report.table(rows)]))
             print(f"simulated in {time.perf_counter() - started:.1f} s")
-    return 0
+    return RUN_STOPPED if rows[0].measured.error else 0  # the best of them; none came to its end
 
 
 def split_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -85,7 +85,7 @@ def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[Split
         simulation = Simulation(small, costs, workload, overlapped=overlapped, keeps=keeps)
         simulation.run()
         rows.append(SplitRow(train, rollout, costs.num_engines, simulation.shares()))
-    return sorted(rows, key=lambda row: row.measured.step_s), about
+    return sorted(rows, key=lambda row: (row.measured.error is not None, row.measured.step_s)), about
 
 
 def _with_engines(args: Args, costs: Costs) -> Args:

@@ -205,6 +205,13 @@ def test_the_command_prints_the_splits_and_the_best_of_them(capsys):
     assert max(map(len, printed.splitlines())) <= 80
 
 
+def test_a_run_that_does_not_come_to_its_end_is_no_success(capsys):
+    words = "simulate --model qwen3-4b --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
+    words += "--rollout-max-response-len 64 --steps 4 --gpus 4 --driver-faults 3600"
+    assert main(words.split()) == 1
+    assert "did not come to its end" in capsys.readouterr().out
+
+
 def test_the_name_of_a_model_is_enough_of_one(capsys):
     words = "simulate --model qwen3-4b --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
     assert main([*words.split(), "--rollout-max-response-len", "64", "--steps", "1"]) == 0
@@ -230,6 +237,7 @@ def test_a_model_that_nobody_knows_is_an_error_with_the_names(capsys):
         "--prompt-tokens -4",
         "--lengths lognormal:nan:1",
         "--lengths fixed:inf",
+        "--lengths uniform:10:5",
         "--reward-s -1",
         "--reward-s 1:x",
         "--reward-failures 2",
