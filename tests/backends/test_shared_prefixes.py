@@ -278,6 +278,8 @@ def test_a_model_that_cannot_share_is_refused_where_sharing_is_asked_for(folders
     with pytest.raises(ValueError, match=f"--share-prefix: {told}"):
         step_of(tmp_path, True, micro_batch_size=32)
     step_of(tmp_path, None, micro_batch_size=32)
+    if kind == "mixture":
+        step_of(tmp_path, True, micro_batch_size=32, router_aux_loss_coef=0.1)
 
 
 def test_layers_of_one_kind_are_compiled_once_for_all(folders, monkeypatch):

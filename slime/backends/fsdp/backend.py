@@ -125,7 +125,10 @@ class FSDPBackend(TrainerBase):
         choose_trainable(args, self.model.lm)
         lora.add_adapters(args, self.model.lm)
         self.experts = ExpertWatch(self.model.lm, balance_coefficient(args, self.model.lm))
-        self._refuse_to_share()
+        if args.share_prefix:  # a balance that flags ask for is known where micro-batches are made
+            families.refuse_to_share(
+                self.model.lm, self.experts.has_balance and not args.router_aux_loss_coef
+            )
         self.working = self._place(self.model, None if random_weights else self.start)
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
         self._host = HostMemory()
@@ -147,21 +150,6 @@ class FSDPBackend(TrainerBase):
             return PackedCausalLM(lm)
         after = self.role != "critic"
         return PackedScalarLM(lm, self.start, after_token=after, seed=self.args.seed)
-
-    def _refuse_to_share(self) -> None:
-        """Micro-batches that count a shared prompt once are too large where each sample computes its own."""
-        if self.args.share_prefix is not True:
-            return
-        if not families.can_share_prefixes(self.model.lm):
-            reason = "its layers need every sample whole"
-        elif self.experts.has_balance:
-            reason = "its config asks for an even use of experts, which looks at all tokens of every sample"
-        else:
-            return
-        raise ValueError(
-            f"--share-prefix: a {self.model.lm.config.model_type} cannot share what samples begin with, "
-            f"because {reason}; remove it."
-        )
 
     def _place(self, model: PackedLM, path: str | Path | None) -> WorkingCopy | None:
         """Spread the model over the ranks, allocate it and read the weights of `path` (None: random ones).
