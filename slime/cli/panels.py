@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from slime.preflight.trainer_plan import layer_parameters, outside_parameters, r
 from slime.record import RECORD_FILE
 from slime.utils.files.run_file import read_run
 from slime.utils.files.step_folders import step_folders
+from slime.utils.machine.cores import num_cores
 from slime.utils.printable import printable
 
 Rows = list[tuple[str, str]]
@@ -114,7 +114,7 @@ def _engines(args: Args) -> str:
 
 
 def _device() -> str:
-    return f"{_num_gpus()} GPUs here" if _num_gpus() else f"CPU, {os.cpu_count()} cores"
+    return f"{_num_gpus()} GPUs here" if _num_gpus() else f"CPU, {num_cores()} cores"
 
 
 def _num_gpus() -> int:

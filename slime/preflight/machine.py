@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.arguments import Args
-from slime.arguments.groups.cluster import num_cores
 from slime.engines.external import read_address
 from slime.preflight.findings import COST, Finding
 from slime.preflight.prompts import usual_length
 from slime.preflight.run_plan import Device, RunPlan, plan_run
 from slime.utils.machine import shm
 from slime.utils.machine.accelerator import device_count
+from slime.utils.machine.cores import num_cores
 
 _SETS = 2  # of weights in shared memory: the version that engines serve, and the next
 _LITTLE_DISK = 1 << 30

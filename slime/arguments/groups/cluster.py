@@ -1,6 +1,5 @@
 """Flags and rules of machines: how many ranks train and engines generate, and who shares a device."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import flag
 from slime.arguments.groups.precision import derive_precision
 from slime.catalog.backends import BACKENDS
+from slime.utils.machine.cores import num_cores
 
 CROWDED = 2  # processes per core from which a run is slow enough to say so
 
@@ -268,11 +268,6 @@ def tell_of_this_machine(draft: Draft, count_gpus: Callable[[], int]) -> None:
     if not gpus:
         _tell_of_nothing_to_share(draft)
         _tell_of_cores(draft, num_cores())
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _tell_of_missing_gpus(draft: Draft, gpus: int) -> None:

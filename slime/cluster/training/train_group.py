@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from slime.runtime.placement import Slot
 from slime.step.step_report import StepReport
 from slime.utils.files.checksums import FileRecord, find_damage
 from slime.utils.files.machine_copies import CopyPlace
+from slime.utils.machine.cores import num_cores
 from slime.utils.machine.process_groups import network_environment
 from slime.utils.machine.processes import thread_environment
 from slime.utils.machine.run_identity import Run
@@ -277,4 +277,4 @@ class TrainGroup:
 def _threads(args: Args, slots: Sequence[Slot]) -> int:
     """A share of a machine's cores for each rank."""
     crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
-    return args.trainer_threads or max(1, (os.cpu_count() or 1) // crowd)
+    return args.trainer_threads or max(1, num_cores() // crowd)

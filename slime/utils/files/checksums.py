@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.utils.machine.cores import num_cores
+
 BLOCK_BYTES = 1 << 24
 _READ_BYTES = 1 << 20
 _MOST_THREADS = 8
@@ -95,7 +97,7 @@ def sync_path(path: Path) -> None:
 
 def _checksums(folder: Path, sizes: Mapping[str, int]) -> dict[str, str | OSError]:
     """Checksum by name, or the error where a file cannot be read."""
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="checksums") as pool:
+    with ThreadPoolExecutor(min(_MOST_THREADS, num_cores()), thread_name_prefix="checksums") as pool:
         blocks = {
             name: [pool.submit(_crc_of_block, folder / name, start) for start in range(0, size, BLOCK_BYTES)]
             for name, size in sizes.items()

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.utils import waits
+from slime.utils.machine.cores import num_cores
 from slime.utils.machine.processes import Child, import_environment, thread_environment
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -247,7 +248,7 @@ def _fork_here(modules: Sequence[str]) -> Template:
     template = Template(modules, forked=_num_threads() == 1)
     if torch := sys.modules.get("torch"):  # this process computes with as many threads as if it were alone
         given = os.environ.get("OMP_NUM_THREADS", "")
-        torch.set_num_threads(int(given) if given.isdigit() else len(os.sched_getaffinity(0)))
+        torch.set_num_threads(int(given) if given.isdigit() else num_cores())
     return template
 
 

@@ -13,7 +13,6 @@ sent as 133 kB (xor) or 251 kB (overwrite).
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import zlib
 from collections.abc import Callable
 from types import ModuleType
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from slime.arguments.groups.engine import CHECKSUMS
+from slime.utils.machine.cores import num_cores
 
 _SPARSE, _DENSE = 0, 1
 _DENSE_FROM = 0.25  # share of changed elements from which positions cost more than they save
@@ -76,7 +76,7 @@ def checksum_function(name: str) -> Callable[[Any], str]:
 
 def worker_pool() -> concurrent.futures.ThreadPoolExecutor:
     """Threads for tensors side by side: zstd, checksums and numpy let go of the interpreter."""
-    return concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+    return concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, num_cores()))
 
 
 def encode(old: np.ndarray, new: np.ndarray, itemsize: int, encoding: str) -> tuple[int, bytes]:
