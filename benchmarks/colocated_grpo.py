@@ -51,6 +51,13 @@ async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
     return sum(token % 2 == 0 for token in answer) / max(1, len(answer))
 
 
+async def generate_whole(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """An answer that the end token does not end."""
+    from slime.rollout.sglang_rollout import generate as usual  # late: the benchmark itself needs none of it
+
+    return await usual(args, sample, {**sampling_params, "ignore_eos": True})
+
+
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -60,6 +67,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=32, help="per step")
     parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument(
+        "--whole-answers", action="store_true", help="every answer has --output-tokens: none ends by itself"
+    )
     parser.add_argument("--lr", type=float, help="default: by shape")
     parser.add_argument("--fp8-folder", action="store_true", help="start from the model as an FP8 checkpoint")
     parser.add_argument(
@@ -100,6 +110,8 @@ def flags(options: argparse.Namespace, folder: Path) -> list[str]:
         "--max-tokens-per-gpu": 16384,
         "--actor-num-gpus-per-node": 1,
     }
+    if options.whole_answers:
+        settings["--custom-generate-function-path"] = f"{__file__}:generate_whole"
     words = [str(token) for item in settings.items() for token in item]
     return [*words, "--colocate", "--use-dynamic-batch-size"]
 
@@ -154,6 +166,12 @@ def main() -> int:
     report(steps)
     rewards = [step["rollout/raw_reward"] for step in steps if "rollout/raw_reward" in step]
     print(f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f} ({CHANCE} by chance)")
+    shares = [
+        (s["perf/rollout_time"] + s["perf/train_time"]) / s["perf/step_time"]
+        for s in steps
+        if "perf/step_time" in s
+    ]
+    print("(generation + training) / step: " + " ".join(f"{share:.3f}" for share in shares))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"flags": extra, "rewards": rewards, "steps": steps}, indent=1) + "\n")
     return 0 if rewards[-1] - rewards[0] > MOVED else 1

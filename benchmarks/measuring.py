@@ -2,12 +2,27 @@
 
 import argparse
 import gc
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from slime.utils.machine.cores import num_cores
+from slime.utils.machine.processes import thread_environment
+
+
+def as_a_trainer() -> None:
+    """Begin this script again with the threads that a trainer's process has: as many as cores, and none that
+    spins. Spinning ones made steps of a mixture of experts up to a fifth longer, and the first ones most.
+    """
+    wanted = thread_environment(num_cores())
+    if any(name not in os.environ for name in wanted):
+        environment = {**wanted, **os.environ}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def present_device(name: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kernel_times import profile_step
-from measuring import free_memory, peak_gib, present_device, seconds
+from measuring import as_a_trainer, free_memory, peak_gib, present_device, seconds
 from shapes import SHAPES, config_of
 
 from slime.arguments import default_args
@@ -140,6 +140,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, dict
 
 def main() -> None:
     options = parse()
+    as_a_trainer()
     logging.basicConfig(level=logging.ERROR)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
     if device.type == "cuda":

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from kernel_times import profile_step
-from measuring import free_memory, matrix_rate, peak_gib, present_device, seconds, synchronize
+from measuring import as_a_trainer, free_memory, matrix_rate, peak_gib, present_device, seconds, synchronize
 from shapes import MIXTURES, config_of
 from torch.utils.checkpoint import checkpoint
 
@@ -445,6 +445,7 @@ def summary(results: dict[str, list[Record]]) -> None:
 
 def main() -> int:
     options = parse()
+    as_a_trainer()
     logging.basicConfig(level=logging.WARNING)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
     if device.type == "cuda":
