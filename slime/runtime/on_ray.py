@@ -26,6 +26,7 @@ from slime.runtime.worker_main import BEAT_S, CONTROL, WORK, invoke
 from slime.utils import waits
 from slime.utils.errors import RunStopped
 from slime.utils.machine import stacks
+from slime.utils.machine.cores import num_cores
 from slime.utils.machine.processes import import_environment, last_lines, open_log
 from slime.utils.machine.run_identity import LOOPBACK
 from slime.utils.machine.vital_signs import Signs, signs_of
@@ -39,7 +40,7 @@ _PULSE, _FIRST_PULSE_S = "pulse", 10.0
 _LIFE = "life"
 _SOCKET_BYTES = 107  # of its name, at most
 _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # below a folder of Ray's
-_Found = tuple[str, str, tuple[int, ...]]  # node, its address, our devices on it
+_Found = tuple[str, str, tuple[int, ...], int]  # node, its address, our devices on it, its cores
 _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.ActorUnschedulableError,
@@ -281,7 +282,7 @@ class RayRuntime:
     def _take_nodes(self, number: int) -> list[Machine]:
         """The driver's own first; CPU machines hold as much as they are given."""
         self._nodes = sorted(_addresses(), key=lambda node: (node != self._driver_node, node))[:number]
-        return self._machines([()] * number)
+        return self._machines([((), 0)] * number)
 
     def _claim_gpus(self, needs: tuple[int, ...]) -> list[Machine]:
         # A machine on which engines leave all GPUs free is held too.
@@ -301,16 +302,16 @@ class RayRuntime:
             )
         looks = [_look_around(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
         found = ray.get(looks, timeout=_CLAIM_DEADLINE_S)
-        self._nodes = [node for node, _ in found]
-        self._gpu_ids = [gpu_ids for _, gpu_ids in found]
-        return self._machines([gpu_ids for _, gpu_ids in found])
+        self._nodes = [node for node, *_ in found]
+        self._gpu_ids = [gpu_ids for _, gpu_ids, _ in found]
+        return self._machines([(gpu_ids, cores) for _, gpu_ids, cores in found])
 
-    def _machines(self, gpu_ids: list[tuple[int, ...]]) -> list[Machine]:
+    def _machines(self, found: list[tuple[tuple[int, ...], int]]) -> list[Machine]:
         """Loopback is enough where all is on the driver's machine."""
         addresses = _addresses()
         alone = set(self._nodes) == {self._driver_node}
         hosts = [LOOPBACK if alone else addresses[node] for node in self._nodes]
-        return [Machine(*machine) for machine in zip(hosts, gpu_ids, strict=True)]
+        return [Machine(host, *rest) for host, rest in zip(hosts, found, strict=True)]
 
     def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
         """Each machine that does not answer is replaced by one that does and is not ours yet."""
@@ -328,7 +329,7 @@ class RayRuntime:
                 node = next((other for other in answering if other not in self._nodes), None)
             if node is not None:
                 self._nodes[machine] = node
-            found[machine] = (node, addresses[node], ()) if node is not None else None
+            found[machine] = (node, addresses[node], (), 0) if node is not None else None
         return found
 
     def _look_again(self, machines: Sequence[int]) -> dict[int, _Found | None]:
@@ -343,24 +344,24 @@ class RayRuntime:
         found: dict[int, _Found | None] = {}
         for machine in machines:
             try:
-                node, gpu_ids = ray.get(looks[machine], timeout=0)
+                node, gpu_ids, cores = ray.get(looks[machine], timeout=0)
             except ray.exceptions.RayError:
                 ray.cancel(looks[machine])
                 found[machine] = None
                 continue
             self._nodes[machine] = node
-            found[machine] = (node, addresses[node], gpu_ids)
+            found[machine] = (node, addresses[node], gpu_ids, cores)
         return found
 
     def _settle(self, slot: Slot, found: _Found | None) -> Slot | None:
         """A slot on the machine that was found; device numbers keep their order."""
         if found is None:
             return None
-        _, address, gpu_ids = found
+        _, address, gpu_ids, cores = found
         before = self._gpu_ids[slot.machine] if self._gpu_ids else ()
         devices = tuple(gpu_ids[before.index(gpu)] for gpu in slot.gpu_ids)
         alone = set(self._nodes) == {self._driver_node}
-        return replace(slot, host=LOOPBACK if alone else address, gpu_ids=devices)
+        return replace(slot, host=LOOPBACK if alone else address, gpu_ids=devices, cores=cores)
 
     @property
     def failure(self) -> concurrent.futures.Future[None]:
@@ -419,7 +420,7 @@ def _addresses() -> dict[str, str]:
 def _answering(nodes: Sequence[str]) -> list[str]:
     """Those that run a task now: Ray takes a while to notice that a machine is gone."""
     tasks = {
-        node: ray.remote(_node_and_gpus)
+        node: ray.remote(_node_gpus_cores)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         .remote()
         for node in nodes
@@ -438,13 +439,13 @@ def _answering(nodes: Sequence[str]) -> list[str]:
 def _look_around(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:
     """Ray alone knows where a bundle lies and which devices it holds; it tells who asks for all of them."""
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    return (
-        ray.remote(_node_and_gpus).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=place).remote()
-    )
+    look = ray.remote(_node_gpus_cores)
+    return look.options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=place).remote()
 
 
-def _node_and_gpus() -> tuple[str, tuple[int, ...]]:
-    return ray.get_runtime_context().get_node_id(), tuple(sorted(int(gpu) for gpu in ray.get_gpu_ids()))
+def _node_gpus_cores() -> tuple[str, tuple[int, ...], int]:
+    gpu_ids = tuple(sorted(int(gpu) for gpu in ray.get_gpu_ids()))
+    return ray.get_runtime_context().get_node_id(), gpu_ids, num_cores()
 
 
 def _listed(numbers: Iterable[int]) -> str:

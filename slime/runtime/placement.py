@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slime.arguments import Args
 from slime.engines.launch_plan import Gpu, gpu_pool, place_engines
+from slime.utils.machine.cores import num_cores
 from slime.utils.machine.run_identity import LOOPBACK
 
 
@@ -15,12 +17,14 @@ class Slot:
     """A place for one process. `gpu_ids`: device numbers on its machine; empty on a CPU machine.
 
     `machine`: counted within the plan. `host`: its address, as the other machines of the plan reach it.
+    `cores`: what a process may use there; 0: as much as here.
     """
 
     index: int = 0
     gpu_ids: tuple[int, ...] = ()
     machine: int = 0
     host: str = LOOPBACK
+    cores: int = 0
 
     @property
     def env(self) -> dict[str, str]:
@@ -33,10 +37,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One that the runtime gave to the run: its address, and our devices in the order of the plan."""
+    """One that the runtime gave to the run: its address, our devices in the order of the plan, and cores as
+    in a slot.
+    """
 
     host: str
     gpu_ids: tuple[int, ...] = ()
+    cores: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +72,16 @@ class Placement:
 
         def settle(slot: Slot) -> Slot:
             machine = machines[slot.machine]
-            return replace(
-                slot, host=machine.host, gpu_ids=tuple(machine.gpu_ids[gpu] for gpu in slot.gpu_ids)
-            )
+            devices = tuple(machine.gpu_ids[gpu] for gpu in slot.gpu_ids)
+            return replace(slot, host=machine.host, gpu_ids=devices, cores=machine.cores)
 
         return Placement(tuple(map(settle, self.trainer)), tuple(map(settle, self.engines)))
+
+
+def cores_each(slots: Sequence[Slot]) -> int:
+    """A share of a machine's cores for each of its slots, the smallest of all machines."""
+    crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
+    return max(1, min((slot.cores or num_cores() for slot in slots), default=1) // crowd)
 
 
 def plan_placement(args: Args, num_gpus: int, num_machines: int = 1) -> Placement:

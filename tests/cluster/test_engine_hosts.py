@@ -22,7 +22,7 @@ from slime.engines.engine_process import EngineStartError, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.runtime.base import WorkerSpec
 from slime.runtime.local import LocalRuntime
-from slime.runtime.placement import Machine, Placement, Slot, plan_placement
+from slime.runtime.placement import Machine, Placement, Slot, cores_each, plan_placement
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
@@ -249,3 +249,13 @@ def test_a_plan_takes_the_names_of_real_machines():
     assert real.host == "10.0.0.4"
     assert real.trainer == (Slot(0, (5,), 0, "10.0.0.4"), Slot(1, (2,), 1, "10.0.0.9"))
     assert real.engines == (Slot(0, (6, 7), 0, "10.0.0.4"),)
+
+
+def test_processes_share_the_cores_of_the_machine_that_they_are_on(monkeypatch):
+    monkeypatch.setattr("slime.runtime.placement.num_cores", lambda: 2)  # the driver's own
+    plan = Placement((Slot(0, (0,)), Slot(1, (1,)), Slot(2, (0,), machine=1)), (Slot(0, (2,)),))
+    assert cores_each(plan.trainer) == 1  # nothing is known of the machines: they are like this one
+    real = plan.on([Machine("10.0.0.4", (0, 1, 2), cores=64), Machine("10.0.0.9", (0,), cores=48)])
+    assert cores_each(real.trainer) == 24
+    assert cores_each(real.engines) == 64
+    assert cores_each(()) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +10,8 @@ from slime.catalog.engines import ENGINES, EngineKind
 from slime.engines.engine_process import Command, LaunchPlan
 from slime.engines.launch_plan import EnginePlace, EngineSite, place_engines
 from slime.engines.sglang.router import router_command
-from slime.runtime.placement import Slot
+from slime.runtime.placement import Slot, cores_each
 from slime.utils.files.safetensors_files import all_files
-from slime.utils.machine.cores import num_cores
 from slime.utils.machine.processes import import_environment, thread_environment
 from slime.utils.machine.run_identity import Run
 from slime.utils.misc import load_function
@@ -83,8 +81,7 @@ def plan_router_process(args: Args, run: Run, name: str, words: Sequence[str]) -
 
 def _share_of_cores(kind: EngineKind, slots: Sequence[Slot]) -> int:
     """For each engine of a machine; one where the threads of an engine's processes would compete."""
-    crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
-    return 1 if kind.several_processes else max(1, num_cores() // crowd)
+    return 1 if kind.several_processes else cores_each(slots)
 
 
 def _is_tiny(model: Path) -> bool:

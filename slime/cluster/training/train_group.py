@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,11 +26,10 @@ from slime.runtime.base import (
     WorkerSpec,
     gather,
 )
-from slime.runtime.placement import Slot
+from slime.runtime.placement import Slot, cores_each
 from slime.step.step_report import StepReport
 from slime.utils.files.checksums import FileRecord, find_damage
 from slime.utils.files.machine_copies import CopyPlace
-from slime.utils.machine.cores import num_cores
 from slime.utils.machine.process_groups import network_environment
 from slime.utils.machine.processes import thread_environment
 from slime.utils.machine.run_identity import Run
@@ -276,5 +274,4 @@ class TrainGroup:
 
 def _threads(args: Args, slots: Sequence[Slot]) -> int:
     """A share of a machine's cores for each rank."""
-    crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
-    return args.trainer_threads or max(1, num_cores() // crowd)
+    return args.trainer_threads or cores_each(slots)
