@@ -57,6 +57,13 @@ def test_a_run_without_spans_says_why(tmp_path, capsys):
     assert main(["trace", str(tmp_path / "nothing")]) == 2
 
 
+def test_a_folder_of_several_runs_names_them(tmp_path, capsys):
+    for name in ("rl", "sft"):
+        make_run(tmp_path / name, 1)
+    assert main(["trace", str(tmp_path)]) == 2
+    assert f"In it are the runs {tmp_path / 'rl'}, {tmp_path / 'sft'}." in capsys.readouterr().err
+
+
 def test_steps_that_are_not_there_and_addresses_that_are_none_are_told(tmp_path, capsys):
     make_run(tmp_path / "run", 2)
     run = str(tmp_path / "run")

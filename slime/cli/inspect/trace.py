@@ -15,6 +15,7 @@ from typing import Any
 from slime.dashboard.run_folder import NotARun, RunFolder, open_runs
 from slime.dashboard.timeline import all_spans, packed
 from slime.record import RecordError
+from slime.utils.files.run_file import no_run
 
 _BATCH = 2000  # spans in one request to a collector
 _MOST_STEPS = (1 << 63) - 1  # that SQLite can hold
@@ -23,7 +24,9 @@ _MOST_STEPS = (1 << 63) - 1  # that SQLite can hold
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        [run] = open_runs([options.run]).values()
+        run, *others = open_runs([options.run]).values()
+        if others:
+            raise NotARun(no_run(options.run))
         spans = _read(run, options.steps)
     except (NotARun, RecordError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
