@@ -132,6 +132,8 @@ def _where_it_is_looked_for(path: Path) -> str:
 def _why_no_file(source: str) -> str | None:
     path = Path(source).expanduser()
     try:
+        if path.is_symlink() and not path.exists():
+            return f"it is a link to {os.readlink(path)}, where there is no file"
         if not path.exists():
             beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             near = difflib.get_close_matches(path.name, beside, n=1)

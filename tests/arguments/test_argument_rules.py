@@ -362,6 +362,12 @@ def test_missing_files_are_named_with_their_flag(tmp_path):
         parse("--eval-prompt-data", "aime", "nowhere.jsonl")
 
 
+def test_a_link_to_no_prompt_file_is_not_advised_to_be_itself(tmp_path):
+    (tmp_path / "train.jsonl").symlink_to("moved.jsonl")
+    with pytest.raises(ValueError, match=r"it is a link to moved.jsonl, where there is no file"):
+        parse("--prompt-data", str(tmp_path / "train.jsonl"))
+
+
 def test_prompt_file_of_another_kind_is_refused(tmp_path):
     file = tmp_path / "data.txt"
     file.touch()
