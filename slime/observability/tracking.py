@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.catalog.trackers import TRACKERS, chosen_trackers, missing_package, tracker_options
+from slime.observability.metric_lines import whole_rows
 from slime.observability.trackers.feed import Feed
 from slime.utils.errors import RunStopped
 from slime.utils.files.run_file import METRICS_FILE, read_run
@@ -98,16 +99,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
-    with path.open(encoding="utf-8") as lines:
-        whole = (line for line in lines if line.endswith("\n"))
-        return [row for line in whole if isinstance(row := _parsed(line), dict)]
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:  # what a disk that failed left of it
-        return None
+    with path.open("rb") as lines:
+        return whole_rows(lines)
 
 
 def plain_value(key: str, value: Any) -> Any:

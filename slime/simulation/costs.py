@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from slime.observability.tracking import read_metrics
 from slime.simulation.modelled_engines import EngineCosts
 
 
@@ -105,8 +105,7 @@ def _steps_of(folder: Path, also: tuple[str, ...] = ()) -> list[dict[str, float]
         )
     by_step: dict[int, dict[str, float]] = {}
     busy: set[int] = set()
-    for line in file.read_text().splitlines():
-        row = json.loads(line)
+    for row in read_metrics(file):
         if "rollout/step" in row:
             by_step.setdefault(row["rollout/step"], {}).update(row)
         if "eval/step" in row:

@@ -14,6 +14,7 @@ from slime.observability.terminal.capture import Capture, Lines, log_to
 from slime.observability.terminal.metrics_tail import MetricsReader
 from slime.observability.terminal.progress import Progress, live_lines, plain_line, sparkline
 from slime.observability.terminal.terminal import Terminal
+from slime.observability.tracking import read_metrics
 
 
 def steps(count: int, start: int = 1) -> list[dict]:
@@ -121,6 +122,12 @@ def test_a_half_written_line_is_read_once_it_is_complete(tmp_path):
     with path.open("a") as file:
         file.write(": 2}\n")
     assert reader.new_records() == [{"a": 2}]
+
+
+def test_what_a_full_disk_left_of_a_line_hides_no_other(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": {"a": 2}\n\xff\xfe\n[3]\n{"a": 4}\n')
+    assert MetricsReader(path).new_records() == read_metrics(path) == [{"a": 1}, {"a": 4}]
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 40)])

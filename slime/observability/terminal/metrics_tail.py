@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from slime.observability.metric_lines import Row, whole_rows
 
 POLL_S = 0.4
-
-Row = dict[str, Any]
 
 
 class MetricsReader:
@@ -28,7 +26,7 @@ class MetricsReader:
             content = file.read()
         complete = content[: content.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return [json.loads(line) for line in complete.splitlines() if line.strip()]
+        return whole_rows(complete.splitlines(keepends=True))
 
 
 class Repeated:
