@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from slime.arguments import Args
 from slime.preflight.findings import Finding, Report, error_of
 from slime.preflight.machine import check_machine, check_memory, plan_of
-from slime.preflight.models import check_model_files, check_tokenizer
+from slime.preflight.models import check_model_files, check_tokenizer, check_weights
 from slime.preflight.packages import check_packages
 from slime.preflight.prompts import check_lengths, check_rows
 from slime.preflight.reward import check_reward
@@ -33,6 +33,7 @@ LOOKS = (
     Look("settings", "plug-ins", check_plugin_functions),
     Look("packages", "packages", check_packages),
     Look("model", "--hf-checkpoint", check_model_files),
+    Look("model", "--hf-checkpoint", check_weights, (check_model_files,)),
     Look("model", "--hf-checkpoint", check_tokenizer, (check_model_files,)),
     Look("model", "checkpoint", check_megatron_folders, (check_model_files,)),
     Look("model", "--rollout-engine", check_served, (check_model_files,)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from slime.agent.rendering import Renderer
@@ -10,6 +11,7 @@ from slime.arguments import Args
 from slime.backends.families import COMPUTED_AS
 from slime.preflight.findings import Finding, error_of
 from slime.rollout.prompt_formats import is_conversation
+from slime.utils.files.safetensors_files import model_files, why_not_whole
 from slime.utils.models.model_config import read_config, vocabulary_of
 from slime.utils.models.model_files import check_model
 from slime.utils.processing_utils import load_tokenizer
@@ -37,6 +39,25 @@ def check_model_files(args: Args) -> Iterator[Finding]:
             yield error_of(flag, error)
     if found and args.hf_checkpoint is not None:
         yield from _check_config(args.hf_checkpoint)
+
+
+def check_weights(args: Args) -> Iterator[Finding]:
+    """Whether the files of the first weights are there and whole, where they are read from a local folder."""
+    folder = Path(args.hf_checkpoint or "")
+    resumes = args.load is not None and Path(args.load).is_dir()
+    if args.hf_checkpoint is None or args.start_from != args.hf_checkpoint or resumes or not folder.is_dir():
+        return
+    if args.debug_rollout_only and (args.rollout_external_engine_addrs or args.rollout_engine != "embedded"):
+        return  # engines may have them from elsewhere
+    files = model_files(folder)
+    if not files and not any(folder.glob("*.bin*")):
+        yield Finding(
+            "error", FLAG, f"{folder} holds no weights: no *.safetensors and no *.bin file is there."
+        )
+    for file in files:
+        why = why_not_whole(file)
+        if why is not None:
+            yield Finding("error", FLAG, f"{file}: {why}.")
 
 
 def makes_prompts(args: Args) -> bool:

@@ -136,6 +136,30 @@ def test_a_tokenizer_of_another_model(look, changed_model):
     assert "vocabulary ends at 2" in error
 
 
+def test_weights_that_are_not_there_or_not_whole(look, changed_model):
+    folder = changed_model()
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for content, why in (
+        (whole[:-1], f"it has {len(whole) - 1} bytes, of {len(whole)} that its header tells of"),
+        (whole[:20], "bytes, of"),
+        (b"", "bytes, of"),
+        (b"\xff" * 200, "no header of safetensors"),
+        (b"\x05" + bytes(7) + b"[1,2]", "no header of safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "pointer of git-lfs"),
+    ):
+        file.write_bytes(content)
+        [error] = errors(look(hf_checkpoint=str(folder)))
+        assert "model.safetensors" in error and why in error
+    file.unlink()
+    [error] = errors(look(hf_checkpoint=str(folder)))
+    assert "holds no weights" in error
+    names = {"a": "model-00001-of-00001.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    [error] = errors(look(hf_checkpoint=str(folder)))
+    assert "00001-of-00001.safetensors: there is no such file" in error
+
+
 def test_missing_packages(look, monkeypatch):
     monkeypatch.setattr("slime.preflight.packages.is_installed", lambda name: False)
     found = errors(look(rm_type="math", use_tensorboard=True))

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"  # the one file of a model that needs no index
+_POINTER = b"version "  # https://git-lfs.github.com/spec/v1
+_LONGEST_HEADER = 100_000_000  # bytes, that the library reads
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
@@ -50,6 +52,31 @@ def model_files(folder: Path) -> list[Path]:
 
 def all_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
+
+
+def why_not_whole(file: Path) -> str | None:
+    """Why a file cannot hold the tensors that its header names, from the header alone; None: it can."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head = stream.read(8)
+            if head == _POINTER:
+                return "it is a pointer of git-lfs, not the weights; run `git lfs pull` in its folder"
+            length = int.from_bytes(head, "little")
+            if length > _LONGEST_HEADER:
+                raise ValueError("no writer makes such a header")
+            header = json.loads(stream.read(length)) if 8 + length <= size else {}
+            ends = [about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"]
+            needed = 8 + length + max(ends, default=0)
+    except FileNotFoundError:
+        return "there is no such file; download it again"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return "it has no header of safetensors; download it again"
+    if size < needed:
+        return f"it has {size} bytes, of {needed} that its header tells of; download it again"
+    return None
 
 
 @contextlib.contextmanager
