@@ -72,7 +72,7 @@ def _check_config(model: str) -> Iterator[Finding]:
     config = read_config(model)
     if not config:
         return
-    from transformers import __version__
+    from transformers import AutoConfig, __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
@@ -82,6 +82,13 @@ def _check_config(model: str) -> Iterator[Finding]:
     elif kind not in CONFIG_MAPPING and kind not in COMPUTED_AS and "auto_map" not in config:
         text = f"{model}: transformers {__version__} knows no model_type {kind!r}; install a newer one."
         yield Finding("error", FLAG, text)
+    elif kind in CONFIG_MAPPING and "auto_map" not in config:
+        try:
+            AutoConfig.from_pretrained(model)
+        except Exception as error:  # what a value that no model can have raises is up to the model
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            text = f"{model}/config.json is refused by transformers ({said}); correct it, or copy it again."
+            yield Finding("error", FLAG, text)
 
 
 def check_tokenizer(args: Args) -> Iterator[Finding]:

@@ -136,6 +136,11 @@ def test_a_tokenizer_of_another_model(look, changed_model):
     assert "vocabulary ends at 2" in error
 
 
+def test_a_value_of_the_config_that_no_model_has_is_no_fault_of_the_tokenizer(look, changed_model):
+    [error] = errors(look(hf_checkpoint=str(changed_model(dtype="float7"))))
+    assert "config.json is refused by transformers" in error and "float7" in error
+
+
 def test_weights_that_are_not_there_or_not_whole(look, changed_model):
     folder = changed_model()
     file = folder / "model.safetensors"
