@@ -3,6 +3,7 @@ passes, recomputation, loading by shards.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -185,3 +186,13 @@ def test_weights_are_read_by_regions_and_missing_ones_are_named(model, tmp_path)
     torch.testing.assert_close(
         weights_of(backend_of(trainer_args(tmp_path))), weights_of(backend), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("width", [32, 200])
+def test_weights_of_another_size_than_the_config_has_are_not_read_in_part(model, tmp_path, width):
+    folder = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["intermediate_size"] not in (32, 200)
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": width}))
+    with pytest.raises(ValueError, match=rf"gate_proj.weight is .* in its file, but \({width}, .* different"):
+        backend_of(trainer_args(folder))

@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,20 @@ def fill(lm: HFModel, path: str | Path, known: dict[str, Tensor] | None = None) 
         if source is None or any(hub_name(name) not in source for name in wanted):
             _broadcast(lm, wanted, path)
             return
+        _check_shapes(wanted, {name: reader.shape for name, reader in source.items()}, path)
         for name, tensor in wanted.items():
-            write_part(tensor, source[hub_name(name)])
+            write_part(tensor, source[hub_name(name)].read)
+
+
+def _check_shapes(wanted: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], path: str | Path) -> None:
+    """ValueError where a file's tensor has another size: a part of a larger one would pass for the whole."""
+    for name, tensor in wanted.items():
+        held, built = shapes[hub_name(name)], tuple(tensor.shape)
+        if held != built:
+            raise ValueError(
+                f"{path}: {hub_name(name)} is {held} in its file, but {built} by config.json: the "
+                "configuration and the weights are of different models; copy both again."
+            )
 
 
 def _fill_from_torch_dist(lm: HFModel, wanted: dict[str, Tensor], folder: TorchDistFolder) -> None:
@@ -124,19 +137,28 @@ def fill_randomly(lm: HFModel, seed: int) -> None:
             own.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def _open_files(folder: Path, stack: ExitStack) -> dict[str, Reader] | None:
-    """Name -> reader of a region, over all safetensors files of a folder; None where there are none."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a file: its shape, and the reader of a region of it."""
+
+    shape: tuple[int, ...]
+    read: Reader
+
+
+def _open_files(folder: Path, stack: ExitStack) -> dict[str, _Stored] | None:
+    """Name -> tensor, over all safetensors files of a folder; None where there are none."""
     from safetensors import safe_open  # with transformers, only needed where a model is loaded
 
     files = model_files(folder)
     if not files or not all(file.is_file() for file in files):
         return None
-    readers: dict[str, Reader] = {}
+    stored: dict[str, _Stored] = {}
     for path in files:
         file = stack.enter_context(safe_open(path, framework="pt"))
         for key in file.keys():  # noqa: SIM118 - not a dict
-            readers[key] = functools.partial(_read_region, file, key)
-    return _dequantizing(readers, block_size_of(folder))
+            shape = tuple(file.get_slice(key).get_shape())
+            stored[key] = _Stored(shape, functools.partial(_read_region, file, key))
+    return _dequantizing(stored, block_size_of(folder))
 
 
 def _read_region(file: Any, key: str, region: tuple[slice, ...]) -> Tensor:
@@ -144,13 +166,15 @@ def _read_region(file: Any, key: str, region: tuple[slice, ...]) -> Tensor:
     return part
 
 
-def _dequantizing(readers: dict[str, Reader], block: tuple[int, int] | None) -> dict[str, Reader]:
+def _dequantizing(stored: dict[str, _Stored], block: tuple[int, int] | None) -> dict[str, _Stored]:
     """Readers of the weights that FP8 values and their factors stand for; the others as they are."""
     scales = {
-        key.removesuffix(SCALE_SUFFIX): read for key, read in readers.items() if key.endswith(SCALE_SUFFIX)
+        key.removesuffix(SCALE_SUFFIX): held.read
+        for key, held in stored.items()
+        if key.endswith(SCALE_SUFFIX)
     }
     if block is None or not scales:
-        return readers
+        return stored
 
     def dequantizing(read: Reader, read_scale: Reader) -> Reader:
         def of_region(region: tuple[slice, ...]) -> Tensor:
@@ -159,8 +183,11 @@ def _dequantizing(readers: dict[str, Reader], block: tuple[int, int] | None) -> 
 
         return of_region
 
-    plain = {key: read for key, read in readers.items() if not key.endswith(SCALE_SUFFIX)}
-    return {key: dequantizing(read, scales[key]) if key in scales else read for key, read in plain.items()}
+    plain = {key: held for key, held in stored.items() if not key.endswith(SCALE_SUFFIX)}
+    return {
+        key: replace(held, read=dequantizing(held.read, scales[key])) if key in scales else held
+        for key, held in plain.items()
+    }
 
 
 def write_part(target: Tensor, read: Reader) -> None:
