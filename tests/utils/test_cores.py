@@ -25,6 +25,8 @@ def tell(folder: Path, groups: str, files: dict[str, str]) -> tuple[Path, Path]:
 
 V2, V1 = "0::/pod/box\n", "3:cpuset:/\n2:cpu,cpuacct:/pod/box\n0::/\n"
 
+SWAPPED = "2:cpuacct,cpu:/pod/box\n"  # where "cpu" and "cpuacct" are links to the folder "cpu,cpuacct"
+
 
 @pytest.mark.parametrize(
     ("groups", "files", "cores"),
@@ -40,7 +42,9 @@ V2, V1 = "0::/pod/box\n", "3:cpuset:/\n2:cpu,cpuacct:/pod/box\n0::/\n"
         (V2, {"cpu.max": "1 0"}, BOUND),
         (V1, {f"cpu,cpuacct/pod/box/cpu.cfs_{k}_us": "100000" for k in ("quota", "period")}, 1),
         (V1, {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, BOUND),
+        (SWAPPED, {f"cpu/pod/box/cpu.cfs_{k}_us": "100000" for k in ("quota", "period")}, 1),
         ("", {}, BOUND),
+        ("nonsense\n0::\n", {"cpu.max": "100000 100000"}, BOUND),
     ],
 )
 def test_no_more_than_a_container_may_use(

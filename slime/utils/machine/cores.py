@@ -20,17 +20,20 @@ def num_cores(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int:
 def _shares(groups: Path, mount: Path) -> Iterator[float]:
     """Cores' worth of time that this process's control groups allow, theirs and those of all above them."""
     try:
-        lines = groups.read_text().splitlines()
+        lines = os.fsdecode(groups.read_bytes()).splitlines()  # names of groups are bytes
     except OSError:  # not Linux, or a container that hides it
         return
     for line in lines:
-        _, controllers, place = line.split(":", 2)
+        _, controllers, place = (*line.split(":", 2), "", "")[:3]
+        if not place.startswith("/"):
+            continue
         if not controllers:  # version 2: one tree for everything
             for folder in _upwards(mount, place):
                 yield from _quotient(folder / "cpu.max")
         elif "cpu" in controllers.split(","):
-            for folder in _upwards(mount / controllers, place):
-                yield from _quotient(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+            for name in {controllers, "cpu"}:  # the kernel may say "cpuacct,cpu" of what is at "cpu,cpuacct"
+                for folder in _upwards(mount / name, place):
+                    yield from _quotient(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
 
 
 def _upwards(mount: Path, place: str) -> Iterator[Path]:
