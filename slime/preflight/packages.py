@@ -11,11 +11,14 @@ from slime.catalog.rewards import find_reward
 from slime.catalog.sandboxes import SANDBOXES
 from slime.catalog.trackers import TRACKERS, chosen_trackers
 from slime.preflight.findings import Finding
-from slime.utils.misc import is_installed
+from slime.utils.misc import is_installed, why_no_models
 
 
 def check_packages(args: Args) -> Iterator[Finding]:
-    """One error for each that is missing, with the command that installs it."""
+    """One error for each that is missing, with the command that installs it, or that cannot work here."""
+    why = why_no_models()
+    if why is not None:
+        yield Finding("error", "transformers", f"{why}.")
     for flag, module, install in _needed(args):
         if not is_installed(module):
             yield Finding("error", flag, f"needs the package {module}, which is not installed: {install}")

@@ -1,6 +1,8 @@
 """The quick-start command: its flags, its folder and its exit code."""
 
 import io
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,3 +168,10 @@ def test_the_exit_code_says_whether_the_required_accuracy_was_reached(required, 
     argv = [] if required is None else ["--require-accuracy", str(required)]
     screen = Screen(Console(file=io.StringIO()))
     assert command.verdict({"accuracy_after": 0.95}, options(*argv), screen) == code
+
+
+def test_an_interpreter_without_docstrings_is_told_before_anything_is_made(tmp_path):
+    words = ["-OO", "-m", "slime", "quickstart", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "unset it, or set it to 1" in done.stderr and not (tmp_path / "run").exists()
