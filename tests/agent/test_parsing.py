@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,12 @@ def test_sglangs_parsers_read_what_ours_read_and_the_formats_that_only_they_know
     assert told["unknown tool"] == [{"name": "nope", "input": {}}]
     assert told["broken"] is True
     assert "SGLang has no tool_parser 'martian'; it has" in told["martian"]
+
+
+def test_what_is_no_list_of_calls_stays_text_without_assertions_too():
+    code = (
+        "from slime.agent.parsing.pythonic import parse_pythonic;"
+        "print(parse_pythonic('[a for a in b]', {}) == ('[a for a in b]', [], False))"
+    )
+    told = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "True"

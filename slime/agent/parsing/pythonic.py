@@ -19,9 +19,10 @@ def parse_pythonic(text: str, schemas: Mapping[str, Any]) -> Read:
     begun = any(body.startswith(f"[{name}(") for name in schemas)
     try:
         tree = ast.parse(body, mode="eval").body
-        assert isinstance(tree, ast.List)
+        if not isinstance(tree, ast.List):
+            raise ValueError("not a list of calls")
         uses = [_call(node) for node in tree.elts]
-    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text, [], begun
     return ("", uses, False) if uses else (text, [], False)
 
