@@ -22,6 +22,8 @@ _CPU_WORDS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--sleep-on-idle"),
 )
+# The only attention that drafts on a CPU; `cpu_speculation.py` computes it.
+_CPU_DRAFT_WORDS = ("--speculative-draft-attention-backend", "intel_amx")
 _CPU_MAX_TOTAL_TOKENS, _CPU_MAX_RUNNING = 65536, 64
 # What all-linear of --lora-target-modules comes to in the dense families: a server must know it before it
 # sees adapters.
@@ -120,6 +122,7 @@ def server_words(options: SGLangOptions) -> list[str]:
         words += _CPU_WORDS
         limits = {"--max-total-tokens": _CPU_MAX_TOTAL_TOKENS, "--max-running-requests": _CPU_MAX_RUNNING}
         words += [word for name, limit in limits.items() if name not in given for word in (name, str(limit))]
+        words += _CPU_DRAFT_WORDS if "--speculative-algorithm" in given else ()
     if options.memory_saver:
         words += ["--enable-memory-saver"]
     if options.deterministic and "--enable-deterministic-inference" not in given:

@@ -6,12 +6,14 @@ is replaced.
 """
 
 import functools
+import importlib.util
 import itertools
 import json
 import os
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -66,6 +68,17 @@ def fill_cpu_gaps() -> None:
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     # The record of routed experts locks its memory by hand.
     setattr(torch.cuda, "cudart", _NothingToLock)  # noqa: B010
+    if _values(sys.argv, "--speculative-algorithm"):
+        _beside("cpu_speculation").install(kernels)
+
+
+def _beside(name: str) -> Any:
+    """A module of this folder. It is not on the path, where its files could hide other modules."""
+    spec = importlib.util.spec_from_file_location(f"slime_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class _NothingToLock:
