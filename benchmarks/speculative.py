@@ -1,4 +1,4 @@
-"""What does n-gram speculation bring to a rollout, and does it keep the distribution?
+"""What does speculation (n-gram, or by MTP heads) bring to a rollout, and does it keep the distribution?
 
 Two SGLang servers serve the same model, one with `--speculative-algorithm NGRAM`. The model is of the 0.6B
 shape and copies: after a token comes its successor in a short cycle with a probability that the temperature
@@ -13,7 +13,9 @@ tokens per verification, and the share of successors, which must be the same wit
     python benchmarks/speculative.py --plain-url http://127.0.0.1:30000 \\
         --speculative-url http://127.0.0.1:30001
 
-In a run the same server is had by `--sglang-speculative-algorithm NGRAM` and so on.
+In a run the same server is had by `--sglang-speculative-algorithm NGRAM` and so on. With `--mtp-head` the
+model is a MiMo with one head that has yet to learn what the next token but one is: train it by
+`--enable-mtp-training`, and compare the servers before and after (docs/performance.md, MTP heads).
 """
 
 import argparse
@@ -34,6 +36,13 @@ from shapes import SHAPES, qwen3_config, write_model
 STATES, CYCLE = 1024, 16  # token t is in state t % STATES; a cycle goes through CYCLE states
 COPY = 0.9  # probability of the successor at temperature 1
 PROMPT_TOKENS = 64
+# What the hub's MiMo folders bring, as transformers knows no such type.
+_CONFIG_CODE = """from transformers import Qwen2Config
+
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+"""
 
 
 def parse() -> argparse.Namespace:
@@ -41,6 +50,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--write-model", type=Path, help="write the model to this folder, and end")
+    parser.add_argument("--mtp-head", action="store_true", help="the written model has a head, untrained")
     parser.add_argument("--shape", default="0.6b", choices=tuple(SHAPES))
     parser.add_argument("--plain-url")
     parser.add_argument("--speculative-url")
@@ -60,18 +70,21 @@ def successor(token: int) -> int:
     return state - state % CYCLE + (state + 1) % CYCLE
 
 
-def write_copying_model(shape: str, folder: Path) -> None:
+def write_copying_model(shape: str, folder: Path, mtp_head: bool) -> None:
     """Layers add nothing to the embedding of a token; the head turns that into its successor."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
     write_model(shape, folder, weights=False)
-    config = qwen3_config(shape)
+    config, kind = qwen3_config(shape), Qwen3ForCausalLM
     config.tie_word_embeddings = False
+    if mtp_head:
+        named = {**config.to_dict(), "layer_types": None, "num_hidden_layers": config.num_hidden_layers + 1}
+        config, kind = Qwen2Config(**{k: v for k, v in named.items() if k != "head_dim"}), Qwen2ForCausalLM
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device), torch.no_grad():
-        model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model = kind._from_config(config, dtype=torch.bfloat16)
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -83,6 +96,32 @@ def write_copying_model(shape: str, folder: Path) -> None:
         model.model.embed_tokens.weight.copy_(states[torch.arange(vocab) % STATES])
         model.lm_head.weight.copy_(head * head_scale(vocab, width))
     model.save_pretrained(folder)
+    if mtp_head:
+        _last_layer_to_head(folder)
+
+
+def _last_layer_to_head(folder: Path) -> None:
+    """Make a MiMo of a Qwen2: its last layer becomes the head's, which begins with a random projection."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    config.pop("layer_types", None)
+    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    config["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "configuration_mimo.py").write_text(_CONFIG_CODE)
+    last, head = f"model.layers.{config['num_hidden_layers']}.", "model.mtp_layers.0."
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace(last, head): tensor for name, tensor in tensors.items()}
+    width = config["hidden_size"]
+    ones = torch.ones(width, dtype=torch.bfloat16)
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        tensors[f"{head}{norm}.weight"] = ones.clone()
+    joined = torch.randn(width, 2 * width) / math.sqrt(2 * width)
+    tensors[f"{head}input_proj.weight"] = joined.bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def head_scale(vocab: int, width: int) -> float:
@@ -194,7 +233,7 @@ def report(rows: list[dict[str, Any]]) -> None:
 def main() -> int:
     options = parse()
     if options.write_model is not None:
-        write_copying_model(options.shape, options.write_model)
+        write_copying_model(options.shape, options.write_model, options.mtp_head)
         return 0
     rows = []
     for temperature in options.temperatures:

@@ -24,7 +24,7 @@ from slime.arguments.groups.algorithm import (
 from slime.arguments.groups.checkpoints import checkpoints, kept_models, megatron_checkpoints
 from slime.arguments.groups.cluster import devices, peer_copies, release_train
 from slime.arguments.groups.data import columns, length_of_run
-from slime.arguments.groups.engine import engine_choice, reproducible_engine, weight_sync
+from slime.arguments.groups.engine import drafting_heads, engine_choice, reproducible_engine, weight_sync
 from slime.arguments.groups.evaluation import evaluation
 from slime.arguments.groups.images import images
 from slime.arguments.groups.megatron import choose_trainer, megatron_trainer, model_family
@@ -95,6 +95,7 @@ RULES: tuple[Rule, ...] = (
     release_train,
     peer_copies,
     weight_sync,
+    drafting_heads,
     refuse_flags_without_effect,
     fully_async_rollout,
     megatron_trainer,

@@ -1,6 +1,7 @@
 """Flags and rules of the engines: which kind, how long to wait for them, how they get new weights."""
 
 import importlib.util
+import itertools
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
@@ -256,6 +257,31 @@ def _tell_of_no_gpu(draft: Draft, label: str) -> None:
             "none: tokens differ from run to run, and only what is trained on is kept and counted exactly; "
             "--rollout-engine embedded gives the same bits on a CPU."
         )
+
+
+_DRAFT_BY_HEADS = ("EAGLE", "NEXTN")
+
+
+def drafting_heads(draft: Draft) -> None:
+    """Tells of heads that draft for the policy and stay as they are while it moves away from them."""
+    algorithm = _word_after("--speculative-algorithm", draft.sglang_options)
+    if algorithm not in _DRAFT_BY_HEADS or draft.enable_mtp_training or draft.debug_rollout_only:
+        return
+    other = _word_after("--speculative-draft-model-path", draft.sglang_options)
+    if other not in (None, draft.hf_checkpoint):
+        why = f"{other}, the draft model, is not trained and not pushed"
+    elif draft.train_backend == "megatron":
+        why = "without --enable-mtp-training the MTP heads that draft are neither trained nor pushed"
+    else:
+        why = f"--train-backend {draft.train_backend} trains no MTP heads and pushes none; megatron does"
+    draft.warn(
+        f"--sglang-speculative-algorithm {algorithm}: {why}. Tokens are drawn from the policy all the same; "
+        "as it moves away from its drafts fewer are accepted (rollout/spec_accept_length)."
+    )
+
+
+def _word_after(option: str, words: list[str]) -> str | None:
+    return next((after for before, after in itertools.pairwise(words) if before == option), None)
 
 
 def weight_sync(draft: Draft) -> None:

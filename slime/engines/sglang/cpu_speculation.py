@@ -39,7 +39,9 @@ def _all_greedy(*, is_all_greedy: bool, **_: Any) -> bool:
 # -- where keys and values are -------------------------------------------------------------------------------
 
 
-def draft_slots(rows: Tensor, table: Tensor, starts: Tensor, out: Tensor, _: int, topk: int, steps: int) -> None:
+def draft_slots(
+    rows: Tensor, table: Tensor, starts: Tensor, out: Tensor, _: int, topk: int, steps: int
+) -> None:
     """The slots of the next `steps` tokens of each request, behind each other."""
     _only_chains(topk)
     columns = starts.long()[:, None] + torch.arange(steps)
