@@ -2,7 +2,7 @@
 
 On a CPU machine five gaps of the wheel are filled first. That happens when the module is loaded, because
 SGLang spawns its workers, and a spawned process loads the main module again. Nothing on the path of a request
-is replaced.
+is replaced, but for speculation (`cpu_speculation.py`).
 """
 
 import functools
