@@ -11,6 +11,9 @@ from slime.arguments.passthrough.sglang_flags import find_python
 pytestmark = [pytest.mark.sglang, pytest.mark.megatron]
 
 STEPS = 12
+EQUAL = """async def reward(args, sample, **kwargs):
+    return 1.0
+"""
 
 
 def test_heads_that_train_reach_the_draft_of_the_engine(tmp_path):
@@ -18,6 +21,7 @@ def test_heads_that_train_reach_the_draft_of_the_engine(tmp_path):
     if find_python(None) is None:
         pytest.skip("there is no SGLang: `make sglang-env`")
     world = make_world(tmp_path / "world")
+    (world / "reward.py").write_text(EQUAL)  # the policy stays: at this rate it would be lost
     model = world / "copying"
     words = ["benchmarks/speculative.py", "--write-model", model, "--shape", "tiny", "--mtp-head"]
     subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True, timeout=300)
@@ -27,6 +31,8 @@ def test_heads_that_train_reach_the_draft_of_the_engine(tmp_path):
         timeout=1200,
         hf_checkpoint=model,
         num_rollout=STEPS,
+        rollout_batch_size=8,
+        global_batch_size=32,
         rollout_max_response_len=64,
         max_tokens_per_gpu=4096,
         lr=1e-2,
