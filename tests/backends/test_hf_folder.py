@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.backends.shared.hf_folder import _replace
+from slime.backends.shared.hf_folder import _copy_beside_weights, _replace
 
 
 @pytest.fixture
@@ -27,3 +27,15 @@ def test_a_folder_of_the_user_beside_it_is_not_touched(tmp_path, new):
     beside = [write(tmp_path / name, "thesis.tex", "years of work") for name in ("hf-3.old", "hf-3.old-1")]
     _replace(new, write(tmp_path / "hf-3", "config.json", "old"))
     assert all((folder / "thesis.tex").exists() for folder in beside)
+
+
+def test_a_model_that_brings_its_own_code_keeps_it(tmp_path, new):
+    source = write(tmp_path / "source", "configuration_mimo.py", "class MiMoConfig: ...")
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "weights.bin").write_text("not these")
+    _copy_beside_weights(str(source), new)
+    assert {p.name for p in new.iterdir()} == {
+        "config.json",
+        "configuration_mimo.py",
+        "tokenizer_config.json",
+    }

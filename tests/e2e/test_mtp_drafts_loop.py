@@ -8,7 +8,7 @@ from loop_helpers import ROOT, make_world, run_train, series
 
 from slime.arguments.passthrough.sglang_flags import find_python
 
-pytestmark = [pytest.mark.sglang, pytest.mark.megatron]
+pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.slow]
 
 STEPS = 12
 EQUAL = """async def reward(args, sample, **kwargs):

@@ -269,7 +269,10 @@ def drafting_heads(draft: Draft) -> None:
         return
     other = _word_after("--speculative-draft-model-path", draft.sglang_options)
     if other not in (None, draft.hf_checkpoint):
-        why = f"{other}, the draft model, is not trained and not pushed"
+        why = (
+            f"{other}, the draft model, is not trained, and SGLang loads tensors of the policy into it "
+            "wherever a push has the names of its own"
+        )
     elif draft.train_backend == "megatron":
         why = "without --enable-mtp-training the MTP heads that draft are neither trained nor pushed"
     else:

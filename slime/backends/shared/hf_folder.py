@@ -65,7 +65,7 @@ def save(
         config.save_pretrained(temporary)
         if (Path(source) / "generation_config.json").is_file() or not Path(source).is_dir():
             GenerationConfig.from_pretrained(source).save_pretrained(temporary)
-        _copy_tokenizer(source, temporary)
+        _copy_beside_weights(source, temporary)
         _replace(temporary, path)
     dist.barrier()
 
@@ -89,9 +89,11 @@ def _name_files(folder: Path, files: list[dict[str, int]]) -> None:
     write_index(folder, weight_map, total)
 
 
-def _copy_tokenizer(source: str, folder: Path) -> None:
+def _copy_beside_weights(source: str, folder: Path) -> None:
+    """The tokenizer, and the code of a model that brings its own: its configuration names the modules."""
     if Path(source).is_dir():
-        for name in TOKENIZER_FILES:
+        code = [file.name for file in Path(source).glob("*.py")]
+        for name in (*TOKENIZER_FILES, *code):
             if (Path(source) / name).is_file():
                 shutil.copyfile(Path(source) / name, folder / name)
         return
