@@ -27,6 +27,7 @@ class Backend:
     trains_transformers_model: bool = False  # its model is that of transformers, not a rewrite
     shares_prompts: bool = False  # a prompt of several samples in a micro-batch is computed once
     skips_backward: bool = False  # of a micro-batch without a gradient
+    trains_heads: bool = False  # MTP heads of a checkpoint, which draft for the policy on an engine
     families: tuple[str, ...] | None = None  # model types that it builds; None: whatever transformers has
     package: str | None = None  # module that has to be installed
     extra: str | None = None  # of slime, which installs it
@@ -59,6 +60,7 @@ BACKENDS: dict[str, Backend] = {
         scores_split_samples=True,
         float32_on_cpu=True,
         weights_in_dtype=True,
+        trains_heads=True,
         families=(
             "llama",
             "qwen2",

@@ -9,6 +9,7 @@ from typing import Any
 from slime.agent.rendering import Renderer
 from slime.arguments import Args
 from slime.backends.families import COMPUTED_AS
+from slime.catalog.engines import ENGINES
 from slime.preflight.findings import Finding, error_of
 from slime.rollout.prompt_formats import is_conversation
 from slime.utils.files.safetensors_files import model_files, why_not_whole
@@ -47,7 +48,8 @@ def check_weights(args: Args) -> Iterator[Finding]:
     resumes = args.load is not None and Path(args.load).is_dir()
     if args.hf_checkpoint is None or args.start_from != args.hf_checkpoint or resumes or not folder.is_dir():
         return
-    if args.debug_rollout_only and (args.rollout_external_engine_addrs or args.rollout_engine != "embedded"):
+    of_their_own = args.rollout_external_engine_addrs or ENGINES[args.rollout_engine].find_python is not None
+    if args.debug_rollout_only and of_their_own:
         return  # engines may have them from elsewhere
     files = model_files(folder)
     if not files and not any(folder.glob("*.bin*")):

@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
 from slime.catalog.transports import MODES, OLDER_NAMES, TRANSPORT_CHOICES
 
@@ -273,10 +274,11 @@ def drafting_heads(draft: Draft) -> None:
             f"{other}, the draft model, is not trained, and SGLang loads tensors of the policy into it "
             "wherever a push has the names of its own"
         )
-    elif draft.train_backend == "megatron":
+    elif BACKENDS[draft.train_backend].trains_heads:
         why = "without --enable-mtp-training the MTP heads that draft are neither trained nor pushed"
     else:
-        why = f"--train-backend {draft.train_backend} trains no MTP heads and pushes none; megatron does"
+        able = " or ".join(name for name, backend in BACKENDS.items() if backend.trains_heads)
+        why = f"--train-backend {draft.train_backend} trains no MTP heads and pushes none; {able} does"
     draft.warn(
         f"--sglang-speculative-algorithm {algorithm}: {why}. Tokens are drawn from the policy all the same; "
         "as it moves away from its drafts fewer are accepted (rollout/spec_accept_length)."
