@@ -277,7 +277,7 @@ def drafting_heads(draft: Draft) -> None:
     elif BACKENDS[draft.train_backend].trains_heads:
         why = "without --enable-mtp-training the MTP heads that draft are neither trained nor pushed"
     else:
-        able = " or ".join(name for name, backend in BACKENDS.items() if backend.trains_heads)
+        able = " or ".join(name for name, row in BACKENDS.items() if row.trains_heads)
         why = f"--train-backend {draft.train_backend} trains no MTP heads and pushes none; {able} does"
     draft.warn(
         f"--sglang-speculative-algorithm {algorithm}: {why}. Tokens are drawn from the policy all the same; "
