@@ -69,7 +69,17 @@ def fill_cpu_gaps() -> None:
     # The record of routed experts locks its memory by hand.
     setattr(torch.cuda, "cudart", _NothingToLock)  # noqa: B010
     if _values(sys.argv, "--speculative-algorithm"):
+        refuse_trees(sys.argv)
         _beside("cpu_speculation").install(kernels)
+
+
+def refuse_trees(words: list[str]) -> None:
+    """Ends the server where drafts on a CPU would be trees, before a request meets them."""
+    for width in _values(words, "--speculative-eagle-topk"):
+        if width != "1":
+            sys.exit(
+                f"--sglang-speculative-eagle-topk is {width}: drafts on a CPU are chains; give 1, or use a GPU"
+            )
 
 
 def _beside(name: str) -> Any:

@@ -132,3 +132,11 @@ def test_a_chain_of_drafts_is_laid_out_and_a_tree_is_refused():
     assert torch.equal(mask.view(2, 3, 3)[1], torch.ones(3, 3).tril().bool())
     with pytest.raises(NotImplementedError, match="topk 1"):
         kernels.build_chain(None, None, lengths, mask, positions, *links, 4, 2, 3, 1)
+
+
+def test_trees_of_drafts_are_refused_before_the_server_starts():
+    from slime.engines.sglang.run_server import refuse_trees
+
+    refuse_trees(["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1"])
+    with pytest.raises(SystemExit, match="--sglang-speculative-eagle-topk is 4: drafts on a CPU"):
+        refuse_trees(["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "4"])
