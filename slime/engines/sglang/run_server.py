@@ -78,7 +78,7 @@ def refuse_trees(words: list[str]) -> None:
     for width in _values(words, "--speculative-eagle-topk"):
         if width != "1":
             sys.exit(
-                f"--sglang-speculative-eagle-topk is {width}: drafts on a CPU are chains; give 1, or use a GPU"
+                f"--sglang-speculative-eagle-topk is {width}: drafts on a CPU are chains; give 1 or use a GPU"
             )
 
 
