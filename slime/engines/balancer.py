@@ -9,16 +9,20 @@ An engine that breaks while it works on a request may have been broken by it, so
 engine, when it is there again, and to no other; when it breaks a second time the request is given up. Only
 requests that were in company, and are therefore less suspect, may go to one other engine when theirs does not
 come back for long.
+
+Requests of its own loop, which are those of the rollout where one process does both, come in by `whole` and
+`begun` (`http_utils.Forwarder`) and not through the socket: answers are then read from the engine itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +32,15 @@ from aiohttp import web
 from slime.engines.fleet import FleetServer
 from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, chain
 from slime.utils.async_utils import run
-from slime.utils.http_utils import ANSWERED_BY, get_session, with_token
+from slime.utils.http_utils import (
+    ANSWERED_BY,
+    ForwardedAnswer,
+    HttpError,
+    forwards_here,
+    forwards_no_more,
+    get_session,
+    with_token,
+)
 from slime.utils.machine.open_files import raise_limit, refusing_too_many, tell_of_scarcity
 
 logger = logging.getLogger(__name__)
@@ -77,15 +89,61 @@ class _Answer:
         return cls(status, json.dumps({"error": message}).encode())
 
 
+_Told = _Answer | web.StreamResponse | ForwardedAnswer
+
+
+class _Visit:
+    """One request at an engine. It ends with its answer, and before that when the engine leaves."""
+
+    __slots__ = ("_opening", "_response", "_running", "url")
+
+    def __init__(self, url: str, running: set[_Visit]):
+        self.url, self._running = url, running
+        self._opening = asyncio.timeout(None)
+        self._response: aiohttp.ClientResponse | None = None
+        running.add(self)
+
+    async def told(self, work: Awaitable[_Told]) -> _Told | None:
+        """What the work gives; None: the engine left before."""
+        try:
+            async with self._opening:
+                return await work
+        except TimeoutError:
+            if self._opening.expired():
+                return None
+            raise
+        finally:
+            if self._response is None:
+                self.over()
+
+    def hand_over(self, response: aiohttp.ClientResponse) -> ForwardedAnswer:
+        """Somebody else reads the rest of the answer, and says when that is over."""
+        self._response = response
+        return ForwardedAnswer(response, self.url, self.over)
+
+    def over(self) -> None:
+        self._running.discard(self)
+
+    def cut(self) -> None:
+        if self._response is None:
+            self._opening.reschedule(0.0)  # long ago: at once
+        else:
+            self._response.content.set_exception(aiohttp.ClientPayloadError("the engine left the rotation"))
+
+
+# What becomes of an answer that an engine has begun.
+_Delivery = Callable[[_Visit, aiohttp.ClientResponse], Awaitable[_Told]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Errand:
-    """One request on its way. `request`: whose answer may be a stream; None: it must be whole."""
+    """One request on its way. `deadline`: when a wait for an engine ends."""
 
     path: str
     body: bytes
     headers: dict[str, str]
-    request: web.Request | None
-    deadline: float  # when a wait for an engine ends
+    deliver: _Delivery
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +163,14 @@ class Balancer:
     def __init__(
         self, urls: Sequence[str], *, no_engine_timeout_s: float = 0.0, middlewares: Sequence[Middleware] = ()
     ):
-        self._running: dict[str, set[asyncio.Task[Any]]] = {url: set() for url in urls}
+        self._running: dict[str, set[_Visit]] = {url: set() for url in urls}
         # Requests under which an engine broke, in its present life.
         self._num_broken: Counter[str] = Counter()
         self._session_home: OrderedDict[str, str] = OrderedDict()
         self._no_engine_timeout_s = no_engine_timeout_s
         self._middlewares = tuple(middlewares)
         self._runner: web.AppRunner | None = None
+        self._address = ""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Serves; returns the port that was bound."""
@@ -131,9 +190,13 @@ class Balancer:
                 "leave it out."
             ) from None
         bound: int = self._runner.addresses[0][1]
+        self._address = f"http://{host}:{bound}"
+        if not self._middlewares:
+            forwards_here(self._address, self)
         return bound
 
     async def stop(self) -> None:
+        forwards_no_more(self)
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -156,8 +219,8 @@ class Balancer:
             # If its process is dead, these connections have ended: let them say so,
             # for that is another matter than leaving.
             await asyncio.sleep(_LAST_WORDS_S)
-        for task in list(running):
-            task.cancel()
+        for visit in list(running):
+            visit.cut()
 
     # ---- one request ---------------------------------------------------------------------------------------
 
@@ -168,31 +231,44 @@ class Balancer:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_HEADERS}
         payload = _json_object(body) if self._middlewares else None
         if payload is None or payload.get("stream"):
-            answer = await self._send_somewhere(self._errand(path, body, headers, request))
-            if isinstance(answer, web.StreamResponse):
-                return answer
+            told = await self._send_somewhere(
+                self._errand(path, body, headers, functools.partial(_pass_on, request))
+            )
+            if isinstance(told, web.StreamResponse):
+                return told
+            answer = _whole_of(told)
             headers = {"Content-Type": answer.kind, **_signed(answer.url)}
             return web.Response(body=answer.body, status=answer.status, headers=headers)
         routed = await chain(self._middlewares, self._forward)(RouterRequest(f"/{path}", payload, headers))
         return web.json_response(routed.payload, status=routed.status)
 
-    def _errand(
-        self, path: str, body: bytes, headers: dict[str, str], request: web.Request | None
-    ) -> _Errand:
-        return _Errand(path, body, headers, request, time.monotonic() + self._no_engine_timeout_s)
+    async def whole(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes, str]:
+        """A request of this loop, and its whole answer: status, body, engine."""
+        answer = _whole_of(await self._send_somewhere(self._errand(path, body, headers, _read)))
+        return answer.status, answer.body, answer.url
+
+    async def begun(self, path: str, body: bytes, headers: dict[str, str]) -> ForwardedAnswer:
+        """A request of this loop that reads its answer itself."""
+        told = await self._send_somewhere(self._errand(path, body, headers, _hand_over))
+        if isinstance(told, ForwardedAnswer):
+            return told
+        refusal = _whole_of(told)
+        raise HttpError(refusal.status, refusal.body.decode(errors="replace"), f"{self._address}/{path}")
+
+    def _errand(self, path: str, body: bytes, headers: dict[str, str], deliver: _Delivery) -> _Errand:
+        return _Errand(path, body, headers, deliver, time.monotonic() + self._no_engine_timeout_s)
 
     async def _forward(self, request: RouterRequest) -> RouterAnswer:
         """What the innermost middleware calls."""
         body = json.dumps(request.payload).encode()
         headers = {**request.headers, "Content-Type": "application/json"}
-        answer = await self._send_somewhere(self._errand(request.path.lstrip("/"), body, headers, None))
-        assert isinstance(answer, _Answer), "without a client to stream to, answers are whole"
+        status, told, _ = await self.whole(request.path.lstrip("/"), body, headers)
         try:
-            return RouterAnswer(answer.status, json.loads(answer.body))
+            return RouterAnswer(status, json.loads(told))
         except ValueError:
-            return RouterAnswer(answer.status, {"error": answer.body.decode(errors="replace")})
+            return RouterAnswer(status, {"error": told.decode(errors="replace")})
 
-    async def _send_somewhere(self, errand: _Errand) -> _Answer | web.StreamResponse:
+    async def _send_somewhere(self, errand: _Errand) -> _Told:
         if errand.path not in ENDPOINTS:
             return _Answer.error(
                 404, f"/{errand.path[:100]} is not forwarded to engines; /generate is, for example"
@@ -221,7 +297,7 @@ class Balancer:
             elif answer is not None:
                 return answer
 
-    async def _send_back(self, url: str, errand: _Errand, alone: bool) -> _Answer | web.StreamResponse | None:
+    async def _send_back(self, url: str, errand: _Errand, alone: bool) -> _Told | None:
         """Send a request again to the engine that broke under it. None: it stays away; ask another."""
         patience = errand.deadline if alone else min(errand.deadline, time.monotonic() + _RETURN_PATIENCE_S)
         await asyncio.sleep(_DYING_PAUSE_S)
@@ -248,58 +324,76 @@ class Balancer:
                 self._session_home.popitem(last=False)
         return url
 
-    async def _try(self, url: str, errand: _Errand) -> _Answer | web.StreamResponse | _Broke | None:
+    async def _try(self, url: str, errand: _Errand) -> _Told | _Broke | None:
         """Sends a request to one engine; None where it was not reached, or left before it answered."""
         running = self._running[url]
-        task = asyncio.ensure_future(self._send(url, errand))
-        running.add(task)
+        visit = _Visit(url, running)
         try:
-            return await asyncio.shield(task)
+            return await visit.told(self._send(visit, errand))
         except _NOT_REACHED:
             return None
         except _BROKEN as error:
             # All requests of an engine that dies come here one by one: the first
             # finds the others, those find its count.
-            alone = len(running) == 1 and not self._num_broken[url]
+            alone = not running and not self._num_broken[url]
             self._num_broken[url] += 1
             if self._num_broken[url] == 1:
                 logger.warning("engine %s broke at work (%s: %s)", url, type(error).__name__, error)
             return _Broke(alone)
-        except asyncio.CancelledError:
-            if task.cancelled() and self._running.get(url) is not running:
-                return None  # taken out of rotation
-            task.cancel()
-            raise
-        finally:
-            running.discard(task)
 
-    async def _send(self, url: str, errand: _Errand) -> _Answer | web.StreamResponse:
-        target = f"{url}/{errand.path}"
+    async def _send(self, visit: _Visit, errand: _Errand) -> _Told:
+        target = f"{visit.url}/{errand.path}"
         headers = with_token(target, errand.headers)
-        async with get_session().post(target, data=errand.body, headers=headers) as answer:
-            kind = answer.headers.get("Content-Type", "application/json")
-            if "event-stream" not in kind or errand.request is None:
-                return _Answer(answer.status, await answer.read(), kind, url)
-            stream = web.StreamResponse(status=answer.status, headers={"Content-Type": kind, **_signed(url)})
-            try:
-                await _to_client(stream.prepare(errand.request))
-                async for chunk in answer.content.iter_any():
-                    await _to_client(stream.write(chunk))
-                await _to_client(stream.write_eof())
-            except _ClientLeft as left:  # not the engine's fault, and nobody is there to be told
-                logger.debug("a client of %s left before the end of its stream: %s", target, left)
-            except (*_BROKEN, asyncio.CancelledError) as error:
-                # A client that has read a part cannot be served by another engine: it sees the stream break.
-                logger.info("%s broke in the middle of a stream (%s)", target, error or type(error).__name__)
-                if errand.request.transport is not None:
-                    errand.request.transport.abort()
-            return stream
+        return await errand.deliver(
+            visit, await get_session().post(target, data=errand.body, headers=headers)
+        )
 
     async def _workers(self, request: web.Request) -> web.Response:
         return web.json_response({"workers": [{"id": url, "url": url} for url in self._running]})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+
+# ---- deliveries --------------------------------------------------------------------------------------------
+
+
+async def _read(visit: _Visit, response: aiohttp.ClientResponse) -> _Answer:
+    async with response:
+        kind = response.headers.get("Content-Type", "application/json")
+        return _Answer(response.status, await response.read(), kind, visit.url)
+
+
+async def _hand_over(visit: _Visit, response: aiohttp.ClientResponse) -> _Told:
+    """An error stays here: another engine may do better."""
+    return await _read(visit, response) if response.status >= 400 else visit.hand_over(response)
+
+
+async def _pass_on(request: web.Request, visit: _Visit, response: aiohttp.ClientResponse) -> _Told:
+    """A stream goes to the client piece by piece."""
+    kind = response.headers.get("Content-Type", "")
+    if "event-stream" not in kind:
+        return await _read(visit, response)
+    stream = web.StreamResponse(status=response.status, headers={"Content-Type": kind, **_signed(visit.url)})
+    async with response:
+        try:
+            await _to_client(stream.prepare(request))
+            async for chunk in response.content.iter_any():
+                await _to_client(stream.write(chunk))
+            await _to_client(stream.write_eof())
+        except _ClientLeft as left:  # not the engine's fault, and nobody is there to be told
+            logger.debug("a client of %s left before the end of its stream: %s", visit.url, left)
+        except (*_BROKEN, asyncio.CancelledError) as error:
+            # A client that has read a part cannot be served by another engine: it sees the stream break.
+            logger.info("%s broke in the middle of a stream (%s)", visit.url, error or type(error).__name__)
+            if request.transport is not None:
+                request.transport.abort()
+    return stream
+
+
+def _whole_of(told: _Told) -> _Answer:
+    assert isinstance(told, _Answer), "nobody was there to whom the answer could be given piece by piece"
+    return told
 
 
 class _ClientLeft(Exception):

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import aiohttp
@@ -100,6 +101,45 @@ def answered_here(
     finally:
         for origin in servers:
             _inner.pop(origin, None)
+
+
+class Forwarder(Protocol):
+    """A server of this process that sends requests on: who is on its loop need not go through its socket."""
+
+    async def whole(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes, str]:
+        """Status, body and the address of the server that answered (empty: none did)."""
+        ...
+
+    async def begun(self, path: str, body: bytes, headers: dict[str, str]) -> ForwardedAnswer:
+        """An answer that is read as it comes; HttpError where it is an error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedAnswer:
+    """`engine`: its address; `over`: to be called when the answer was read, or is not wanted any more."""
+
+    response: aiohttp.ClientResponse
+    engine: str
+    over: Callable[[], None]
+
+
+_forwarders: dict[str, tuple[asyncio.AbstractEventLoop, Forwarder]] = {}  # by origin
+
+
+def forwards_here(url: str, forwarder: Forwarder) -> None:
+    """From now on requests of the running loop to that server, which is its own, go to `forwarder`."""
+    _forwarders[_origin(url)] = asyncio.get_running_loop(), forwarder
+
+
+def forwards_no_more(forwarder: Forwarder) -> None:
+    for origin in [origin for origin, (_, one) in _forwarders.items() if one is forwarder]:
+        del _forwarders[origin]
+
+
+def _forwarder_of(url: str) -> Forwarder | None:
+    loop, forwarder = _forwarders.get(_origin(url), (None, None)) if _forwarders else (None, None)
+    return forwarder if loop is not None and loop is asyncio.get_running_loop() else None
 
 
 def is_loopback(host: str) -> bool:
@@ -280,21 +320,61 @@ async def _once(
         path = url.split("/", 3)[3] if url.count("/") > 2 else ""
         async with asyncio.timeout(timeout_s):
             return await server(method, path, payload, headers or {})
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    headers = with_token(url, headers)
-    async with get_session().request(method, url, json=payload, headers=headers, timeout=timeout) as response:
-        body, engine = await response.read(), response.headers.get(ANSWERED_BY)
-        if response.status >= 400:
-            raise HttpError(response.status, body.decode(errors="replace"), url)
+    status, body, engine = await _whole(method, url, payload, with_token(url, headers), timeout_s)
+    if status >= 400:
+        raise HttpError(status, body.decode(errors="replace"), url)
     try:
         return _with_engine(json.loads(body), engine) if body else None
     except ValueError:
         return body.decode(errors="replace")
 
 
-def _with_engine(answer: Any, engine: str | None) -> Any:
+async def _whole(
+    method: str, url: str, payload: Any, headers: dict[str, str], timeout_s: float | None
+) -> tuple[int, bytes, str]:
+    """Status, body and the engine that answered; empty where nobody says which it was."""
+    forwarder = _forwarder_of(url) if method == "POST" else None
+    if forwarder is not None:
+        async with asyncio.timeout(timeout_s):
+            return await forwarder.whole(*_as_sent(url, payload, headers))
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with get_session().request(method, url, json=payload, headers=headers, timeout=timeout) as response:
+        return response.status, await response.read(), response.headers.get(ANSWERED_BY, "")
+
+
+@contextlib.asynccontextmanager
+async def _begun(
+    url: str, payload: Any, headers: dict[str, str], deadline: float | None
+) -> AsyncGenerator[tuple[aiohttp.ClientResponse, str]]:
+    """An answer to a POST that is still to be read, and the engine that gives it."""
+    forwarder = _forwarder_of(url)
+    if forwarder is not None:
+        async with asyncio.timeout_at(deadline):
+            answer = await forwarder.begun(*_as_sent(url, payload, headers))
+        try:
+            async with answer.response as response:
+                yield response, answer.engine
+        finally:
+            answer.over()
+        return
+    async with asyncio.timeout_at(deadline):
+        response = await get_session().post(url, json=payload, headers=headers)
+    async with response:
+        if response.status >= 400:
+            async with asyncio.timeout_at(deadline):
+                raise HttpError(response.status, await response.text(errors="replace"), url)
+        yield response, response.headers.get(ANSWERED_BY, "")
+
+
+def _as_sent(url: str, payload: Any, headers: dict[str, str]) -> tuple[str, bytes, dict[str, str]]:
+    """Path, body and headers of a POST."""
+    path = url.split("/", 3)[3] if url.count("/") > 2 else ""
+    return path, _as_json(payload).encode(), {**headers, "Content-Type": "application/json"}
+
+
+def _with_engine(answer: Any, engine: str) -> Any:
     """What an engine tells of an answer says which it was, where a balancer of ours knows."""
-    meta = answer.get("meta_info") if engine is not None and isinstance(answer, dict) else None
+    meta = answer.get("meta_info") if engine and isinstance(answer, dict) else None
     if isinstance(meta, dict):
         meta["answered_by"] = engine
     return answer
@@ -341,37 +421,35 @@ async def stream_together(
     observer = _observer.get()
     if observer is not None:
         observer.sending(url, payload)
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
     try:
         if _inner and (server := _inner.get(_origin(url))) is not None:
             async for event in await server("POST", url.split("/", 3)[3], payload, headers or {}):
                 yield [event]
             return
-        told = with_token(url, headers)
-        async with get_session().post(url, json=payload, headers=told, timeout=timeout) as response:
-            if response.status >= 400:
-                raise HttpError(response.status, await response.text(errors="replace"), url)
+        async with (
+            _begun(url, payload, with_token(url, headers), deadline) as (response, engine),
             # Closed here: one that is left to the collector costs the loop a wake-up and a task.
-            async with contextlib.aclosing(_events(response.content)) as told_of:
-                async for texts, ended in told_of:
-                    chosen = texts[-1:] if newest else texts
-                    events, unreadable = _decoded(chosen, response.headers.get(ANSWERED_BY))
-                    if observer is not None:
-                        for event in events:
-                            observer.answered(url, event)
-                    if events:
-                        yield events
-                    if unreadable is not None:
-                        raise unreadable
-                    if ended:
-                        await _read_to_end(response)
-                        return
+            contextlib.aclosing(_events(response.content, deadline)) as told_of,
+        ):
+            async for texts, ended in told_of:
+                events, unreadable = _decoded(texts[-1:] if newest else texts, engine)
+                if observer is not None:
+                    for event in events:
+                        observer.answered(url, event)
+                if events:
+                    yield events
+                if unreadable is not None:
+                    raise unreadable
+                if ended:
+                    await _read_to_end(response)
+                    return
     except (*_RETRYABLE, ValueError) as error:
         raise HttpError(0, f"the stream broke ({type(error).__name__}: {error})", url) from error
     raise HttpError(0, "the stream ended before its last event", url)
 
 
-def _decoded(texts: list[bytes], engine: str | None) -> tuple[list[Any], ValueError | None]:
+def _decoded(texts: list[bytes], engine: str) -> tuple[list[Any], ValueError | None]:
     """The events before the first that cannot be read, and why that cannot."""
     if len(texts) > 1:
         with contextlib.suppress(ValueError):  # one by one, it is found out which
@@ -387,13 +465,19 @@ def _decoded(texts: list[bytes], engine: str | None) -> tuple[list[Any], ValueEr
     return events, None
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[tuple[list[bytes], bool], None]:
-    """The events that have come together, and whether [DONE] has.
+async def _events(
+    content: aiohttp.StreamReader, deadline: float | None
+) -> AsyncGenerator[tuple[list[bytes], bool], None]:
+    """The events that have come together, and whether [DONE] has; TimeoutError at the deadline.
 
     Of any length: the reader's own lines have a limit that one event of a long answer passes.
     """
     rest: list[bytes] = []
-    async for chunk in content.iter_any():
+    while True:
+        async with asyncio.timeout_at(deadline):
+            chunk = await content.readany()
+        if not chunk:
+            return
         first, *more = chunk.split(b"\n")
         rest.append(first)
         if not more:
