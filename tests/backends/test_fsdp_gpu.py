@@ -153,28 +153,38 @@ def test_bf16_on_gpu_trains_like_fp32_on_gpu(model):
         assert metrics["bfloat16"][name] == pytest.approx(metrics["float32"][name], rel=0.05)
 
 
+def tensors_of(backend):
+    """Copies of all weights and moments, on the host."""
+    state = [v for state in backend.optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+    return [tensor.detach().to("cpu", copy=True) for tensor in [*backend.model.parameters(), *state]]
+
+
 def test_sleeping_frees_memory_and_waking_changes_nothing(model, tmp_path):
     args = trainer_args(model, dtype="bfloat16", micro_batch_size=4)
     samples = random_samples(2, 4)
     backend = create_backend(args, rank=0, world_size=1, device="cuda:0")
     train(backend, args, samples)
     backend.save(tmp_path / "ckpt")
+    before = tensors_of(backend)
     awake = torch.cuda.memory_allocated()
     backend.move(params="cpu", optimizer="cpu")
     # Weights and two moments in fp32; what stays is the matrix library's workspace.
     held = 3 * sum(p.numel() * 4 for p in backend.model.parameters())
     assert awake - torch.cuda.memory_allocated() >= held
     backend.move(params="cuda", optimizer="cuda")
+    after = tensors_of(backend)
+    assert len(after) == len(before) and all(map(torch.equal, after, before))
     after_sleep = train(backend, args, samples)
     resumed = create_backend(args, rank=0, world_size=1, device="cuda:0")
     resumed.load(tmp_path / "ckpt")
     after_load = train(resumed, args, samples)
     assert after_sleep["train/loss"] == pytest.approx(after_load["train/loss"], rel=1e-3, abs=1e-6)
     assert after_sleep["train/grad_norm"] == pytest.approx(after_load["train/grad_norm"], rel=1e-2)
-    # The optimizer still steps the weights that are trained, not a copy left behind by the move.
+    # The optimizer still steps the weights that are trained, not a copy left behind by the move. Two steps in
+    # bf16 differ by the order in which a GPU adds.
     second = [train(b, args, samples)["train/entropy_loss"] for b in (backend, resumed)]
-    assert second[0] == pytest.approx(second[1], rel=1e-3)
-    assert abs(second[0] - after_sleep["train/entropy_loss"]) > 1e-4
+    assert second[0] == pytest.approx(second[1], rel=5e-3)
+    assert not all(map(torch.equal, tensors_of(backend), after))
     names = [name for bucket in resumed.export(torch.bfloat16) for name, _ in bucket]
     assert len(names) == len(set(names)) == len(list(resumed.model.lm.named_parameters()))
     resumed.save_hf(tmp_path / "hf")

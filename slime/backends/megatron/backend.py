@@ -141,7 +141,8 @@ class MegatronBackend(TrainerBase):
         self._recorded: RecordedByBatch = {}  # experts chosen in the last pass of the old policy
         self.saves = AsyncCallsQueue()  # with --async-save: what is being written
         self._host = HostMemory()
-        self._away: dict[int, tuple[Tensor | None, int]] = {}  # flat buffers that left the device
+        self._away: dict[int, int] = {}  # flat buffers that left the device, and their sizes
+        self._reserve_host_memory()
 
     def _settled_parameters(self) -> list[Tensor]:
         self._settle()
@@ -409,14 +410,22 @@ class MegatronBackend(TrainerBase):
             self.saves.maybe_finalize_async_calls(blocking=wait)
         return bool(self.saves.get_num_unfinalized_calls() == 0)
 
+    def _reserve_host_memory(self) -> None:
+        """A trainer that leaves its device between steps needs room for weights, fp32 copies and moments."""
+        if self.device.type != "cuda" or not self.args.offload_train:
+            return
+        buffers = [b for chunk in self.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        flat = [piece for b in buffers if b.param_data is not None for piece in b.param_data.split(1 << 28)]
+        self._host.reserve([*(p.nbytes for p in flat), *optimizer_module.bytes_that_move(self.optimizer)])
+
     def _move_parameters(self, device: torch.device) -> None:
         self._settle()
         for chunk in self.model:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                optimizer_module.move_buffer(buffer, device, self._away)
+                optimizer_module.move_buffer(buffer, device, self._away, self._host)
             for parameter in chunk.parameters():
                 if not parameter.requires_grad:  # in no buffer
-                    optimizer_module.move_storage(parameter.data, device, self._away)
+                    optimizer_module.move_storage(parameter.data, device, self._away, self._host)
 
     def _move_optimizer(self, device: torch.device) -> None:
         optimizer_module.move_state(self.optimizer, device, self._host)

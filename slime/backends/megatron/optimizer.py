@@ -154,13 +154,12 @@ def step(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> No
 
 
 def move_buffer(
-    buffer: _ParamAndGradBuffer, device: torch.device, away: dict[int, tuple[Tensor | None, int]]
+    buffer: _ParamAndGradBuffer, device: torch.device, away: dict[int, int], host: HostMemory
 ) -> None:
     """Put Megatron's flat parameters on a device; its gradients have no storage while they are away.
 
     Parameters and gradients are views of the two flat tensors, so only these two change their storage. `away`
-    remembers those without storage: their values on the host (None: gradients, which start from zero) and
-    their size.
+    remembers the sizes of those without.
     """
     if buffer.param_data is None:
         raise ValueError(
@@ -168,27 +167,24 @@ def move_buffer(
             "are one buffer."
         )
     for flat, keep in ((buffer.param_data, True), (buffer.grad_data, False)):
-        move_storage(flat, device, away, keep=keep)
+        move_storage(flat, device, away, host, keep=keep)
 
 
 def move_storage(
-    tensor: Tensor,
-    device: torch.device,
-    away: dict[int, tuple[Tensor | None, int]],
-    *,
-    keep: bool = True,
+    tensor: Tensor, device: torch.device, away: dict[int, int], host: HostMemory, *, keep: bool = True
 ) -> None:
-    """The part of `move_buffer` for one tensor; `keep`: its values return with it."""
+    """The part of `move_buffer` for one tensor; `keep`: its values return with it, else it is zero then."""
     storage = tensor.untyped_storage()
     key, nbytes = storage._cdata, storage.nbytes()
     if device.type == "cpu" and nbytes:
-        away[key] = (tensor.to("cpu", copy=True) if keep else None, nbytes)
+        away[key] = nbytes
+        if keep:
+            host.keep_storage(key, storage)
         storage.resize_(0)
     elif device.type != "cpu" and key in away:
-        kept, nbytes = away.pop(key)
-        storage.resize_(nbytes)
-        if kept is not None:
-            tensor.copy_(kept)
+        storage.resize_(away.pop(key))
+        if keep:
+            host.give_back_storage(key, storage)
         else:
             tensor.zero_()
 
@@ -196,19 +192,29 @@ def move_storage(
 def move_state(optimizer: MegatronOptimizer, device: torch.device, host: HostMemory) -> None:
     """Put the moments and fp32 parameters of every optimizer in the chain on a device."""
     for member in members(optimizer):
-        placed = member.optimizer if isinstance(member.optimizer, PlacedAdamW) else None
-        for group in member.optimizer.param_groups:
-            for parameter in group["params"]:
-                if placed and parameter in placed.parked:
-                    continue
-                # A view of the model's own buffer (fp32 training) moves with that.
-                own_storage = parameter.untyped_storage().nbytes() <= parameter.nbytes
-                if parameter.dtype == torch.float32 and own_storage:
-                    parameter.data = parameter.data.to(device)
-        if placed:
-            placed.move(device, host)
-            continue
-        for state in member.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = value.to(device)
+        for parameter in _own_copies(member):
+            parameter.data = host.move((parameter, "value"), parameter.data, device)
+        if isinstance(member.optimizer, PlacedAdamW):
+            member.optimizer.move(device, host)
+        else:
+            host.move_state(member.optimizer, device)
+
+
+def bytes_that_move(optimizer: MegatronOptimizer) -> Iterator[int]:
+    """Of each tensor that `move_state` moves, once there are moments."""
+    for member in members(optimizer):
+        is_placed = isinstance(member.optimizer, PlacedAdamW)
+        for parameter in _own_copies(member):
+            yield from [parameter.nbytes] * (1 if is_placed else 3)
+
+
+def _own_copies(member: MegatronOptimizer) -> Iterator[Tensor]:
+    """The fp32 parameters of an optimizer that move by themselves, wherever they are now."""
+    parked = member.optimizer.parked if isinstance(member.optimizer, PlacedAdamW) else ()
+    for group in member.optimizer.param_groups:
+        for parameter in group["params"]:
+            # A view of the model's own buffer (fp32 training) moves with that, and may be without memory
+            # already; in host memory all are views.
+            is_own = parameter.is_cpu or 0 < parameter.untyped_storage().nbytes() <= parameter.nbytes
+            if parameter.dtype == torch.float32 and is_own and parameter not in parked:
+                yield parameter

@@ -1,7 +1,6 @@
 """Host memory for what leaves a device: page-locked once, then used again and again.
 
 Fresh pageable memory would be faulted in page by page, which takes ten times as long as the copy itself.
-Shards of several ranks (DTensors) still go that way.
 """
 
 import math
@@ -61,9 +60,25 @@ class HostMemory:
     def move(self, key: Any, tensor: Tensor, place: torch.device) -> Tensor:
         if tensor.device.type == place.type:
             return tensor
-        if place.type != "cpu" or key is None or isinstance(tensor, DTensor):
+        if place.type != "cpu" or key is None:
             return tensor.to(place, non_blocking=place.type != "cpu")
+        if isinstance(tensor, DTensor):
+            # What `DTensor.to` returns: this rank's part elsewhere, under the mesh of its device.
+            kept = self.keep(key, tensor._local_tensor)
+            return DTensor(kept, tensor._spec, requires_grad=tensor.requires_grad)
         return self.keep(key, tensor)
+
+    @torch.no_grad()
+    def keep_storage(self, key: Any, storage: torch.UntypedStorage) -> None:
+        """All bytes of a storage, which may be many gigabytes; there after a synchronisation."""
+        for number, piece in enumerate(_pieces(storage)):
+            self.keep((key, number), piece)
+
+    @torch.no_grad()
+    def give_back_storage(self, key: Any, storage: torch.UntypedStorage) -> None:
+        """What `keep_storage` kept, into a storage of the same size."""
+        for number, piece in enumerate(_pieces(storage)):
+            piece.copy_(self._places[key, number], non_blocking=True)
 
     @torch.no_grad()
     def keep(self, key: Any, tensor: Tensor) -> Tensor:
@@ -93,6 +108,11 @@ class HostMemory:
             self._num_coming -= 1
             block = self._reserved.get()
         return _locked(BLOCK_BYTES) if block is None else block
+
+
+def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole.split(BLOCK_BYTES)
 
 
 def lock_ahead(nbytes: int, block_bytes: int, between: Callable[[], object]) -> None:

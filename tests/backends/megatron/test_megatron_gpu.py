@@ -10,6 +10,7 @@ from megatron_helpers import exported, make_family, megatron_args
 from trainer_helpers import meeting_point, random_samples
 
 from slime.backends import fsdp, megatron
+from slime.backends.megatron.optimizer import members
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
@@ -73,5 +74,40 @@ def test_resume_goes_on_as_if_uninterrupted(model, tmp_path):
     second.load(tmp_path / "saved")
     train(second, args, 1)
     expected, found = exported(first), exported(second)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-5, msg=name)
+
+
+def tensors_of(backend):
+    """Copies of all weights, fp32 copies and moments, on the host."""
+    owners = [member.optimizer for member in members(backend.optimizer)]
+    copies = [p for owner in owners for group in owner.param_groups for p in group["params"]]
+    state = [
+        v for owner in owners for one in owner.state.values() for v in one.values() if torch.is_tensor(v)
+    ]
+    weights = [p for chunk in backend.model for p in chunk.parameters()]
+    return [tensor.detach().to("cpu", copy=True) for tensor in [*weights, *copies, *state]]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sleeping_frees_memory_in_locked_pages_and_waking_changes_nothing(model, dtype):
+    args = megatron_args(model, compile=False, **{**SETTINGS, "dtype": dtype})
+    stayed, left = build(megatron, args), build(megatron, args)
+    for seed in range(3):
+        train(stayed, args, seed)
+        train(left, args, seed)
+        before, awake = tensors_of(left), torch.cuda.memory_allocated()
+        left.move(params="cpu", optimizer="cpu")
+        counted = sum(p.numel() for chunk in left.model for p in chunk.parameters())
+        held = {"bfloat16": 2 + 4 + 3 * 4, "float32": 4 + 4 + 2 * 4}[dtype]  # weights, gradients, optimizer
+        assert awake - torch.cuda.memory_allocated() >= held * counted
+        places = list(left._host._places.values())
+        assert places and all(place.is_pinned() for place in places)
+        left.move(params="cuda", optimizer="cuda")
+        assert all(map(torch.equal, tensors_of(left), before))
+        assert [place.data_ptr() for place in left._host._places.values()][: len(places)] == [
+            place.data_ptr() for place in places
+        ]
+    expected, found = exported(stayed), exported(left)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-5, msg=name)
