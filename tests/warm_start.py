@@ -184,8 +184,11 @@ def real_processes() -> Iterator[None]:
 
 
 def install() -> None:
-    """From now on this process starts runs of training, engines and workers from a template."""
-    if sys.platform == "linux":
+    """From now on this process starts runs of training, engines and workers from a template.
+
+    Not where there is a GPU: importing may start threads of its libraries, which do not survive a fork.
+    """
+    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():
         subprocess.Popen._execute_child = _execute_child
         multiprocessing.util.spawnv_passfds = _spawn
 
