@@ -8,11 +8,14 @@ that has at least 1,000 samples in flight, and memory a sample does not grow eit
 
     python benchmarks/rollout_scaling.py [--engines 1 8 64] [--sizes 10 100 1000 10000 100000] [--pool]
 
-`--pool`: the fully asynchronous rollout, with a batch in flight beside the one that is collected.
+`--pool`: the fully asynchronous rollout, with a batch in flight beside the one that is collected. `--calls`:
+also the calls of functions a sample, by a profiler in a second pass. They are the same on any machine, busy
+or idle, where the CPU time of few samples is as much a matter of caches that are cold after each wait.
 """
 
 import argparse
 import asyncio
+import cProfile
 import ctypes
 import gc
 import json
@@ -23,6 +26,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +59,7 @@ class Cell:
     cpu_us: float  # a sample
     peak_bytes: float  # a sample in flight
     left_mib: float  # when it was over
+    calls: float | None  # of functions, a sample
 
 
 def serve(ports: Any, count: int) -> None:
@@ -138,13 +143,48 @@ def _give_back_memory() -> None:
 
 
 def measure(options: argparse.Namespace, args: Any, engines: int, size: int) -> Cell:
-    memory, seconds, samples = _measure_rollouts(options, args, max(1, LEAST_SAMPLES // size))
+    rounds = max(1, LEAST_SAMPLES // size)
+    memory, seconds, samples = _measure_rollouts(options, args, rounds)
     _give_back_memory()
     left = (_resident() - memory.before) / 2**20
-    return Cell(engines, size, seconds / samples * 1e6, max(0, memory.peak - memory.before) / size, left)
+    calls = None
+    if options.calls:
+        with Calls() as counted:
+            _, _, samples = _measure_rollouts(options, args, rounds, counted)
+        calls = counted.total / samples
+    peak = max(0, memory.peak - memory.before) / size
+    return Cell(engines, size, seconds / samples * 1e6, peak, left, calls)
 
 
-def _measure_rollouts(options: argparse.Namespace, args: Any, rounds: int) -> tuple[PeakMemory, float, int]:
+class Calls:
+    """Calls of functions in the thread that waits for rollouts and in the loop that makes them."""
+
+    def __init__(self) -> None:
+        self._profiles = cProfile.Profile(), cProfile.Profile()
+
+    def __enter__(self) -> "Calls":
+        return self
+
+    def begin(self) -> None:
+        self._profiles[0].enable()
+        run(_async(self._profiles[1].enable))
+
+    def __exit__(self, *_: object) -> None:
+        self._profiles[0].disable()
+        run(_async(self._profiles[1].disable))
+
+    @property
+    def total(self) -> int:
+        return sum(row.callcount for profile in self._profiles for row in profile.getstats())
+
+
+async def _async(call: Callable[[], object]) -> None:
+    call()
+
+
+def _measure_rollouts(
+    options: argparse.Namespace, args: Any, rounds: int, calls: Calls | None = None
+) -> tuple[PeakMemory, float, int]:
     """Memory, CPU seconds and the number of samples."""
     function, source = load_function(args.rollout_function_path), RolloutDataSourceWithBuffer(args)
 
@@ -154,6 +194,8 @@ def _measure_rollouts(options: argparse.Namespace, args: Any, rounds: int) -> tu
     rollout(0)  # connections are made, tokens of the prompts are known
     _give_back_memory()
     with PeakMemory() as memory:
+        if calls is not None:
+            calls.begin()
         began = time.process_time()
         samples = sum(rollout(1 + number) for number in range(rounds))
         seconds = time.process_time() - began
@@ -172,6 +214,7 @@ def main() -> int:
     add("--rounds", type=int, default=1, help="of all cells; medians are taken")
     add("--concurrency", type=int, default=64, help="requests at an engine")
     add("--pool", action="store_true")
+    add("--calls", action="store_true")
     add("--json", type=Path, default=Path("benchmarks/results/rollout_scaling.json"))
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
@@ -191,7 +234,8 @@ def main() -> int:
                     found.setdefault((engines, size), []).append(cell)
                     print(
                         f"{engines:3} engines, {size:6} in flight: {cell.cpu_us:6.0f} us of CPU a sample, "
-                        f"{cell.peak_bytes / 1024:7.1f} KiB at the peak, {cell.left_mib:6.1f} MiB left",
+                        f"{cell.peak_bytes / 1024:7.1f} KiB at the peak, {cell.left_mib:6.1f} MiB left"
+                        + (f", {cell.calls:6.0f} calls" if cell.calls is not None else ""),
                         flush=True,
                     )
                 run(balancer.stop())
@@ -208,6 +252,13 @@ def report(options: argparse.Namespace, found: dict[tuple[int, int], list[Cell]]
         f"the dearest cell ({worst[0]} engines, {worst[1]} in flight) costs {ratios[worst]:.2f} times the "
         f"cheapest; goal {GOAL}"
     )
+    counts = {key: cells[0].calls for key, cells in found.items() if cells[0].calls is not None}
+    if counts:
+        most = max(counts, key=lambda key: counts[key])
+        print(
+            f"most calls a sample ({most[0]} engines, {most[1]} in flight): "
+            f"{counts[most] / min(counts.values()):.2f} times the fewest"
+        )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(cell) for cells in found.values() for cell in cells]
     about = {"pool": options.pool, "machine_load": os.getloadavg()[0], "goal": GOAL, "worst": ratios[worst]}

@@ -66,6 +66,9 @@ def test_memory_is_locked_for_what_will_leave_the_device(tmp_path):
     pushed = (2 * numbers, 1 << 20)
     assert blocks() == [pushed]
     assert blocks(offload_train=True) == [(12 * numbers, BLOCK_BYTES), pushed]
+    megatron = dict(train_backend="megatron", offload_train=True)
+    assert blocks(**megatron, dtype="bfloat16") == [(14 * numbers, BLOCK_BYTES), pushed]
+    assert blocks(**megatron, dtype="float32") == [(12 * numbers, BLOCK_BYTES), pushed]
     assert blocks(offload_train=True, lora_rank=4) == [(4 * numbers, BLOCK_BYTES), pushed]
     half = blocks(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     assert half == [(4 * numbers, BLOCK_BYTES), pushed]
@@ -82,7 +85,7 @@ class Steps:
         monkeypatch.setattr(warm_up, "lock_ahead", self.lock)
 
     def run(self, **flags) -> None:
-        args = default_args(hf_checkpoint="model", train_backend="fsdp", **flags)
+        args = default_args(**{"hf_checkpoint": "model", "train_backend": "fsdp", **flags})
         warm_up.warm_up(args, torch.device("cuda", 0))
 
     def count(self, args) -> list[tuple[int, int]]:
@@ -143,6 +146,15 @@ def test_memory_is_locked_where_nothing_is_compiled(monkeypatch):
     steps = Steps(monkeypatch, alone=RuntimeError())
     steps.run(compile=False)
     assert steps.order == ["count", "lock", "locked"]
+
+
+def test_a_trainer_with_layers_of_its_own_loads_its_code_and_locks_memory(monkeypatch, caplog):
+    steps, loaded = Steps(monkeypatch, alone=RuntimeError()), []
+    monkeypatch.setattr(warm_up, "load_function", loaded.append)
+    with caplog.at_level("INFO", logger="slime"):
+        steps.run(train_backend="megatron")
+    assert steps.order == ["count", "lock", "locked"] and loaded == ["slime.backends.megatron.create_backend"]
+    assert "code loaded before the model is loaded" in caplog.text
 
 
 def test_whoever_compiles_gets_a_turn_after_each_block_and_nobody_waits_for_a_turn_after_that(monkeypatch):

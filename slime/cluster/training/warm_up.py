@@ -1,4 +1,5 @@
-"""Compiles layers and page-locks memory before the model is there: while engines on the same device start.
+"""Loads code, compiles layers and page-locks memory before the model is there: while engines on the same
+device start.
 
 A trainer of one layer, with random weights and few words, takes one made-up step. What torch compiles for it
 serves every layer of that shape in this process, and is in torch's cache folders for the next.
@@ -23,6 +24,7 @@ from slime.catalog.backends import BACKENDS
 from slime.runtime.base import in_background
 from slime.step.training_step import TrainingStep
 from slime.utils.machine import accelerator
+from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ _KEPT = (
 
 # Of a number, of its two moments, of the number as it is pushed.
 _MASTER_BYTES, _MOMENT_BYTES, _PUSHED_BYTES = 4, 8, 2
+_HALF_BYTES = 2  # of weights that stand beside their masters
 _TURN_S = 0.25  # half of what a block takes: locking then takes about as long as compiling
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -53,15 +56,19 @@ def warm_up(args: Args, device: torch.device) -> None:
     Memory is locked on a thread, since compiling seldom needs the device. Both have ended on return: a model
     that was loaded meanwhile would lock memory of its own before this is free for it.
     """
-    if device.type != "cuda" or not BACKENDS[args.train_backend].trains_transformers_model:
-        return  # torch compiles the layers of those alone
+    if device.type != "cuda":
+        return
+    trainer = BACKENDS[args.train_backend]
+    with _told("code loaded"):
+        load_function(trainer.create)
     blocks: list[tuple[int, int]] = []
     with _told("host memory counted"):  # not on the thread: transformers changes defaults of all threads
         blocks += _blocks_to_lock(args)
     compiled = threading.Event()
     locking = in_background(lambda: _lock(blocks, compiled), "host-memory")
     try:
-        if args.compile is not False and not args.lora_rank:
+        # A trainer with layers of its own would leave its groups of ranks behind.
+        if trainer.trains_transformers_model and args.compile is not False and not args.lora_rank:
             with _told("layers compiled"):
                 _compile_layers(args, device)
             gc.collect()
@@ -123,6 +130,8 @@ def _blocks_to_lock(args: Args) -> list[tuple[int, int]]:
     leaving = 0
     if args.offload_train:
         leaving = _MASTER_BYTES * numbers + moments
+        if BACKENDS[args.train_backend].weights_in_dtype and args.dtype != "float32":
+            leaving += _HALF_BYTES * numbers
     elif args.optimizer_cpu_offload:
         leaving = int(moments * args.optimizer_offload_fraction)
     needed = [(leaving, BLOCK_BYTES), (_PUSHED_BYTES * numbers, args.update_weight_buffer_size)]
