@@ -24,6 +24,7 @@ _CPU_WORDS = (
 )
 # The only attention that drafts on a CPU; `cpu_speculation.py` computes it.
 _CPU_DRAFT_WORDS = ("--speculative-draft-attention-backend", "intel_amx")
+_AT_A_TIME = "--max-running-requests"
 _CPU_MAX_TOTAL_TOKENS, _CPU_MAX_RUNNING = 65536, 64
 # What all-linear of --lora-target-modules comes to in the dense families: a server must know it before it
 # sees adapters.
@@ -46,6 +47,7 @@ class SGLangOptions:
     )
     weight_version: str = "default"
     host: str = "127.0.0.1"
+    most_requests: int | None = None  # that are sent to it at a time, where that is known
     extra: Sequence[str] = ()
 
 
@@ -66,6 +68,7 @@ def run_command(args: Args, site: EngineSite) -> Command:
             memory_saver=bool(args.offload_rollout) and site.update_weights and not cpu,
             deterministic=args.deterministic_mode and not cpu,
             host=site.host,
+            most_requests=args.sglang_server_concurrency,
             extra=(
                 *_image_words(site),
                 *(_pushed_words(args, site) if site.update_weights else ()),
@@ -114,15 +117,18 @@ def _pushed_words(args: Args, site: EngineSite) -> list[str]:
 
 def server_words(options: SGLangOptions) -> list[str]:
     """The server's own command line; the ports are left for the supervisor to fill in."""
-    given = {word for word in options.extra if word.startswith("--")}
+    given = {word.partition("=")[0] for word in options.extra if word.startswith("--")}
     words = ["--model-path", options.model_path, "--host", options.host, "--port", PORT]
     words += ["--nccl-port", NCCL_PORT, "--dtype", options.dtype, "--random-seed", str(options.seed)]
     words += ["--weight-version", options.weight_version, "--tp-size", str(options.tensor_parallel)]
     if options.cpu:
         words += _CPU_WORDS
-        limits = {"--max-total-tokens": _CPU_MAX_TOTAL_TOKENS, "--max-running-requests": _CPU_MAX_RUNNING}
+        limits = {"--max-total-tokens": _CPU_MAX_TOTAL_TOKENS, _AT_A_TIME: _CPU_MAX_RUNNING}
         words += [word for name, limit in limits.items() if name not in given for word in (name, str(limit))]
         words += _CPU_DRAFT_WORDS if "--speculative-algorithm" in given else ()
+    elif options.most_requests and "--speculative-algorithm" in given and _AT_A_TIME not in given:
+        # With speculation a server left to itself takes 48, and lets the others wait.
+        words += [_AT_A_TIME, str(options.most_requests)]
     if options.memory_saver:
         words += ["--enable-memory-saver"]
     if options.deterministic and "--enable-deterministic-inference" not in given:

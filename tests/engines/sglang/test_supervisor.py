@@ -224,6 +224,18 @@ def test_the_deterministic_mode_is_asked_for_once():
     assert asked not in server_words(replace(options, deterministic=False))
 
 
+def test_a_server_that_speculates_takes_as_many_requests_as_it_is_sent():
+    options = SGLangOptions("python", "/model", False, "bfloat16", 1, 0, False, most_requests=256)
+    at_a_time = "--max-running-requests"
+    assert at_a_time not in server_words(options)
+    drafts = ("--speculative-algorithm", "EAGLE")
+    words = server_words(replace(options, extra=drafts))
+    assert words[words.index(at_a_time) + 1] == "256"
+    for own in ((at_a_time, "8"), (f"{at_a_time}=8",)):
+        words = server_words(replace(options, extra=(*drafts, *own)))
+        assert [word for word in words if word.startswith(at_a_time)] == [own[0]]
+
+
 def test_kernels_are_built_beside_the_start_of_a_gpu_server_alone(tmp_path):
     options = SGLangOptions("python", "/model", False, "bfloat16", 1, 7, False)
     words = sglang_command(options)(0, tmp_path, 3)
