@@ -208,6 +208,15 @@ def test_fp8_folder_holds_blocks_and_says_so(tmp_path):
     assert (out / "tokenizer.json").is_file() and not (tmp_path / "fp8.tmp").exists()
 
 
+def test_fp8_of_a_cut_file_leaves_nothing_behind(tmp_path, capsys):
+    model = make_model(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    words = ["hf-to-fp8", "--hf-checkpoint", model, "--save", str(tmp_path / "fp8")]
+    assert "model.safetensors" in fails(words, capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_fp8_of_an_fp8_folder_or_over_another_is_refused(tmp_path, capsys):
     model = make_model(tmp_path / "model")
     words = ["hf-to-fp8", "--hf-checkpoint", model, "--save", str(tmp_path / "fp8")]

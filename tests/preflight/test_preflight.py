@@ -141,6 +141,19 @@ def test_a_value_of_the_config_that_no_model_has_is_no_fault_of_the_tokenizer(lo
     assert "config.json is refused by transformers" in error and "float7" in error
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 3}, "which num_key_value_heads, 3, does not divide"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+    ],
+)
+def test_sizes_of_which_no_layer_can_be_built(look, changed_model, change, why):
+    found = errors(look(hf_checkpoint=str(changed_model(**change))))
+    assert any(why in error and "no model is like that" in error for error in found)
+
+
 def test_weights_that_are_not_there_or_not_whole(look, changed_model):
     folder = changed_model()
     file = folder / "model.safetensors"

@@ -33,12 +33,13 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
         )
     block = tuple(options.block_size)
     how = quantization_config(block, scale_fmt=options.scale_fmt)
+    files = _files(source)
     staging = target.with_name(target.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     kept, total = [], 0
-    for file, names in _files(source).items():
+    for file, names in files.items():
         tensors = dict(quantize_state(read_tensors([source / file]), how))
         write_tensors(staging / file, tensors)
         weight_map.update(dict.fromkeys(tensors, file))
