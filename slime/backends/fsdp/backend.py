@@ -467,11 +467,11 @@ class FSDPBackend(TrainerBase):
 
     def _reserve_host_memory(self) -> None:
         """A trainer that leaves its device between steps needs room for weights and two moments."""
-        if self.device.type != "cuda" or not self.args.offload_train or dist.get_world_size() > 1:
+        if self.device.type != "cuda" or not self.args.offload_train:
             return
         placed = isinstance(self.optimizer, PlacedAdamW)
         self._host.reserve(
-            parameter.nbytes
+            local(parameter).nbytes
             for parameter in self.model.parameters()
             for _ in range(3 if parameter.requires_grad and not placed else 1)
         )
