@@ -167,6 +167,16 @@ def test_heads_that_draft_and_do_not_train_are_told(python, algorithm):
     assert "/models/eagle, the draft model, is not trained" in told
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
+def test_models_that_draft_are_told_of_before_a_push_changes_them(python, algorithm):
+    words = ["--sglang-speculative-algorithm", algorithm]
+    words += ["--sglang-speculative-draft-model-path", "/models/small"]
+    (told,) = warnings_of_drafts(*words, sglang_python=str(python))
+    assert (
+        "/models/small, the draft model, is not trained" in told and "ends the run at the first push" in told
+    )
+
+
 def test_heads_that_train_and_drafts_of_n_grams_need_no_word(python):
     assert not warnings_of_drafts("--sglang-speculative-algorithm", "NGRAM", sglang_python=str(python))
     pytest.importorskip("megatron.core")

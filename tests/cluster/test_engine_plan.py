@@ -23,6 +23,7 @@ def plan_of(tmp_path, slot, run=None, **changes):
         "engine_topology": plain_topology("org/model", 1, 1),
         "sglang_python": "/env/bin/python",
         "sglang_options": ("--mem-fraction-static", "0.5"),
+        "sglang_server_concurrency": 128,
         "dtype": "auto",
         "seed": 7,
         "deterministic_mode": False,
@@ -56,6 +57,7 @@ def test_a_server_on_a_gpu_sees_that_gpu_alone_and_the_user_s_flags_come_last(tm
     [
         ("--enable-return-routed-experts", {"use_rollout_routing_replay": True}),
         ("--enable-memory-saver", {"offload_rollout": True}),
+        ("--max-running-requests", {"sglang_options": ("--speculative-algorithm", "EAGLE")}),
         ("--json-model-override-args", {"rollout_quantization": "fp8"}),
     ],
 )

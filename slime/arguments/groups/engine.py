@@ -261,18 +261,22 @@ def _tell_of_no_gpu(draft: Draft, label: str) -> None:
 
 
 _DRAFT_BY_HEADS = ("EAGLE", "NEXTN")
+_DRAFT_BY_MODELS = ("EAGLE3", "STANDALONE")
 
 
 def drafting_heads(draft: Draft) -> None:
-    """Tells of heads that draft for the policy and stay as they are while it moves away from them."""
+    """Tells of heads and models that draft for the policy and stay as they are while it moves away."""
     algorithm = _word_after("--speculative-algorithm", draft.sglang_options)
-    if algorithm not in _DRAFT_BY_HEADS or draft.enable_mtp_training or draft.debug_rollout_only:
-        return
     other = _word_after("--speculative-draft-model-path", draft.sglang_options)
-    if other not in (None, draft.hf_checkpoint):
+    by_model = algorithm in _DRAFT_BY_MODELS or other not in (None, draft.hf_checkpoint)
+    trains = draft.enable_mtp_training and not by_model
+    if algorithm not in _DRAFT_BY_HEADS + _DRAFT_BY_MODELS or trains or draft.debug_rollout_only:
+        return
+    if by_model:
+        which = "the draft model" if other is None else f"{other}, the draft model,"
         why = (
-            f"{other}, the draft model, is not trained, and SGLang loads tensors of the policy into it "
-            "wherever a push has the names of its own"
+            f"{which} is not trained, and SGLang loads tensors of the policy into it wherever a push has the "
+            "names of its own; where their shapes differ, that ends the run at the first push"
         )
     elif BACKENDS[draft.train_backend].trains_heads:
         why = "without --enable-mtp-training the MTP heads that draft are neither trained nor pushed"
