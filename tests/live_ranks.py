@@ -8,7 +8,7 @@ from pathlib import Path
 
 from patience import PATIENCE_S
 
-from slime.utils.http_utils import hold_port
+from slime.utils.machine.ports import hold_port
 
 SCRIPT = Path(__file__).with_name("live_rank.py")
 

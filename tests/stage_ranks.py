@@ -8,7 +8,8 @@ from pathlib import Path
 
 from stage_rank import DEADLINE_S
 
-from slime.utils.http_utils import hold_port, token_of
+from slime.utils.http_utils import token_of
+from slime.utils.machine.ports import hold_port
 
 SCRIPT = Path(__file__).with_name("stage_rank.py")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from slime.engines.pulse import ENGINE_PATH
 from slime.utils import http_utils, waits
 from slime.utils.errors import RunStopped
-from slime.utils.machine import stacks, warm_start
+from slime.utils.machine import ports, stacks, warm_start
 from slime.utils.machine.processes import Child, LifePipe, open_log, stop_process
 from slime.utils.machine.vital_signs import Signs, signs_of_group
 from slime.wire.protocol import EngineInfo
@@ -124,7 +124,7 @@ class EngineServer:
         if self.port:
             self._wait_for_port()
         if self._held_port is None:
-            self._held_port = http_utils.hold_port(self.plan.host, self.port)
+            self._held_port = ports.hold_port(self.plan.host, self.port)
         if self._held_port is not None:
             self.port = self._held_port.getsockname()[1]
 
@@ -132,7 +132,7 @@ class EngineServer:
         """Other addresses of the machine may use its number."""
         try:
             waits.until(
-                lambda: http_utils.is_port_available(self.port, self.plan.host),
+                lambda: ports.is_port_available(self.port, self.plan.host),
                 f"port {self.port}",
                 _PORT_PATIENCE_S,
             )

@@ -12,7 +12,7 @@ from patience import eventually
 from slime.engines import external
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.utils.http_utils import find_available_port
+from slime.utils.machine.ports import find_available_port
 
 OURS = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2}
 

@@ -8,7 +8,7 @@ from patience import PATIENCE_S
 
 from slime.utils.files.checksums import files_below
 from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spread
-from slime.utils.http_utils import hold_port
+from slime.utils.machine.ports import hold_port
 
 MACHINES = (0, 0, 1, 2)  # of four ranks
 

@@ -12,7 +12,7 @@ from slime.backends.base import TrainBackend
 from slime.catalog.transports import TRANSPORTS
 from slime.engines.external import read_address
 from slime.utils.errors import RunStopped
-from slime.utils.http_utils import get_host_info
+from slime.utils.machine.ports import get_host_info
 from slime.utils.machine.run_identity import LOOPBACK, Run
 from slime.utils.misc import load_function
 from slime.utils.models.finite import first_non_finite

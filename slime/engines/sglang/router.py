@@ -15,7 +15,8 @@ from slime.engines.pulse import PulseWatch
 from slime.engines.sglang import supervisor
 from slime.engines.sglang.router_registry import RouterGone, WorkerRegistry
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
-from slime.utils import http_utils, waits
+from slime.utils import waits
+from slime.utils.machine import ports
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class SGLangRouter(WorkerRegistry):
     def start(self) -> int:
         """Serves with all workers known; returns the port."""
         port, host = self._server.port, self._server.plan.host
-        if port and not http_utils.is_port_available(port, host):
+        if port and not ports.is_port_available(port, host):
             raise ValueError(
                 f"--sglang-router-port is {port}: another program has it; choose another, or leave it out."
             )

@@ -1,0 +1,65 @@
+"""Ports of this machine: which are free, how to keep one, and by which address others reach it."""
+
+from __future__ import annotations
+
+import socket
+
+
+def find_available_port(base_port: int = 0) -> int:
+    """A port that was free a moment ago, searching upwards from `base_port` (0: the system's choice).
+
+    Prefer binding to port 0 and reporting what was bound: this function cannot keep the port.
+    """
+    if base_port == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+    for port in range(base_port, 65536):
+        if is_port_available(port):
+            return port
+    raise OSError(f"no free port from {base_port} up")
+
+
+def is_port_available(port: int, host: str = "") -> bool:
+    """Whether a server may listen there now. `host`: an address of this machine; empty: all of them."""
+    with _bindable() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def hold_port(host: str, port: int = 0) -> socket.socket | None:
+    """Keeps a port (0: any) for servers that come and go there, until the socket is closed.
+
+    It is bound and never listens: a server that asks for this port gets it, while the system gives it to
+    nobody who asks for any port, nor to a connection. None: it is taken, or this system knows no such thing.
+    """
+    held = _bindable()
+    try:
+        held.bind((host, port))
+    except OSError:
+        held.close()
+        return None
+    if not is_port_available(held.getsockname()[1], host):
+        held.close()
+        return None
+    return held
+
+
+def _bindable() -> socket.socket:
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return made
+
+
+def get_host_info() -> tuple[str, str]:
+    """(host name, address by which other machines may reach this one; loopback when there is no network)."""
+    hostname = socket.gethostname()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 9))  # nothing is sent: this asks the routing table for our address
+            return hostname, probe.getsockname()[0]
+        except OSError:
+            return hostname, "127.0.0.1"
