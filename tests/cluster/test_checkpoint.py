@@ -94,6 +94,16 @@ def test_a_checkpoint_that_ranks_still_write_is_not_found(tmp_path):
     assert find_step(tmp_path).manifest.rollout_id == 2
 
 
+def test_a_checkpoint_without_the_files_of_a_rank_on_another_host_is_never_renamed(tmp_path):
+    staged, files = stage(tmp_path, 4)
+    (staged.staging / "trainer" / "__1_0.distcp").unlink()  # that rank has written to a folder of its own
+    with pytest.raises(
+        RunStopped, match=r"rollout 4 is incomplete .*trainer/__1_0.distcp: the file is missing"
+    ):
+        staged.complete(files)
+    assert find_step(tmp_path) is None and not staged.final.exists()
+
+
 def test_only_the_last_checkpoints_stay(tmp_path):
     for rollout_id in (1, 2, 3):
         write(tmp_path, rollout_id)

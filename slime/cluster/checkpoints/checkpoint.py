@@ -29,6 +29,7 @@ from slime.utils.files.step_folders import (
     StepFolder,
     by_size,
     find_step,
+    listed,
     read_step,
     same_folder,
     step_folders,
@@ -90,14 +91,21 @@ class StagedCheckpoint:
         return self.staging.with_suffix("")
 
     def complete(self, files: Mapping[str, FileRecord], keep_last: int | None = None) -> StepFolder:
-        """One rename, when all is written and `files` recorded; all but the `keep_last` newest whole ones go.
+        """Rename the folder once every file of the manifest is there; keep the `keep_last` newest ones.
 
-        Wherever it is interrupted, every folder that looks like a checkpoint is a whole one.
+        Wherever it is interrupted, every folder that looks like a checkpoint is a whole one. RunStopped: a
+        file that a rank recorded is not in the folder that this process sees.
         """
         own = record_files(
             self.staging, [n for n in _DRIVER_FILES if (self.staging / n).is_file()], sync=True
         )
         manifest = replace(self.manifest, files={**files, **own})
+        if missing := by_size(StepFolder(self.staging, manifest)):
+            raise RunStopped(
+                f"--save {self.staging.parent}: the checkpoint of rollout {self.rollout_id} is incomplete "
+                f"and was not kept: {listed(missing)}. A trainer rank wrote it where the driver does not see "
+                "it: --save must be one folder that all hosts share."
+            )
         (self.staging / MANIFEST).write_text(manifest.to_json())
         sync_path(self.staging / MANIFEST)
         for path in (*(p for p in self.staging.rglob("*") if p.is_dir()), self.staging):

@@ -138,7 +138,7 @@ def find_step(
             if damaged:
                 logger.warning("going on from the checkpoint before: %s", found_step.path)
             return found_step
-        text = f"checkpoint {steps[number]} is damaged: {_listed(reasons)}"
+        text = f"checkpoint {steps[number]} is damaged: {listed(reasons)}"
         if step is not None:
             raise ValueError(f"{text}; restore it{offer}")
         logger.error("%s", text)
@@ -160,10 +160,11 @@ def check_trainer_folder(folder: Path, *, share: tuple[int, int] = (0, 1)) -> No
     mine = sorted(name for name in files if name.startswith(f"{TRAINER}/"))[share[0] :: share[1]]
     damage = find_damage(folder.parent, {name: files[name] for name in mine})
     if damage:
-        raise DamagedCheckpoint(f"checkpoint {folder.parent} is damaged: {_listed(damage)}")
+        raise DamagedCheckpoint(f"checkpoint {folder.parent} is damaged: {listed(damage)}")
 
 
-def _listed(reasons: list[str]) -> str:
+def listed(reasons: list[str]) -> str:
+    """Join the reasons of damage for a message, which names the first few files."""
     more = f"; and {len(reasons) - _NAMED} more files" if len(reasons) > _NAMED else ""
     return "; ".join(reasons[:_NAMED]) + more
 
