@@ -14,7 +14,7 @@ from slime.algorithms.turn_credit import Turn, compared_returns, on_all_tokens, 
 from slime.arguments import Flags
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.arguments.groups.trained_sampling import replays_nucleus
-from slime.batch.validate import check_reward, check_samples, validate_batch
+from slime.batch.validate import check_distinct, check_reward, check_samples, validate_batch
 from slime.catalog.estimators import ESTIMATORS
 from slime.utils import top_p
 from slime.utils.files.tensor_pickle import CutRows
@@ -60,6 +60,7 @@ def samples_to_cut_batch(
     flat = flatten_samples(samples)
     if not flat:
         raise ValueError("the rollout returned no samples: there is nothing to train on.")
+    check_distinct(flat)
     if args.custom_convert_samples_to_train_data_path:
         path = args.custom_convert_samples_to_train_data_path
         source = f"--custom-convert-samples-to-train-data-path {path}"

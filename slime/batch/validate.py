@@ -1,6 +1,7 @@
 """Checks on samples and train data: one clear error for each thing that would otherwise train on nonsense."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,20 @@ def check_samples(samples: Sequence[Sample], generate_function: str | None = Non
             values = getattr(sample, field)
             if values is not None and len(values) != length:
                 raise ValueError(f"{field} has {len(values)} entries for {length} response tokens in {name}.")
+
+
+def check_distinct(samples: Sequence[Sample]) -> None:
+    """Raise ValueError where a batch holds one Sample object several times: it would be trained so often."""
+    if len(set(map(id, samples))) == len(samples):
+        return
+    counts = Counter(map(id, samples))
+    twice = next(sample for sample in samples if counts[id(sample)] > 1)
+    count = counts[id(twice)]
+    raise ValueError(
+        f"the batch holds the same Sample object {count} times, now as sample {twice.index} (group "
+        f"{twice.group_index}): it would be trained {count} times. The generate or rollout function returned "
+        "one object for several samples; return a Sample of its own for each."
+    )
 
 
 def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> None:

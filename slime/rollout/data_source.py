@@ -202,6 +202,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             wrong_return(
                 option, path, f"returned {len(groups)} groups; at most {num_samples} were asked for."
             )
+        if len({*map(id, groups), *map(id, self.buffer)}) < len(groups) + len(self.buffer):
+            complaint = "returned a group twice or left it in the buffer, so that it would be trained again; "
+            wrong_return(option, path, complaint + "take each group that it returns out of the buffer once.")
         self.journal.issued(groups, from_buffer=True)
         return groups
 

@@ -1,10 +1,12 @@
 """Sample hooks: user functions that see each sample after generation, before its reward."""
 
+import copy
 import inspect
 from contextvars import ContextVar
 from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
+from slime.rollout.generation.returned import keep_identity, wrong_identity
 from slime.rollout.prompt_groups import describe_fully
 from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
@@ -42,7 +44,7 @@ async def apply_rollout_sample_hooks(
 
 
 async def _call_hook(path: str, args: PluginArgs, sample: Sample, context: dict[str, Any]) -> Sample:
-    hook = load_function(path)
+    hook, source = load_function(path), copy.copy(sample)  # the hook may change the sample in place
     with plugin_call(_OPTION, path, lambda: describe_fully(sample)):
         name = f"{_OPTION} {path}"
         with loop_watch.step(name):
@@ -51,8 +53,7 @@ async def _call_hook(path: str, args: PluginArgs, sample: Sample, context: dict[
             result = await loop_watch.run(name, result)
         elif inspect.isawaitable(result):
             result = await result
-    if result is None:
-        return sample
+    result = sample if result is None else result
     if not isinstance(result, Sample):
         wrong_return(
             _OPTION,
@@ -60,6 +61,9 @@ async def _call_hook(path: str, args: PluginArgs, sample: Sample, context: dict[
             f"returned {type(result).__name__}; return a Sample or None.",
             describe_fully(sample),
         )
+    keep_identity(result, source)
+    if wrong := wrong_identity(result, source):
+        wrong_return(_OPTION, path, wrong, describe_fully(source))
     return result
 
 

@@ -78,6 +78,22 @@ def test_a_buffer_filter_decides_what_leaves_the_buffer(tmp_path):
     assert prompts_of(source.get_samples(2)) == ["q2", "q1"]
 
 
+@pytest.mark.parametrize("name", ["leaves_in_buffer", "returns_twice"])
+def test_a_buffer_filter_that_would_train_a_group_twice_is_named(tmp_path, name):
+    source = make_source(make_args(tmp_path, None, "--buffer-filter-path", f"{__name__}.{name}", prompts=8))
+    source.add_samples(source.get_samples(3))
+    with pytest.raises(PluginError, match=f"--buffer-filter-path .*{name}.*would be trained again"):
+        source.get_samples(2)
+
+
+def leaves_in_buffer(args, rollout_id, buffer, num_samples):
+    return buffer[:num_samples]
+
+
+def returns_twice(args, rollout_id, buffer, num_samples):
+    return [buffer.pop(0)] * num_samples
+
+
 def test_pop_first_takes_the_oldest_out():
     buffer = [["a"], ["b"], ["c"]]
     assert pop_first(None, None, buffer, 2) == [["a"], ["b"]] and buffer == [["c"]]

@@ -1,5 +1,6 @@
 """What functions of users' own put into samples: made good where one can see what is meant, else named."""
 
+import copy
 import sqlite3
 
 import numpy as np
@@ -9,6 +10,7 @@ from fake_engine import FakeEngine
 from ledger_world import World, finish, group_of
 from rollout_helpers import make_args, make_source
 
+from slime.batch.convert import samples_to_batch
 from slime.record import Record, RecordWriter, group_entries
 from slime.record.audit import audit
 from slime.rollout import ledger as ledgers
@@ -39,11 +41,6 @@ def new_sample(sample):
     return Sample(**{name: getattr(sample, name) for name in names})
 
 
-def regrouped(sample):
-    sample.group_index += 1000
-    return sample
-
-
 def without_numbers(sample):
     sample.index = sample.group_index = None
     return sample
@@ -54,7 +51,7 @@ def counted_by_numpy(sample):
     return sample
 
 
-@pytest.mark.parametrize("change", [new_sample, regrouped, without_numbers, counted_by_numpy])
+@pytest.mark.parametrize("change", [new_sample, without_numbers, counted_by_numpy])
 def test_every_group_has_a_fate_whatever_number_a_generate_function_gives_its_samples(tmp_path, change):
     global CHANGE
     CHANGE = change
@@ -134,6 +131,77 @@ def test_one_sample_returned_several_times_is_no_fan_out():
     source = Sample(index=3, group_index=1, prompt="2+2=")
     with pytest.raises(PluginError, match=r"some\.function .*returned one Sample several times"):
         check_returned("some.function", source, [source, source])
+
+
+FIRST: list[Sample] = []  # that a generate function of a test got
+
+
+def of_another_group(sample):
+    sample.group_index += 1000
+    return sample
+
+
+def always_the_first(sample):
+    FIRST.append(sample)
+    return FIRST[0]
+
+
+def the_first_with_new_numbers(sample):
+    FIRST.append(sample)
+    FIRST[0].index, FIRST[0].group_index = sample.index, sample.group_index
+    return FIRST[0]
+
+
+def beside_one_of_another_group(sample):
+    other = copy.deepcopy(sample)
+    other.group_index += 1
+    return [sample, other]
+
+
+def train_batch_of(tmp_path, change, *flags):
+    global CHANGE
+    CHANGE = change
+    FIRST.clear()
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, "--custom-generate-function-path", f"{__name__}.changed", *flags)
+        output = call_rollout_fn(generate_rollout, args, 0, make_source(args), evaluation=False)
+    return samples_to_batch(args, output.samples)
+
+
+@pytest.mark.parametrize("change", [of_another_group, always_the_first, beside_one_of_another_group])
+def test_a_generate_function_that_returns_another_sample_than_it_got_is_named(tmp_path, change):
+    with pytest.raises(PluginError, match=r"returned sample \d+ \(group \d+\) for sample \d+ \(group \d+\)"):
+        train_batch_of(tmp_path, change)
+
+
+def test_one_object_with_the_numbers_of_many_samples_is_not_trained(tmp_path):
+    with pytest.raises(ValueError, match=r"the same Sample object \d+ times"):
+        train_batch_of(tmp_path, the_first_with_new_numbers)
+
+
+def test_siblings_of_a_fan_out_may_have_indices_of_their_own():
+    source = Sample(index=3, group_index=1, prompt="2+2=")
+    made = check_returned("some.function", source, [Sample(index=12), Sample(index=13, group_index=1)])
+    assert [(one.index, one.group_index) for one in made] == [(12, 1), (13, 1)]
+
+
+def test_samples_that_a_data_source_did_not_number_may_be_numbered_by_the_function():
+    made = check_returned("some.function", Sample(prompt="2+2="), Sample(index=7, group_index=2))
+    assert (made.index, made.group_index) == (7, 2)
+
+
+def swapping_hook(args, sample):
+    FIRST.append(sample)
+    return FIRST[0]
+
+
+def test_a_hook_that_returns_another_sample_than_it_got_is_named(tmp_path):
+    with pytest.raises(
+        PluginError, match=r"--rollout-sample-hook-path .*returned sample \d+ .* for sample \d"
+    ):
+        train_batch_of(
+            tmp_path, lambda sample: sample, "--rollout-sample-hook-path", f"{__name__}.swapping_hook"
+        )
 
 
 def circle():

@@ -4,7 +4,7 @@ import math
 import operator
 from typing import Any
 
-from slime.rollout.prompt_groups import Entry, describe_fully, without_response
+from slime.rollout.prompt_groups import Entry, describe, describe_fully, without_response
 from slime.utils.errors import EpisodeEnded
 from slime.utils.plugin_errors import wrong_return
 from slime.utils.reward_failure import infra_error
@@ -39,7 +39,10 @@ def without_a_score(path: str, source: Sample, ended: EpisodeEnded) -> Sample:
     return sample
 
 
-def check_sample(path: str, source: Sample, result: Any, vocab_size: int | None = None) -> Sample:
+def check_sample(
+    path: str, source: Sample, result: Any, vocab_size: int | None = None, *, is_sibling: bool = False
+) -> Sample:
+    """Check one returned sample. `is_sibling`: it is one of a fan-out, and may have an index of its own."""
     if not isinstance(result, Sample):
         complaint = f"returned {type(result).__name__}; return a Sample or a list of them."
         wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
@@ -57,11 +60,34 @@ def check_sample(path: str, source: Sample, result: Any, vocab_size: int | None 
     result.response = "" if result.response is None else result.response
     if wrong := _wrong_with(result, vocab_size):
         wrong_return(CUSTOM_GENERATE, path, f"returned a sample {wrong}", describe_fully(source))
-    # A new Sample stands for the one that the function got: the ledger knows it by these numbers.
-    result.group_index = source.group_index if result.group_index is None else result.group_index
-    result.index = source.index if result.index is None else result.index
+    keep_identity(result, source)
+    if wrong := wrong_identity(result, source, is_sibling=is_sibling):
+        wrong_return(CUSTOM_GENERATE, path, wrong, describe_fully(source))
     result.version_spans = [(version, begin, end) for version, begin, end in result.version_spans]
     return result
+
+
+def keep_identity(result: Sample, source: Sample) -> None:
+    """Give a new Sample the numbers of the one that a function was called with; the ledger reads them."""
+    for name in ("index", "group_index"):
+        value = getattr(result, name)
+        setattr(result, name, getattr(source, name) if value is None else _whole(value))
+
+
+def wrong_identity(result: Sample, source: Sample, *, is_sibling: bool = False) -> str | None:
+    """Return a complaint if `result` is another sample than `source`; None: it is this one.
+
+    A data source may give out samples without numbers, which then cannot be compared. Siblings of a fan-out
+    may have indices of their own, since many functions number the turns of an episode.
+    """
+    same_group = source.group_index is None or result.group_index == source.group_index
+    same_sample = is_sibling or source.index is None or result.index == source.index
+    if same_group and same_sample:
+        return None
+    return (
+        f"returned {describe(result)} for {describe(source)}, which would train one sample twice and lose "
+        "the other; return the sample that it was called with, or a new Sample without index and group_index."
+    )
 
 
 def _wrong_with(sample: Sample, vocab_size: int | None) -> str | None:
@@ -119,7 +145,7 @@ def check_fan_out(
             CUSTOM_GENERATE, path, "returned no sample; return at least one.", describe_fully(source)
         )
     for sample in result:
-        check_sample(path, source, sample, vocab_size)
+        check_sample(path, source, sample, vocab_size, is_sibling=True)
     if len(set(map(id, result))) < len(result):
         complaint = "returned one Sample several times, which would be trained so often; return copies of it."
         wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
