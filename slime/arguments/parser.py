@@ -20,6 +20,7 @@ from slime.arguments.core.unbuilt import (
     is_neutral,
     is_unbuilt,
     renamed,
+    renamed_key,
     why_idle,
     why_unbuilt,
 )
@@ -325,7 +326,7 @@ def _apply_config_file(
     server_flags: dict[str, list[str]] = {}
     without_megatron: list[str] = []
     for key, value in read_yaml_mapping(path, "--config").items():
-        name = str(key).replace("-", "_").removeprefix("__")
+        name, value = renamed_key(str(key).replace("-", "_").removeprefix("__"), value)
         option = "--" + name.replace("_", "-")
         ours = name in all_specs() or name in custom
         if not ours and is_megatron_flag(option) and not megatron_fields():

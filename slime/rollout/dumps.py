@@ -9,8 +9,14 @@ from slime.utils.types import Sample, flatten_samples
 
 
 def dump_path(path_template: str, rollout_id: int | str) -> Path:
-    """`runs/dump_{rollout_id}.pt` -> the file of that rollout."""
-    return Path(path_template.format(rollout_id=rollout_id))
+    """`runs/dump_{rollout_id}.pt` -> the file of that rollout.
+
+    Without a place for the number, evaluations (`eval_3`) get a file of their own beside it.
+    """
+    path = Path(path_template.format(rollout_id=rollout_id))
+    if str(rollout_id).startswith("eval_") and str(path) == path_template:
+        return path.with_name(f"eval_{path.name}")
+    return path
 
 
 def save_rollout_dump(path_template: str, rollout_id: int | str, samples: Sequence[Any]) -> Path:

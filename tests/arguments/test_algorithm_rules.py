@@ -78,7 +78,7 @@ def test_a_value_follows_from_the_others(changes, name, value):
         ),
         ({**CUSTOM, "use_rollout_logprobs": True}, "no old policy is asked for without advantages"),
         ({"advantage_estimator": "maxrl", "overlong_buffer_len": 4}, "maxrl divides by the mean reward"),
-        ({"gamma": 0.9}, "--gamma is 0.9, but this --advantage-estimator discounts nothing"),
+        ({"gamma": 0.9, "strict": True}, "--gamma is 0.9, but this --advantage-estimator discounts nothing"),
         (
             {"advantage_estimator": "rloo", "disable_grpo_std_normalization": True},
             "is set, but no reward is divided by a group's standard deviation",

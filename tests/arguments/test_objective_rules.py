@@ -29,10 +29,6 @@ def test_a_teacher_may_go_by_either_name(name, meant, tmp_path):
             ("--use-opd", "--opd-type", "engine", "--opd-kl", "full"),
             "--opd-kl full needs the teacher's whole distribution",
         ),
-        (
-            ("--use-opd", "--opd-type", "engine", "--rollout-temperature", "0.6"),
-            "an engine scores the teacher's tokens at temperature 1",
-        ),
         (("--opd-kl-coef", "2"), "--opd-kl-coef is 2.0, but there is no distillation"),
         (("--dpo-beta", "0.3"), "--dpo-beta is 0.3, but only --loss-type dpo_loss"),
         (("--ref-load", "owner/other"), "--ref-load is owner/other, but there is no reference"),

@@ -1,6 +1,7 @@
 """Flags of slime scripts that this version does not build: refused by name, or told of where that is safe."""
 
 from collections.abc import Sequence
+from typing import Any
 
 UNBUILT_FLAGS = frozenset(
     """
@@ -18,9 +19,16 @@ _INSTEAD = {
     "of each saved model, as peft reads them",
     "lora-target-preset": "sets of layers have no names here: name the layers with --lora-target-modules, "
     "such as q_proj k_proj v_proj o_proj; all-linear is the default",
+    "use-dynamic-global-batch-size": "an optimizer step takes --global-batch-size episodes, however many "
+    "samples each of them became, and no sample is left out; for one step per rollout, use "
+    "--num-steps-per-rollout 1, and give all samples of an episode the same rollout_id",
     "int4-params-rollout": "engines get weights in 16 bits or FP8: use --rollout-quantization fp8, or remove "
     "it and give a 16-bit --hf-checkpoint",
 }
+_TEACHER = (
+    "the teacher of a distillation is chosen with --use-opd: --opd-type trainer --opd-teacher-load MODEL, or "
+    "--opd-type engine --rm-url URL for a teacher behind a server"
+)
 # Flags that mean nothing without another, which is refused.
 _COMPANIONS = {
     "--use-mopd": """
@@ -44,6 +52,7 @@ IDLE_FLAGS = {
         perform-initialization initialization data-pad-size-multiplier allgather-cp
         create-attention-mask-in-dataloader manual-gc manual-gc-interval manual-gc-eval
         empty-unused-memory-level use-torch-optimizer-for-cpu-offload mla-down-proj-fusion
+        train-memory-margin-bytes
         megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
         megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules
         moe-use-legacy-grouped-gemm te-rng-tracker data-parallel-random-init
@@ -90,6 +99,13 @@ IDLE_FLAGS = {
     "--use-pytorch-profiler records steps": "profile",
     "code that comes with a model is not run": "trust-remote-code",
     "--lora-rank says it": "use-lora",
+    "engines get the same weights in any encoding; --update-weight-delta-encoding chooses one here": """
+        update-weight-encoding""",
+    "no server is started for a teacher: --opd-type trainer holds it (--opd-teacher-load), and --opd-type "
+    "engine asks the one at --rm-url": """
+        teacher-port teacher-warmup-port teacher-warmup-timeout-s teacher-sample-reduction-chunk-size
+        teacher-label-reduction-chunk-size megatron-server-max-length megatron-server-update-timeout-s
+        megatron-server-warmup""",
 }
 # Flags that change nothing at one value, and are refused at any other.
 _NEUTRAL = {"lr-warmup-init": "0", "weight-decay-incr-style": "constant"}
@@ -99,6 +115,8 @@ RENAMED_FLAGS = {
     "--gradient-checkpointing": ("--activation-checkpointing", "full"),
     "--slime-router-middleware-paths": ("--router-middleware-paths",),
     "--model-parallel-size": ("--tensor-model-parallel-size",),
+    "--update-weight-delta-dir": ("--update-weight-disk-dir",),
+    "--update-weight-delta-keep-files": ("--update-weight-disk-keep-files",),
 }
 _WHY_IDLE = {name: why for why, names in IDLE_FLAGS.items() for name in names.split()}
 # Flags of plug-ins that slime has on its own command line: attributes of args, for whoever reads them.
@@ -159,15 +177,22 @@ SYNONYMS = {theirs: ours for ours, names in _SYNONYMS.items() for theirs in name
 def is_unbuilt(name: str) -> bool:
     """Whether `load-forge-rollout-data` (no dashes in front) is a flag of slime that this version refuses."""
     name = name.replace("_", "-")
-    return name in UNBUILT_FLAGS or name in _NEUTRAL or name in _INSTEAD
+    return name in UNBUILT_FLAGS or name in _NEUTRAL or _instead(name) is not None
 
 
 def why_unbuilt(flag: str) -> str:
     """What is said of such a flag, as it was written."""
-    instead = _INSTEAD.get(flag.removeprefix("--").replace("_", "-"))
+    instead = _instead(flag.removeprefix("--").replace("_", "-"))
     if instead is not None:
         return f"{flag}: {instead}."
     return f"{flag} is a flag of slime's or Megatron's that this version does not build yet."
+
+
+def _instead(name: str) -> str | None:
+    """The alternative to a flag; a flag that chooses a teacher has one whatever its exact name is."""
+    if name.startswith("teacher-") and name not in _WHY_IDLE:
+        return _TEACHER
+    return _INSTEAD.get(name)
 
 
 def is_neutral(option: str, words: Sequence[str]) -> bool:
@@ -185,7 +210,23 @@ def _same(word: str, value: str) -> bool:
 
 def renamed(words: Sequence[str]) -> list[str]:
     """A command line with the names that flags have here."""
-    return [new for word in words for new in RENAMED_FLAGS.get(word, (word,))]
+    return [new for word in words for new in _renamed_word(word)]
+
+
+def _renamed_word(word: str) -> tuple[str, ...]:
+    name, equals, value = word.partition("=")
+    new = RENAMED_FLAGS.get(name)
+    if new is None or (equals and len(new) > 1):
+        return (word,)
+    return (new[0] + equals + value, *new[1:])
+
+
+def renamed_key(name: str, value: Any) -> tuple[str, Any]:
+    """A key of a file (`gradient_checkpointing`) and its value, under the name that the flag has here."""
+    new = RENAMED_FLAGS.get("--" + name.replace("_", "-"))
+    if new is None or (new[1:] and value is not True):
+        return name, value
+    return new[0].removeprefix("--").replace("-", "_"), new[1] if new[1:] else value
 
 
 def why_idle(option: str) -> str | None:

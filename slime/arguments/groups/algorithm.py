@@ -17,8 +17,7 @@ GROUPING_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 
 
 # -- when flags have an effect
-KL_LOSS = needs("use_kl_loss", "the loss has no KL term without --use-kl-loss; add it")
-WEIGHS_KL = OnlyWith(KL_LOSS.words, KL_LOSS.works, KL_LOSS.reason, harmless=True)
+KL_LOSS = needs("use_kl_loss", "the loss has no KL term without --use-kl-loss; add it", harmless=True)
 KL = OnlyWith(
     "with --use-kl-loss or --kl-coef",
     lambda d: d.use_kl_loss or d.kl_coef != 0,
@@ -79,6 +78,7 @@ DISCOUNTS = OnlyWith(
     "with an --advantage-estimator that discounts",
     lambda d: ESTIMATORS[d.advantage_estimator].uses_gamma or d.custom_advantage_function_path is not None,
     "this --advantage-estimator discounts nothing; remove it",
+    harmless=True,
 )
 GAE = OnlyWith(
     f"with --advantage-estimator {WITH_CRITIC}",
@@ -242,7 +242,7 @@ class AlgorithmFlags:
         choices=("k1", "k2", "k3", "low_var_kl"),
         only_with=KL,
     )
-    use_unbiased_kl: bool = flag(False, "weight the KL estimate by the policy ratio", only_with=WEIGHS_KL)
+    use_unbiased_kl: bool = flag(False, "weight the KL estimate by the policy ratio", only_with=KL_LOSS)
     use_rollout_logprobs: bool = flag(
         False, "take the engine's log-probs as those of the old policy", only_with=(POLICY_TERMS, OLD_POLICY)
     )
@@ -388,7 +388,7 @@ def _compares_in_groups(draft: Draft) -> bool:
 
 
 def reference_model(draft: Draft) -> None:
-    if draft.kl_coef != 0 and draft.kl_loss_coef != 0:
+    if draft.kl_coef != 0 and draft.use_kl_loss and draft.kl_loss_coef != 0:
         raise ValueError(
             f"--kl-coef is {draft.kl_coef:g} and --kl-loss-coef is {draft.kl_loss_coef:g}: the KL would "
             "count twice, in the reward and in the loss; keep one of them."

@@ -22,7 +22,6 @@ MEGATRON_FLAGS = {"load": "ckpt_step", "critic_load": None} | STEP_FLAGS
 
 # -- when flags have an effect
 LOADS = needs("load", "no checkpoint is loaded; add --load", harmless=True)
-CHOOSES = needs("load", "no checkpoint is loaded; add --load")
 SAVES = needs("save", "no checkpoint is saved; add --save", harmless=True)
 READS_CHECKPOINTS = OnlyWith(
     "with a checkpoint to read",
@@ -40,7 +39,7 @@ class CheckpointFlags:
         None, "folder of checkpoints to resume from (may be empty if it is also --save)", metavar="DIR"
     )
     ckpt_step: int | None = flag(
-        None, "which checkpoint of --load; default: the latest", ge=0, only_with=CHOOSES
+        None, "which checkpoint of --load; default: the latest", ge=0, only_with=LOADS
     )
     finetune: bool = flag(False, "take only the weights of --load and start from rollout 0", only_with=LOADS)
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
@@ -196,8 +195,15 @@ def checkpoints(draft: Draft) -> None:
         raise ValueError(f"--push-to-hub is {draft.push_to_hub}: write OWNER/NAME, e.g. me/my-model.")
     for name in ("save_hf", "save_debug_rollout_data", "save_debug_train_data"):
         template = getattr(draft, name)
-        if template is not None:
-            _check_template(f"--{name.replace('_', '-')}", template)
+        if template is None:
+            continue
+        if name == "save_debug_rollout_data" and "{" not in template:
+            draft.warn(
+                f"--save-debug-rollout-data is {template}: each rollout overwrites the one before; put "
+                "{rollout_id} in it to keep all of them."
+            )
+            continue
+        _check_template(f"--{name.replace('_', '-')}", template)
 
 
 def _check_template(flag: str, template: str) -> None:

@@ -64,7 +64,7 @@ def evaluation(draft: Draft) -> None:
 
 def resolve_eval_datasets(draft: Draft) -> None:
     if draft.eval_config is not None:
-        entries, defaults = _read_eval_config(draft.eval_config)
+        entries, defaults = _read_eval_config(draft)
         because = "eval_config"
         if draft.was_given("eval_prompt_data"):
             draft.idle.append("--eval-prompt-data is set, but --eval-config names the evaluation datasets.")
@@ -80,11 +80,22 @@ def resolve_eval_datasets(draft: Draft) -> None:
     draft.derive("eval_prompt_data", flat or None, because)
 
 
-def _read_eval_config(path: str) -> tuple[Any, dict[str, Any]]:
-    """The datasets and the defaults of a file; the top level `eval:` may be left out."""
+def _read_eval_config(draft: Draft) -> tuple[Any, dict[str, Any]]:
+    """The datasets and the defaults of the file; the top level `eval:` may be left out.
+
+    `delegate` lists services of the user's, which an --eval-function-path reads from the file and asks.
+    """
+    path = draft.eval_config
     content = read_yaml_mapping(path, "--eval-config")
     content = content.get("eval", content)
-    unknown = sorted(set(content) - {"defaults", "datasets"})
+    own_evaluation = draft.eval_function_path or draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+    if "delegate" in content:
+        if own_evaluation:
+            return content.get("datasets") or [], content.get("defaults") or {}
+        draft.idle.append(
+            f"delegate in {path} is set, but no --eval-function-path asks these evaluation services."
+        )
+    unknown = sorted(set(content) - {"defaults", "datasets", "delegate"})
     if unknown:
         raise ValueError(
             f"--eval-config {path}: unknown key {unknown[0]!r}; a file has `defaults` and `datasets`."

@@ -187,10 +187,10 @@ def distillation(draft: Draft) -> None:
     if draft.opd_type == "trainer" and draft.opd_teacher_load is None:
         raise ValueError("--opd-type trainer needs --opd-teacher-load: the folder or hub id of the teacher.")
     if draft.opd_type == "engine" and draft.rollout_temperature != 1:
-        raise ValueError(
-            f"--rollout-temperature is {draft.rollout_temperature:g} with --opd-type engine: an engine "
-            "scores the teacher's tokens at temperature 1, so the two policies would not be comparable; use "
-            "1, or --opd-type trainer."
+        draft.warn(
+            f"--rollout-temperature {draft.rollout_temperature:g} with --opd-type engine: the policy at this "
+            "temperature is pulled towards the teacher at temperature 1, at which an engine scores tokens; "
+            "--opd-type trainer divides the logits of both."
         )
     if draft.opd_type == "engine" and draft.opd_kl == "full":
         raise ValueError(

@@ -84,7 +84,9 @@ class DebugFlags:
     debug_rollout_only: bool = flag(False, "generate only; no trainer")
     debug_train_only: bool = flag(False, "train only; no engines (SFT, replayed dumps)")
     save_debug_rollout_data: str | None = flag(
-        None, "dump samples: dumps/{rollout_id}.pt", metavar="TEMPLATE"
+        None,
+        "dump samples: dumps/{rollout_id}.pt; without {rollout_id}, only those of the last rollout",
+        metavar="TEMPLATE",
     )
     load_debug_rollout_data: str | None = flag(
         None,
@@ -190,6 +192,7 @@ def auto_resume(draft: Draft) -> None:
     for folder in given:
         if goes_on_with(folder, draft.values, draft.save):
             draft.derive("load", draft.save, f"{folder} holds this run, unfinished (--no-auto-resume)")
+            draft.derive("ckpt_step", None, "it chose a checkpoint of --load, which was not given")
             if draft.run_dir is None:
                 draft.derive("run_dir", str(folder), "it holds this run, unfinished")
             return

@@ -8,7 +8,6 @@ import ast
 import functools
 import importlib.util
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +43,9 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
     "--ddp-bucket-size": ("bucket_size", None),
     "--ddp-average-in-collective": ("average_in_collective", True),
 }
+
+# No model has more layers than this; a pattern that does is a mistake, or meant to fill the memory.
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def _read(entry: Field, option: str, words: list[str], bare: Any) -> Any:
         return bare if bare is not None else option not in SPELLINGS and not option.startswith("--no-")
     if not words or (len(words) > 1 and not entry.many):
         raise ValueError(f"{option} takes {'values' if entry.many else 'one value'}, found {len(words)}.")
-    if entry.name == "moe_layer_freq" and words[0].startswith("["):
+    if entry.name == "moe_layer_freq":
         return _read_pattern(option, words[0])
     try:
         parts = [part for word in words for part in (word.split(",") if entry.many else [word])]
@@ -181,17 +183,44 @@ def _read(entry: Field, option: str, words: list[str], bare: Any) -> Any:
     return read if entry.many else read[0]
 
 
-def _read_pattern(option: str, text: str) -> list[int]:
-    """Megatron's way to write which layers have experts: `[0]*3+[1]*58`."""
-    pattern: list[int] = []
-    for part in text.replace(" ", "").split("+"):
-        found = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", part)
-        if found is None:
-            raise ValueError(
-                f"{option} is {text!r}: write a number, or a list of 0 and 1 such as [0]*3+[1]*58."
-            )
-        pattern += [int(layer) for layer in found[1].split(",")] * int(found[2] or 1)
+def _read_pattern(option: str, text: str) -> int | list[int]:
+    """Megatron's way to write which layers have experts: `[0]*3+[1]*58`, in quotes or not."""
+    plain = text.strip()
+    if plain[:1] in ("'", '"') and plain[:1] == plain[-1:]:
+        plain = plain[1:-1]
+    try:
+        pattern = _evaluate(ast.parse(plain.strip(), mode="eval").body)
+        if isinstance(pattern, int):
+            valid = pattern > 0
+        else:
+            valid = bool(pattern) and set(pattern) <= {0, 1}
+        if not valid:
+            raise ValueError
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(
+            f"{option} is {text!r}: write a number, or a list of 0 and 1 such as [0]*3+[1]*58."
+        ) from None
     return pattern
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """The value of sums and multiples of lists of whole numbers; ValueError: something else is in it."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        layers = [_evaluate(element) for element in node.elts]
+        numbers = [layer for layer in layers if isinstance(layer, int)]
+        if len(numbers) == len(layers):
+            return numbers
+    if isinstance(node, ast.BinOp):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
+            times, repeated = (left, right) if isinstance(left, int) else (right, left)
+            if isinstance(times, int) and isinstance(repeated, list) and times * len(repeated) <= MOST_LAYERS:
+                return repeated * times
+    raise ValueError
 
 
 def read_megatron_value(key: str, value: Any, path: str) -> dict[str, Any]:
