@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStopped
+from slime.utils.files.restricted import create_restricted
 from slime.utils.machine.garbage import search_no_more, search_seldom
 from slime.utils.machine.standard_streams import open_missing
 from slime.utils.waits import WaitTimeout
@@ -207,6 +208,7 @@ def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
         if traceback_file is not None and not isinstance(error, (FolderTaken, NotStarted)):
             with contextlib.suppress(OSError):  # a full disk may be what the message is about
                 traceback_file.parent.mkdir(parents=True, exist_ok=True)
+                create_restricted(traceback_file)
                 traceback_file.write_text(traceback.format_exc(), encoding="utf-8")
                 message += f"\n(details: {traceback_file})"
         _say(f"error: {message}")

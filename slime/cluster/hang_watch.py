@@ -30,6 +30,7 @@ from slime.runtime.base import Runtime, WorkerDied
 from slime.runtime.notes import Notes
 from slime.utils import waits
 from slime.utils.errors import RunStopped
+from slime.utils.files.restricted import restricted
 from slime.utils.machine import stacks
 from slime.utils.machine.vital_signs import Signs, SilenceClock, family_of, signs_of
 
@@ -150,7 +151,7 @@ class HangWatch:
 
     def _dump_stacks(self) -> list[str]:
         log = self._run_dir / "logs" / "driver.log"
-        with contextlib.suppress(OSError), open(log, "a") as file:
+        with contextlib.suppress(OSError), open(log, "a", opener=restricted) as file:
             file.write("stacks of the driver, which stops the run:\n")
             stacks.write_own(file)
         return ["driver", *self._runtime.dump_stacks()]

@@ -54,9 +54,8 @@ class Access:
             acts = request.method not in ("GET", "HEAD")
             reads = request.path.startswith("/api/") and self.asks_everybody
             if (acts or reads) and not self.has_token(request):
-                return web.json_response(
-                    {"error": "a token is needed; it is in the address that was printed"}, status=401
-                )
+                text = "a token is needed; it is in the file that `slime dashboard` named when it started"
+                return web.json_response({"error": text}, status=401)
             try:
                 response = await handler(request)
             except web.HTTPException as error:

@@ -13,6 +13,8 @@ _STRETCH = 128 << 10
 _SEARCHED = 16 << 20  # bytes before the end that a filter looks at
 _TROUBLE_BYTES = 4 << 20
 _MAX_LINES = 2000
+HIDDEN = "[hidden]"
+_TOKEN = re.compile(r"([#&?]token=)[\w-]+")
 _NAME = re.compile(r"[A-Za-z0-9._-]+\.(log|txt|out|err)")
 _ADVICE = re.compile(r"^\[([^\]]+)\] \S+ - WARNING: advice: (.*)$")
 _ERROR = re.compile(r"^\[([^\]]+)\] \S+ - (?:ERROR|CRITICAL): (.*)$")
@@ -41,8 +43,17 @@ def log_path(folder: Path, name: str) -> Path | None:
     return folder / name if name == "error.txt" else folder / "logs" / name
 
 
-def read_log(file: Path, end: int | None = None, contains: str = "") -> dict[str, Any]:
-    """The lines before byte `end` (None: the last ones), or those of the last part that hold a text."""
+def without_tokens(text: str, token: str = "") -> str:
+    """Hide the token of this dashboard, and whatever is printed as the token of another one."""
+    text = _TOKEN.sub(rf"\1{HIDDEN}", text)
+    return text.replace(token, HIDDEN) if token else text
+
+
+def read_log(file: Path, end: int | None = None, contains: str = "", token: str = "") -> dict[str, Any]:
+    """Return the lines before byte `end` (None: the last ones), or those of the last part that hold a text.
+
+    Tokens are hidden before lines are searched: a search that finds one would give it away.
+    """
     size = file.stat().st_size
     end = size if end is None else max(0, min(end, size))
     start = max(0, end - (_SEARCHED if contains else _STRETCH))
@@ -52,7 +63,7 @@ def read_log(file: Path, end: int | None = None, contains: str = "") -> dict[str
     if start:
         cut = data.find(b"\n") + 1
         data, start = data[cut:], start + cut
-    lines = data.decode("utf-8", "replace").splitlines()
+    lines = without_tokens(data.decode("utf-8", "replace"), token).splitlines()
     if contains:
         low = contains.lower()
         lines = [line for line in lines if low in line.lower()]
@@ -88,7 +99,7 @@ class LogTrouble:
                 data = log.read(_TROUBLE_BYTES)
                 whole = data.rfind(b"\n") + 1
                 self._offset += whole or (len(data) if len(data) == _TROUBLE_BYTES else 0)
-                for line in data[:whole].decode("utf-8", "replace").splitlines():
+                for line in without_tokens(data[:whole].decode("utf-8", "replace")).splitlines():
                     self._take(line)
                 if not whole:
                     return

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slime.utils.files.restricted import create_restricted
 from slime.utils.files.run_file import read_run
 
 RECORD_FILE = "record.db"
@@ -184,7 +185,14 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
     """Open it for the one writer. A file of another run or schema is a RecordError, and is never changed."""
     refuse_foreign(path, run_id)
     _know_numpy()
-    connection = _connect(f"{path.resolve().as_uri()}?mode=rwc", path)
+    try:
+        create_restricted(path)
+        for kept in (path.with_name(f"{path.name}-{kind}") for kind in ("wal", "shm")):
+            if kept.exists():  # of an earlier start; SQLite gives new ones the mode of the record
+                create_restricted(kept)
+    except OSError as error:
+        raise RecordError(f"{path} cannot be opened: {error}.") from error
+    connection = _connect(f"{path.resolve().as_uri()}?mode=rw", path)
     try:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
         connection.execute("PRAGMA journal_mode = WAL")

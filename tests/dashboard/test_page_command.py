@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import stat
 import subprocess
 import sys
 import urllib.request
@@ -13,6 +15,7 @@ from page_world import make_run
 from patience import eventually
 from processes import cmdline
 
+from slime.cli.inspect.dashboard import kept_address
 from slime.cli.inspect.page_process import page_beside
 from slime.cli.main import main
 from slime.dashboard.curves import moving_average
@@ -47,17 +50,41 @@ def test_a_folder_that_is_no_run_is_a_clear_error(words, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_the_page_beside_a_run_tells_its_address_and_ends_with_it(tmp_path, capfd):
+def test_the_dashboard_of_a_run_prints_its_address_without_the_token_and_ends_with_the_run(tmp_path, capfd):
+    """The run's terminal and driver.log get this text; the token is in a file that only the user can read."""
     make_run(tmp_path / "run", 2, exit=None)
     lock = FolderLock(tmp_path / "run", "--run-dir")
+    file = tmp_path / "run" / "dashboard_address"
     try:
         with page_beside(str(tmp_path / "run")):
             text = eventually(lambda: (out := capfd.readouterr().out) and "http" in out and out)
-            assert answer(text.split()[-1], "api/runs")["runs"][0]["state"] == "running"
+            address = re.search(r"http://[^ ]+", text)[0]
+            assert answer(address, "api/runs")["runs"][0]["state"] == "running"
+            assert str(file) in text and stat.S_IMODE(file.stat().st_mode) == 0o600
+            shown, _, token = file.read_text().strip().partition("#token=")
+            assert shown == address and len(token) > 16
+            assert token not in text and token not in "".join(
+                path.read_text(errors="replace")
+                for path in tmp_path.rglob("*")
+                if path.is_file() and path != file
+            )
+            sent = urllib.request.Request(f"{address}api/runs/run/actions", b'{"name": "pause"}')
+            sent.add_header("Authorization", f"Bearer {token}")
+            with urllib.request.urlopen(sent, timeout=60) as response:
+                assert json.loads(response.read()) == {"id": 1}
         with pytest.raises(OSError):
-            answer(text.split()[-1], "api/runs")
+            answer(address, "api/runs")
+        assert not file.exists()
     finally:
         lock.release()
+
+
+def test_the_token_of_a_run_that_others_own_is_kept_in_a_folder_of_the_user(tmp_path):
+    (tmp_path / "run").write_text("")  # a folder in which nothing can be written, for root as well
+    with kept_address(tmp_path / "run", "http://127.0.0.1:1/#token=x") as file:
+        assert tmp_path not in file.parents and file.read_text() == "http://127.0.0.1:1/#token=x\n"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert not file.exists()
 
 
 def test_a_page_that_dies_before_its_run_is_told_of(tmp_path, capfd):

@@ -153,6 +153,24 @@ def test_no_path_leads_out_of_the_folder(world):
         assert status_of(world[0] + path) == 404
 
 
+def test_a_token_that_stands_in_a_log_is_not_served(world):
+    url, token, folder = world
+    logs = folder / "good" / "logs"
+    logs.mkdir(exist_ok=True)
+    other = "page: http://127.0.0.1:9/#token=of-Another_Page done"
+    error = f"[2026-01-01 00:00:00] a.py:1 - ERROR: {token} was wrong"
+    (logs / "driver.log").write_text(f"page: http://127.0.0.1:8/#token={token}\n{other}\n{error}\n")
+    try:
+        seen = answer(f"{url}/api/runs/good/logs/driver.log")["lines"]
+        assert seen[0].startswith("page: http://127.0.0.1:8/#token=") and seen[1].endswith(" done")
+        for part in (token, "of-Another_Page"):
+            for path in ("/logs/driver.log", f"/logs/driver.log?q={part}", "", "/logs/driver.log?end=45"):
+                assert part[:8] not in ask(f"{url}/api/runs/good{path}")[1].decode().partition("token=")[2]
+            assert not answer(f"{url}/api/runs/good/logs/driver.log?q={part[:4]}")["lines"]
+    finally:
+        (logs / "driver.log").unlink()
+
+
 def test_the_policy_lets_nothing_but_the_pages_own_files_run(world):
     for path in ("/", "/api/runs", "/js/main.js", "/nothing"):
         try:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import stat
 import sys
 import tarfile
 import tempfile
@@ -23,8 +24,10 @@ from slime.dashboard.run_folder import NotARun, open_runs
 from slime.dashboard.server import Page
 from slime.record import RECORD_FILE
 from slime.utils.files.folder_lock import is_locked
+from slime.utils.files.restricted import FOR_OWNER, restricted
 
 DEFAULT_PORT = 8123
+ADDRESS_FILE = "dashboard_address"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,6 +97,7 @@ def demo_run() -> Iterator[Path]:
 async def _serve(page: Page, host: str, port: int, over: threading.Event, *, open_browser: bool) -> None:
     runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
+    kept = contextlib.ExitStack()
     try:
         try:
             site = web.TCPSite(runner, host, port)
@@ -106,12 +110,18 @@ async def _serve(page: Page, host: str, port: int, over: threading.Event, *, ope
         assert site._server is not None
         bound = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{bound}/#token={page.access.token}"
-        print(f"page of {', '.join(page.runs)}: {address}", flush=True)
-        print("(the token in it is for actions, and for readers on other machines; Ctrl-C ends the page)")
-        sys.stdout.flush()
+        address, text = f"http://{shown}:{bound}/", f"dashboard of {', '.join(page.runs)}: "
+        if page.may_act or page.access.asks_everybody:
+            folder = next(iter(page.runs.values())).path
+            file = kept.enter_context(kept_address(folder, f"{address}#token={page.access.token}"))
+            need = "to open it" if page.access.asks_everybody else "for actions"
+            text += f"{address} ({need}, use the address in {file}, which only you can read)"
+        else:
+            text += address
+        print(text, flush=True)
+        print("Ctrl-C ends the dashboard.", flush=True)
         if open_browser:
-            webbrowser.open(address)
+            webbrowser.open(address)  # without the token: other users see the command lines of processes
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         threading.Thread(target=_tell_end, args=(over, loop, ended), daemon=True).start()
@@ -122,7 +132,47 @@ async def _serve(page: Page, host: str, port: int, over: threading.Event, *, ope
                     loop.add_signal_handler(number, ended.set)
         await ended.wait()
     finally:
+        kept.close()
         await runner.cleanup()
+
+
+@contextlib.contextmanager
+def kept_address(folder: Path, address: str) -> Iterator[Path]:
+    """Keep the address with the token in a file that only the user can read, while the block lasts.
+
+    It is in the folder of the run, or in a temporary one where the run belongs to somebody else or the file
+    system keeps no permissions. A terminal's output is no place for it: `driver.log` holds that.
+    """
+    with contextlib.ExitStack() as stack:
+        file = folder / ADDRESS_FILE
+        if not _write_for_owner(file, address):
+            file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slime-"))) / ADDRESS_FILE
+            _write_for_owner(file, address)
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(OSError):
+                if file.read_text().strip() == address:  # else a second dashboard has written its own
+                    file.unlink()
+
+
+def _write_for_owner(file: Path, address: str) -> bool:
+    """Write the file by one rename; False where that fails or others could read it."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with open(restricted(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FOR_OWNER), "w") as opened:
+            opened.write(
+                f"{address}\n" if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) == FOR_OWNER else ""
+            )
+        is_written = temporary.stat().st_size > 0
+        if is_written:
+            temporary.replace(file)
+        return is_written
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _tell_end(over: threading.Event, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:

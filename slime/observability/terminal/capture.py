@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slime.observability.logging_utils import FORMAT
+from slime.utils.files.restricted import create_restricted, restricted
 
 _TAIL_BYTES = 4000
 
@@ -73,7 +74,7 @@ class Capture:
     def into(self, path: Path) -> Iterator[None]:
         """What is written goes to the end of a file, with what had none; then to the file of before."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        fd = restricted(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         earlier = None
         if self._is_spooled:
             self._is_spooled = False
@@ -121,6 +122,7 @@ def log_to(path: Path) -> Iterator[None]:
             yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    create_restricted(path)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT.format(prefix=""), datefmt="%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(handler)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from slime.utils.files.restricted import restricted
+
 
 class Child(Protocol):
     """What is asked of a child process, as of `subprocess.Popen`."""
@@ -98,7 +100,7 @@ def thread_environment(num_threads: int) -> dict[str, str]:
 def open_log(path: Path, name: str) -> Iterator[BinaryIO]:
     """The log of a process that is about to start; never empty, and each start can be told from the next."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as log:
+    with open(path, "ab", opener=restricted) as log:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         log.write(f"[{now}] {name} is started; what it writes follows\n".encode())
         log.flush()

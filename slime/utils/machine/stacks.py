@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TextIO
 
 from slime.utils import async_utils
+from slime.utils.files.restricted import restricted
 
 SIGNAL = signal.SIGUSR2
 _TASK_FRAMES = 8
@@ -58,7 +59,7 @@ def answering(log: Path) -> Iterator[None]:
     if not on_main or signal.getsignal(SIGNAL) != signal.SIG_DFL:
         yield
         return
-    with open(log, "ab", buffering=0) as file:
+    with open(log, "ab", buffering=0, opener=restricted) as file:
 
         def tell_tasks(number: int, frame: FrameType | None) -> None:
             with contextlib.suppress(OSError):  # a full disk is told where it matters

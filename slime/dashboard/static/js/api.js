@@ -11,7 +11,7 @@ takeToken();
 
 export const hasToken = () => Boolean(sessionStorage.getItem("token"));
 
-export function setToken(value) { sessionStorage.setItem("token", value.trim()); }
+export function setToken(value) { sessionStorage.setItem("token", value.trim().replace(/^.*token=/, "")); }
 
 function headers() {
   return hasToken() ? { Authorization: `Bearer ${sessionStorage.getItem("token")}` } : {};

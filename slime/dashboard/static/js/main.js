@@ -65,7 +65,7 @@ function failed(error) {
 
 function askToken() {
   const input = h("input", { type: "password", "aria-label": "Token", autocomplete: "off" });
-  const form = h("form", { onsubmit: (event) => { event.preventDefault(); api.setToken(input.value); start(); } }, h("p", {}, "This page asks for its token: it is in the address that `slime dashboard` printed."), input, " ", h("button", { class: "main" }, "Open"));
+  const form = h("form", { onsubmit: (event) => { event.preventDefault(); api.setToken(input.value); start(); } }, h("p", {}, "This dashboard needs its token: paste the address from the file that `slime dashboard` named when it started."), input, " ", h("button", { class: "main" }, "Open"));
   fill($("main"), h("div", { class: "empty" }, form));
   input.focus();
 }

@@ -4,18 +4,24 @@ import { h, fill, empty, say } from "../dom.js";
 import { clock, num } from "../format.js";
 
 export const title = "Actions";
+const NO_TOKEN = "Actions need the token: paste the address from the file that `slime dashboard` named when it started.";
 const SURE = { stop: "End the run after this step?" };
 
 export async function render(main, context) {
   const key = context.keys[0], body = h("tbody", {}), status = h("p", { class: "dim", role: "status" });
   const can = context.info.may_act;
+  const token = h("input", { type: "password", "aria-label": "Token", autocomplete: "off" });
+  const unlock = h("form", { hidden: true, onsubmit: (event) => { event.preventDefault(); api.setToken(token.value); refresh(); } }, h("label", {}, "Token or address ", token), " ", h("button", {}, "Use it"));
   let state = "";
   async function ask(name, value) {
     if (SURE[name] && !window.confirm(SURE[name])) return;
     try {
       await api.act(key, name, value);
       say("Asked. The run answers after the step it is in.");
-    } catch (error) { say(error.status === 401 ? "Actions need the token: open the address that `slime dashboard` printed." : error.message); }
+    } catch (error) {
+      if (error.status === 401) api.setToken("");
+      say(error.status === 401 ? NO_TOKEN : error.message);
+    }
     await refresh();
   }
   function one(name, row) {
@@ -26,13 +32,14 @@ export async function render(main, context) {
   async function refresh() {
     const [details, rows] = await Promise.all([api.get(api.run(key)), api.get(api.run(key, "/actions")).catch(() => [])]);
     state = details.state;
-    status.textContent = !can ? "This page only shows." : state !== "running" ? `Nobody would answer: ${state === "finished" ? "the run is finished" : state}.` : api.hasToken() ? "The run runs, and answers after the step it is in." : "Actions need the token: open the address that `slime dashboard` printed.";
+    status.textContent = !can ? "This page only shows." : state !== "running" ? `Nobody would answer: ${state === "finished" ? "the run is finished" : state}.` : api.hasToken() ? "The run runs, and answers after the step it is in." : NO_TOKEN;
+    unlock.hidden = !can || state !== "running" || api.hasToken();
     for (const element of main.querySelectorAll(".acts button, .acts input")) element.disabled = !can || state !== "running" || !api.hasToken();
     fill(body, rows.length ? rows.reverse().map((row) => h("tr", {}, h("td", {}, clock(row.time)), h("td", {}, row.name, row.value !== null && ` ${num(row.value)}`), h("td", {}, row.who), h("td", {}, h("span", { class: `badge ${row.state === "done" ? "finished" : row.state === "refused" ? "ended" : "running"}` }, row.state)), h("td", {}, row.answer || ""))) : h("tr", {}, h("td", { colSpan: 5, class: "dim" }, "Nothing was asked of this run so far.")));
   }
   context.settings = await api.get(api.run(key, "/settings")).catch(() => ({}));
   const actions = Object.entries(context.info.actions);
-  fill(main, status, h("div", { class: "acts" }, actions.map(([name, row]) => one(name, row))), h("section", { class: "panel scroll" }, h("h2", {}, "Asked so far"), h("table", {}, h("thead", {}, h("tr", {}, ["When", "What", "By", "State", "Answer"].map((name) => h("th", {}, name)))), body)));
+  fill(main, status, unlock, h("div", { class: "acts" }, actions.map(([name, row]) => one(name, row))), h("section", { class: "panel scroll" }, h("h2", {}, "Asked so far"), h("table", {}, h("thead", {}, h("tr", {}, ["When", "What", "By", "State", "Answer"].map((name) => h("th", {}, name)))), body)));
   await refresh();
   return { refresh };
 }
