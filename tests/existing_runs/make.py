@@ -2,14 +2,16 @@
 
     python tests/existing_runs/make.py NAME      # writes NAME-train.tar.gz and NAME-train_async.tar.gz
 
-Each run has a model of a few thousand parameters, takes four steps, saves after every second one and is killed
-(SIGKILL) when its fourth step begins. It then has a checkpoint of two steps, two complete batches in its ledger
-that no checkpoint covers, and no recorded end. An archive holds the model, the prompts, the reward, the run folder
-without its logs, the checkpoint, and `command.json`: the script and the flags that started the run.
+Each run has a model of a few thousand parameters, takes four steps, saves after every second one and is
+killed (SIGKILL) when its fourth step begins. It then has a checkpoint of two steps, two complete batches in
+its ledger that no checkpoint covers, and no recorded end. An archive holds the model, the prompts, the
+reward, the run folder without its logs, the checkpoint, and `command.json`: the script and the flags that
+started the run.
 
-All paths of the command are relative to the folder of the archive. Where a run wrote the absolute path of that
-folder, in run.json, the archive has `FOLDER` in its place; `unpack` puts the new folder there. Archives are written
-once and stay as they are: run this script again only to add the runs of a later version, under another NAME.
+All paths of the command are relative to the folder of the archive. Where a run wrote the absolute path of
+that folder, in run.json, the archive has `FOLDER` in its place; `unpack` puts the new folder there. Archives
+are written once and stay as they are: run this script again only to add the runs of a later version, under
+another NAME.
 """
 
 import json
