@@ -49,6 +49,7 @@ from slime.arguments.groups.run import (
     dumps_and_assertions,
     needed_flags,
     run_folder,
+    seeds,
 )
 from slime.arguments.groups.topology import router, topology, topology_source
 from slime.arguments.groups.trained_sampling import trained_sampling
@@ -111,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     model_parallel_sizes,
     profiling,
     critic_role,
+    seeds,  # before settings are compared with those of the folder's run
     auto_resume,
     run_folder,
     check_paths_exist,

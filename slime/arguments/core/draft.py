@@ -102,11 +102,16 @@ class Draft:
 
     def was_given(self, name: str) -> bool:
         """Whether the user wrote it (in a file or on the command line)."""
-        return self.sources[name] != DEFAULT and not self.sources[name].startswith("derived")
+        return is_given(self.sources[name])
 
     def warn(self, message: str) -> None:
         """Tell the user at the start of a setting that does nothing here and changes no training."""
         self.warnings.append(message)
+
+
+def is_given(source: str) -> bool:
+    """Whether the source of a value is the user: a file or the command line."""
+    return source != DEFAULT and not source.startswith("derived")
 
 
 def refuse_flags_without_effect(draft: Draft) -> None:

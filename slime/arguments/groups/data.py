@@ -37,7 +37,9 @@ class DataFlags:
     num_epoch: int | None = flag(None, "passes over the prompts, instead of --num-rollout", ge=1)
     start_rollout_id: int | None = flag(None, "first rollout id; default: after the loaded checkpoint", ge=0)
     rollout_shuffle: bool = flag(False, "shuffle prompts in each epoch", only_with=SHARED_DATASET)
-    rollout_seed: int = flag(42, "seed of the shuffle and of per-request sampling seeds", ge=0)
+    rollout_seed: int = flag(
+        42, "seed of the shuffle and of per-request sampling seeds; where --seed is given, that one", ge=0
+    )
     input_key: str = flag("input", "column of the prompt (text or messages)", metavar="KEY")
     prompt_template: str | None = flag(
         None, "the prompt as text made of columns: 'Q: {question} A:', instead of --input-key", metavar="TEXT"

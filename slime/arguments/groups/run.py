@@ -4,13 +4,15 @@ import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from slime.arguments.core.draft import Draft, Refused
+from slime.arguments.core.draft import Draft, Refused, is_given
 from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.catalog.datasets import ENDINGS, why_unreadable
-from slime.utils.files.run_file import choose_run_folder, goes_on_with, has_finished, resumption_of
+from slime.utils.files.run_file import choose_run_folder, goes_on_with, has_finished, read_run, resumption_of
+from slime.utils.files.step_folders import same_folder
 
 ROW_RANGE = re.compile(r"^(.*)@\[-?\d*:-?\d*\]$")
 # What a model hub calls a model: `name` or `owner/name`. Anything else is meant as a path.
@@ -66,7 +68,9 @@ class RunFlags:
         choices=("debug", "info", "warning", "error"),
     )
     show_sample_every: int = flag(5, "show an answer of every so many steps; 0: none", ge=0)
-    seed: int = flag(1234, "seed of the trainer and of engine sampling", ge=0)
+    seed: int = flag(
+        1234, "seed of the run; where it is given, --rollout-seed has its value unless given too", ge=0
+    )
     deterministic_mode: bool = flag(
         False,
         "the same bits in every run: reproducible kernels, requests computed one at a time by the embedded "
@@ -184,12 +188,39 @@ def needed_flags(draft: Draft) -> None:
         raise Refused(missing)
 
 
+def seeds(draft: Draft) -> None:
+    """Sampling and data order follow --seed, where --rollout-seed is not given.
+
+    A run that is resumed keeps the rollout seed it had: an earlier version did not derive it from --seed.
+    """
+    if not draft.was_given("seed") or draft.was_given("rollout_seed"):
+        return
+    known = _setting_of_resumed_run(draft, "rollout_seed")
+    if known is None:
+        draft.derive("rollout_seed", draft.seed, "same as seed")
+    else:
+        draft.derive("rollout_seed", known, "the run that is resumed had it")
+
+
+def _setting_of_resumed_run(draft: Draft, name: str) -> Any:
+    """The value of a setting that nobody gave in the run that these flags resume; None: they resume none."""
+    resumption = resumption_of(draft.load, draft.ckpt_step, draft.finetune)
+    by_itself = draft.auto_resume and draft.load is None and not draft.finetune
+    for record in filter(None, map(read_run, own_folders(draft))):
+        found = record.last.settings.get(name)
+        if found is None or is_given(found["source"]):
+            continue
+        saves_there = by_itself and same_folder(record.last.checkpoints, draft.save)
+        if saves_there or (resumption is not None and resumption.continues(record)):
+            return found["value"]
+    return None
+
+
 def auto_resume(draft: Draft) -> None:
     """The same command goes on with its run: --load is --save, where the folder's run did not finish."""
     if not draft.auto_resume or draft.load is not None or draft.save is None or draft.finetune:
         return
-    given = [Path(draft.run_dir)] if draft.run_dir is not None else _folders(_base_folder(draft))
-    for folder in given:
+    for folder in own_folders(draft):
         if goes_on_with(folder, draft.values, draft.save):
             draft.derive("load", draft.save, f"{folder} holds this run, unfinished (--no-auto-resume)")
             draft.derive("ckpt_step", None, "it chose a checkpoint of --load, which was not given")
@@ -199,6 +230,11 @@ def auto_resume(draft: Draft) -> None:
         if draft.run_dir is None and has_finished(folder, draft.values, draft.save):
             draft.derive("run_dir", str(folder), "it holds this run, finished (--no-auto-resume)")
             return
+
+
+def own_folders(draft: Draft) -> list[Path]:
+    """The folders that may hold an earlier start of this run."""
+    return [Path(draft.run_dir)] if draft.run_dir is not None else _folders(_base_folder(draft))
 
 
 def _folders(base: str) -> list[Path]:
