@@ -15,11 +15,14 @@ import warnings
 from collections.abc import Sequence
 
 MOVED = {
+    "slime.ray.rollout_data_source": "slime.rollout.data_source",
     "slime.rollout.policy_requests": "slime.rollout.generation.policy_requests",
     "slime.utils.arguments": "slime.arguments",
     "slime.utils.data": "slime.data.dataset",
     "slime.utils.external_utils.command_utils": "slime.cli.launch",
     "slime.utils.eval_config": "slime.arguments.groups.eval_config",
+    "slime.utils.logging_utils": "slime.observability.logging_utils",
+    "slime.utils.trace_utils": "slime.observability.trace_utils",
 }
 
 # Old module -> new module -> the names it took over.
@@ -28,9 +31,34 @@ FACADES: dict[str, dict[str, tuple[str, ...]]] = {
     "slime.backends.megatron_utils.cp_utils": {
         "slime.utils.whole_responses": ("all_gather_with_cp", "slice_log_prob_with_cp"),
     },
-    "slime.backends.megatron_utils.loss": {"slime.algorithms.off_policy": ("icepop_function",)},
+    "slime.backends.megatron_utils.loss": {
+        "slime.algorithms.off_policy": ("icepop_function",),
+        "slime.algorithms.response_logits": (
+            "get_log_probs_and_entropy",
+            "get_responses",
+            "get_rollout_top_p_logprob_kwargs",
+        ),
+    },
     "slime.observability.tensorboard_utils": {"slime.observability.logging_utils": ("_TensorboardAdapter",)},
+    "slime.ray": {},
+    "slime.ray.rollout": {
+        "slime.observability.plugin_metrics": (
+            "compute_metrics_from_samples",
+            "compute_perf_metrics_from_samples",
+            "compute_rollout_step",
+        ),
+    },
     "slime.utils.external_utils": {},
+    "slime.utils.metric_utils": {
+        "slime.observability.plugin_metrics": (
+            "compression_ratio",
+            "compute_pass_rate",
+            "compute_rollout_step",
+            "compute_statistics",
+            "dict_add_prefix",
+            "has_repetition",
+        ),
+    },
     "slime.utils.ppo_utils": {
         "slime.algorithms.kl": ("compute_approx_kl",),
         "slime.algorithms.policy_loss": (
@@ -50,7 +78,16 @@ FACADES: dict[str, dict[str, tuple[str, ...]]] = {
             "get_reinforce_plus_plus_returns",
             "get_reinforce_plus_plus_baseline_advantages",
         ),
-        "slime.algorithms.logprobs": ("calculate_log_probs_and_entropy",),
+        "slime.algorithms.logprobs": ("calculate_log_probs_and_entropy", "compute_log_probs"),
+    },
+    "slime.utils.ray_utils": {"slime.utils.misc": ("Box",)},
+    "slime.utils.tensorboard_utils": {"slime.observability.logging_utils": ("_TensorboardAdapter",)},
+    "slime.utils.wandb_utils": {
+        "slime.observability.wandb_plugins": (
+            "init_wandb_primary",
+            "init_wandb_secondary",
+            "reinit_wandb_primary_with_open_metrics",
+        ),
     },
 }
 

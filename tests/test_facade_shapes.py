@@ -27,13 +27,31 @@ def log_probs(f, tokens: int, **options):
     return f(torch.randn(tokens, V), torch.randint(0, V, (tokens,)), None, **options)
 
 
+def packed():
+    """Two samples one after another, as a loss of the user's own gets them; each has a prompt of 2 tokens."""
+    totals = [n + 2 for n in LENGTHS]
+    return {
+        "logits": torch.randn(1, sum(totals), V),
+        "args": SimpleNamespace(rollout_temperature=0.5),
+        "unconcat_tokens": [torch.randint(0, V, (n,)) for n in totals],
+        "total_lengths": totals,
+        "response_lengths": list(LENGTHS),
+    }
+
+
 PER_SAMPLE = [(n,) for n in LENGTHS]
 
 # They hold no functions of tensors.
 OTHERS = {
     "slime.backends.megatron_utils",
     "slime.observability.tensorboard_utils",
+    "slime.ray",
+    "slime.ray.rollout",
     "slime.utils.external_utils",
+    "slime.utils.metric_utils",
+    "slime.utils.ray_utils",
+    "slime.utils.tensorboard_utils",
+    "slime.utils.wandb_utils",
 }
 
 # Module -> name -> (a call, the shapes of its result as recorded from
@@ -53,6 +71,20 @@ SHAPES = {
                 loss_masks=lists(mask=True),
             )[:2],
             ((sum(LENGTHS),), PER_SAMPLE),
+        ),
+        "get_responses": (lambda f: list(f(**packed())), [((n, V), (n,)) for n in LENGTHS]),
+        "get_log_probs_and_entropy": (
+            lambda f: [(empty, *out.values()) for empty, out in [f(**packed(), with_entropy=True)]],
+            [((0,), PER_SAMPLE, PER_SAMPLE)],
+        ),
+        "get_rollout_top_p_logprob_kwargs": (
+            lambda f: list(
+                f(
+                    SimpleNamespace(rollout_top_p=0.9),
+                    {"rollout_top_p_token_ids": flat(), "rollout_top_p_token_offsets": flat(3)},
+                ).values()
+            ),
+            [(N,), (3,)],
         ),
     },
     "slime.utils.ppo_utils": {
@@ -89,6 +121,7 @@ SHAPES = {
             ],
             [((N, 1), (N,)), ((N, 1), (N,)), ((N, 1), None), ((0, 1), (0,))],
         ),
+        "compute_log_probs": (lambda f: log_probs(f, N), (N, 1)),
     },
 }
 

@@ -23,6 +23,7 @@ PPO_UTILS = [
     "get_reinforce_plus_plus_baseline_advantages",
     "get_advantages_and_returns_batch",
     "calculate_log_probs_and_entropy",
+    "compute_log_probs",
 ]
 
 
@@ -47,7 +48,7 @@ def test_old_module_is_the_same_object_and_warns(old):
         ),
         ("slime.utils.ppo_utils", PPO_UTILS),
         ("slime.backends.megatron_utils.cp_utils", ["all_gather_with_cp", "slice_log_prob_with_cp"]),
-        ("slime.backends.megatron_utils.loss", ["icepop_function"]),
+        ("slime.backends.megatron_utils.loss", ["icepop_function", "get_responses"]),
         ("slime.observability.tensorboard_utils", ["_TensorboardAdapter"]),
         ("slime.utils.external_utils.command_utils", ["execute_train", "exec_command", "convert_checkpoint"]),
         ("slime.rollout.rm_hub", ["grade_answer_verl", "get_deepscaler_rule_based_reward"]),

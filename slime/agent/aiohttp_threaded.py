@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.web_log import AccessLogger
 
 _START_S = 60.0
 _STOP_S = 10.0
@@ -33,14 +35,38 @@ class AppHandle:
         self.loop.close()
 
 
+class FilteredAccessLogger(AccessLogger):
+    """Logs requests that failed or took long; `access_log_class` of an aiohttp runner."""
+
+    SLOW_S = 120.0
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        if request.method != "HEAD" and (response.status >= 400 or time > self.SLOW_S):
+            super().log(request, response, time)
+
+
 def run_app_in_thread(
-    app: web.Application, host: str = "127.0.0.1", port: int = 0, *, shutdown_timeout: float = 1.0
+    app: web.Application,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    shutdown_timeout: float = 1.0,
+    thread_name: str = "slime-aiohttp",
+    runner_kwargs: Mapping[str, Any] | None = None,
 ) -> AppHandle:
-    """Start serving and return when it listens. A client that leaves cancels the handler of its request."""
+    """Start serving and return when it listens. A client that leaves cancels the handler of its request.
+
+    `runner_kwargs`: options of aiohttp's AppRunner. With an `access_log_class`, requests are logged as the
+    logger `aiohttp.access`.
+    """
+    options: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": shutdown_timeout}
+    options |= dict(runner_kwargs or {})
+    if "access_log" not in options:
+        options["access_log"] = logging.getLogger("aiohttp.access") if "access_log_class" in options else None
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="slime-aiohttp", daemon=True)
+    thread = threading.Thread(target=loop.run_forever, name=thread_name, daemon=True)
     thread.start()
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout, access_log=None)
+    runner = web.AppRunner(app, **options)
     try:
         bound = _call(_serve(runner, host, port), loop, _START_S)
     except BaseException:

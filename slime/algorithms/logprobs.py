@@ -294,3 +294,8 @@ def calculate_log_probs_and_entropy(
     empty = logits.new_zeros(0, dtype=_compute_dtype(logits.dtype))
     entropy = (torch.cat(entropies) if entropies else empty) if with_entropy else None
     return (torch.cat(log_probs) if log_probs else empty[:, None]), entropy
+
+
+def compute_log_probs(logits: Tensor, tokens: Tensor, process_group: Any = None) -> Tensor:
+    """Log-probs [T, 1] of `tokens` under `logits` [T, V], as losses of slime's users call it."""
+    return calculate_log_probs_and_entropy(logits, tokens, process_group)[0]

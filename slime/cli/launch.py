@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.catalog.backends import BACKENDS
+from slime.utils.misc import exec_command
 from slime.utils.models.model_config import read_config
 
 SCRIPTS = {"train.py": "train", "train_async.py": "train-async"}
@@ -26,12 +27,6 @@ class ExecuteTrainConfig:
     cuda_core_dump: bool = False
     num_nodes: int = 1
     extra_env_vars: str = ""
-
-
-def exec_command(command: str, capture_output: bool = False) -> str | None:
-    """Run a line of bash; CalledProcessError where it fails."""
-    done = subprocess.run(["bash", "-c", command], check=True, text=True, capture_output=capture_output)
-    return done.stdout if capture_output else None
 
 
 def train_words(train_args: str, megatron_model_type: str | None = None) -> list[str]:

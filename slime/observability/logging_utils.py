@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.observability.plugin_metrics import RolloutStep
 from slime.observability.tracking import Tracker
 from slime.utils.files.folder_lock import is_locked
 
@@ -56,6 +57,9 @@ def log(args: RunArgs, metrics: Mapping[str, Any], step_key: str, step: int | No
     """Record metrics; the step is `step`, or what the metrics hold under `step_key`."""
     if _tracker is None and not getattr(args, "run_dir", None):
         return  # a namespace of a plug-in's own, outside of a run: nobody tracks it
+    place = metrics.get(step_key)
+    if isinstance(place, RolloutStep):  # trackers count rollouts, and convert their axis themselves
+        metrics = {**metrics, step_key: place.rollout_id}
     init_tracking(args).log(metrics, step_key, step)
 
 

@@ -54,11 +54,12 @@ def rollout_metrics(
     if rewards and all(isinstance(reward, (int, float)) for reward in rewards):
         metrics["rollout/raw_reward"] = statistics.fmean(rewards)
         if not ESTIMATORS[args.advantage_estimator].needs_values:  # a critic compares with its own values
-            metrics.update(_zero_std_counts(flat, args.reward_key))
+            metrics.update(_with_prefix("rollout", zero_std_counts(flat, args.reward_key)))
     metrics.update(_groups_of_one(flat))
     metrics.update(_reward_components(flat))
     metrics.update(_with_prefix("rollout", version_metrics(flat, current_version)))
-    metrics.update(_perf_metrics(flat, rollout_time, num_gpus=max(1, args.rollout_num_gpus or 1)))
+    num_gpus = max(1, args.rollout_num_gpus or 1)
+    metrics.update(_with_prefix("perf", perf_metrics(flat, rollout_time, num_gpus=num_gpus)))
     if args.log_multi_turn:
         metrics.update(_with_prefix("multi_turn", multi_turn_metrics(flat)))
     if args.log_correct_samples:
@@ -224,12 +225,12 @@ def lag_name(lag: int) -> str:
     return f"lag_{lag}" if lag < LAGS - 1 else f"lag_{LAGS - 1}_or_more"
 
 
-def _zero_std_counts(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
+def zero_std_counts(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
     """Groups in which all rewards are equal, by that reward."""
     counts: Counter[str] = Counter()
     for rewards in _rewards_by_group(samples, reward_key):
         if len(set(rewards)) == 1:
-            counts[f"rollout/zero_std/count_{round(rewards[0], 1)}"] += 1
+            counts[f"zero_std/count_{round(rewards[0], 1)}"] += 1
     return dict(counts)
 
 
@@ -263,8 +264,9 @@ def _group_key(sample: Sample) -> Any:
     return ("alone", id(sample)) if sample.group_index is None else sample.group_index
 
 
-def _perf_metrics(samples: Sequence[Sample], rollout_time: float, num_gpus: int) -> dict[str, float]:
-    metrics: dict[str, float] = {"perf/rollout_time": rollout_time}
+def perf_metrics(samples: Sequence[Sample], rollout_time: float, num_gpus: int) -> dict[str, float]:
+    """How fast samples were generated: tokens per second, time spent elsewhere, latencies of requests."""
+    metrics: dict[str, float] = {"rollout_time": rollout_time}
     if not samples or rollout_time <= 0:
         return metrics
     lengths = {
@@ -272,11 +274,11 @@ def _perf_metrics(samples: Sequence[Sample], rollout_time: float, num_gpus: int)
         "effective_": [s.effective_response_length for s in samples],
     }
     for kind, values in lengths.items():
-        metrics[f"perf/{kind}tokens_per_gpu_per_sec"] = sum(values) / rollout_time / num_gpus
-        metrics[f"perf/longest_{kind}sample_tokens_per_sec"] = max(values) / rollout_time
+        metrics[f"{kind}tokens_per_gpu_per_sec"] = sum(values) / rollout_time / num_gpus
+        metrics[f"longest_{kind}sample_tokens_per_sec"] = max(values) / rollout_time
     waits = [s.non_generation_time for s in samples]
     if any(waits):
-        metrics.update(_with_prefix("perf/non_generation_time", distribution(waits)))
+        metrics.update(_with_prefix("non_generation_time", distribution(waits)))
     metrics.update(_request_metrics(samples))
     return metrics
 
@@ -284,9 +286,9 @@ def _perf_metrics(samples: Sequence[Sample], rollout_time: float, num_gpus: int)
 def _request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Latencies that the engine reported, read from the traces of the samples that have one."""
     names = {
-        "e2e_latency": "perf/request/e2e_latency",
-        "queue_time": "perf/request/queue_time",
-        "decode_throughput": "perf/decode/throughput",
+        "e2e_latency": "request/e2e_latency",
+        "queue_time": "request/queue_time",
+        "decode_throughput": "decode/throughput",
     }
     seen: dict[str, list[float]] = {}
     for sample in samples:

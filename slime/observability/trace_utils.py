@@ -27,7 +27,7 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+TRACE_VERSION = _VERSION = 1
 _CHILDREN = "_trace_children"
 _COMPLETE = {"version", "trace_id", "events", "attempt", "sample_id", "group_id"}
 _ids = random.Random()  # of its own: nobody seeds it
@@ -123,13 +123,15 @@ def import_trace(exported: Mapping[str, Any] | None, sample: Sample | None = Non
 
 
 @_never_raises(lambda: 0)
-def trace_next_attempt(target: Any) -> int:
+def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -> int:
     """The target is tried again (after an abort, a retry): later events carry the next attempt number."""
     attempts = []
     for handle in _handles(target):
         if handle.carrier is not None:
             handle.attempt = handle.carrier["attempt"] = handle.carrier["attempt"] + 1
             attempts.append(handle.attempt)
+            if attrs:
+                _write(handle, "event", "attempt_start", parent=_current_parent(handle), attrs=attrs)
     return max(attempts, default=0)
 
 
@@ -152,18 +154,25 @@ def trace_stretch(sample: Sample, name: str, start_ts: float, attrs: Mapping[str
 class trace_span:  # used like a function: with trace_span(sample, "reward_model") as span
     """A stretch of time; `span.update({...})` and `span.set(key, value)` add attributes to its end."""
 
-    def __init__(self, target: Any, name: str, attrs: Mapping[str, Any] | None = None):
+    def __init__(
+        self, target: Any, name: str, attrs: Mapping[str, Any] | None = None, *, record_error: bool = True
+    ):
+        self._record_error = record_error
         self._target, self._name, self._start_attrs = target, name, attrs
         self._attrs: dict[str, Any] = {}
         self._opened: list[tuple[TraceHandle, dict[str, Any]]] = []  # with the event that began it
         self._token: contextvars.Token[dict[str, str] | None] | None = None
         self._start_ts = 0.0
 
-    def update(self, attrs: Mapping[str, Any] | None = None, **more: Any) -> None:
+    def update(self, attrs: Mapping[str, Any] | None = None, **more: Any) -> trace_span:
         self._attrs.update(attrs or {}, **more)
+        return self
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: Any) -> trace_span:
         self._attrs[key] = value
+        return self
+
+    update_attrs, set_attr = update, set  # what plug-ins of slime call them, too
 
     def __enter__(self) -> trace_span:
         self._open()
@@ -191,7 +200,7 @@ class trace_span:  # used like a function: with trace_span(sample, "reward_model
 
     @_never_raises(lambda: None)
     def _close(self, error: BaseException | None) -> None:
-        if error is not None:
+        if error is not None and self._record_error:
             self._attrs["error"] = f"{type(error).__name__}: {error}"
         children = self._attrs.pop(_CHILDREN, None) or []
         for handle, begin in self._opened:
@@ -203,12 +212,16 @@ class trace_span:  # used like a function: with trace_span(sample, "reward_model
             _open_spans.reset(self._token)
 
 
+TraceSpanContext = trace_span  # what `with trace_span(...) as span` gives is the span itself
+
+
 def trace_function(
     name: str,
     *,
     target: str | None = None,
     target_getter: Callable[..., Any] | None = None,
-    attrs_getter: Callable[..., Mapping[str, Any]] | None = None,
+    attrs_getter: Callable[..., Mapping[str, Any] | None] | None = None,
+    record_error: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: each call is a span on the argument named `target`, or on what `target_getter` finds."""
 
@@ -221,7 +234,8 @@ def trace_function(
                 subject = target_getter(*args, **kwargs)
             else:
                 subject = signature.bind_partial(*args, **kwargs).arguments.get(target or "")
-            return trace_span(subject, name, attrs_getter(*args, **kwargs) if attrs_getter else None)
+            attrs = attrs_getter(*args, **kwargs) if attrs_getter else None
+            return trace_span(subject, name, attrs, record_error=record_error)
 
         if inspect.iscoroutinefunction(function):
 
@@ -241,7 +255,7 @@ def trace_function(
     return decorate
 
 
-_META_KEYS = {
+SGLANG_TRACE_META_KEYS = _META_KEYS = {
     "prompt_tokens": "prompt_tokens",
     "completion_tokens": "completion_tokens",
     "cached_tokens": "cached_tokens",

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from slime.utils.machine.ports import is_port_available
 
 if TYPE_CHECKING:
     import torch
@@ -158,6 +161,20 @@ def chunk_named_params_by_size(
         held += nbytes
     if chunk:
         yield chunk
+
+
+def exec_command(command: str, capture_output: bool = False) -> str | None:
+    """Run a line of bash; CalledProcessError where it fails."""
+    done = subprocess.run(["bash", "-c", command], check=True, text=True, capture_output=capture_output)
+    return done.stdout if capture_output else None
+
+
+def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
+    """The first of `consecutive` neighbouring ports that were free a moment ago, from `start_port` up."""
+    for port in range(start_port, 65536 - consecutive + 1):
+        if all(is_port_available(port + offset) for offset in range(consecutive)):
+            return port
+    raise OSError(f"no {consecutive} neighbouring free ports from {start_port} up")
 
 
 def encode_int32_meta_array(values: np.ndarray) -> str:

@@ -41,6 +41,29 @@ _POLL_S = 0.02
 _MAX_UNREAD = 8
 
 
+def flatten_content(content: Any) -> str:
+    """The text of a message's content in the form of either API: a string, or a list of parts.
+
+    Pictures leave a note in their place, because a chat template gets text alone.
+    """
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else str(content)
+    return "\n".join(filter(None, map(_text_of_part, content)))
+
+
+def _text_of_part(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    kind = part.get("type")
+    if kind in ("image", "image_url", "input_image"):
+        return "[image omitted]"
+    if kind in ("text", "input_text", "output_text") or (kind != "tool_result" and "content" not in part):
+        return str(part.get("text") or "")
+    return flatten_content(part.get("content"))
+
+
 @dataclass
 class _Open:
     """A session and its requests in flight."""

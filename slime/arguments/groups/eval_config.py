@@ -1,6 +1,7 @@
 """Evaluation datasets: each has a name, a file and settings; what it leaves out follows the flags."""
 
 import dataclasses
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -27,6 +28,22 @@ FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
     "stop_token_ids": ("rollout_stop_token_ids",),
     "skip_special_tokens": ("rollout_skip_special_tokens",),
 }
+
+
+def _specs(*names: str) -> dict[str, dict[str, tuple[str, ...]]]:
+    keys = {name: {"dataset_keys": (name,), "default_keys": (name,)} for name in names}
+    return {name: keys[name] | {"arg_attrs": FALLBACK_FLAGS[name]} for name in names}
+
+
+# The same table as evaluation functions of slime's users read it.
+DATASET_RUNTIME_SPECS = _specs(
+    *("n_samples_per_eval_prompt", "temperature", "top_p", "top_k", "max_response_len", "min_new_tokens"),
+    *("stop", "stop_token_ids"),
+)
+DATASET_SAMPLE_SPECS = _specs(
+    *("input_key", "label_key", "tool_key", "metadata_key", "multimodal_keys"),
+    *("apply_chat_template", "apply_chat_template_kwargs"),
+)
 
 # Keys of existing files that nothing reads: refused, because a setting without effect misleads.
 UNBUILT_KEYS = (
@@ -165,11 +182,30 @@ def _build_one(args: object, entry: dict[str, Any], defaults: dict[str, Any]) ->
             values[name] = getattr(args, name, None)  # plug-ins come with namespaces of their own
     for name, flags in FALLBACK_FLAGS.items():
         if values.get(name) is None:
-            found = (getattr(args, flag, None) for flag in flags)
-            values[name] = next((v for v in found if v is not None), None)
+            values[name] = pick_from_args(args, flags)
     return EvalDatasetConfig(
         **{k: v for k, v in values.items() if v is not None or k != "metadata_overrides"}
     )
+
+
+def pick_from_args(args: object, attrs: Sequence[str]) -> Any:
+    """The first of these flags that is set; None: none is."""
+    found = (getattr(args, attr, None) for attr in attrs)
+    return next((value for value in found if value is not None), None)
+
+
+def _apply_dataset_field_overrides(
+    args: object,
+    dataset_cfg: MutableMapping[str, Any],
+    defaults: Mapping[str, Any] | None,
+    spec_names: Mapping[str, Mapping[str, Sequence[str]]],
+) -> None:
+    """Fill fields of a dataset entry in place: its own value, else a default, else the flag's."""
+    for name, spec in spec_names.items():
+        own = [dataset_cfg[key] for key in spec["dataset_keys"] if key in dataset_cfg]
+        general = [defaults[key] for key in spec["default_keys"] if key in defaults] if defaults else []
+        given = [*own, *general]
+        dataset_cfg[name] = given[0] if given else pick_from_args(args, spec["arg_attrs"])
 
 
 def _refuse_unknown_keys(entry: dict[str, Any], where: str, not_here: tuple[str, ...] = ()) -> None:

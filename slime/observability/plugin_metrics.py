@@ -1,0 +1,133 @@
+"""Metric functions with the names and signatures that plug-ins of slime call, over those of a run."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import statistics
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from slime.catalog.estimators import ESTIMATORS
+from slime.observability.rollout_metrics import (
+    distribution,
+    has_repetition,
+    pass_at_k,
+    perf_metrics,
+    sample_metrics,
+    zero_std_counts,
+)
+from slime.utils.types import Sample, flatten_samples
+
+__all__ = [
+    "RolloutStep",
+    "compression_ratio",
+    "compute_metrics_from_samples",
+    "compute_pass_rate",
+    "compute_perf_metrics_from_samples",
+    "compute_rollout_step",
+    "compute_statistics",
+    "dict_add_prefix",
+    "has_repetition",
+]
+
+_COMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
+    "zlib": lambda data, level: zlib.compress(data, level),
+    "gzip": lambda data, level: gzip.compress(data, compresslevel=level),
+    "bz2": lambda data, level: bz2.compress(data, compresslevel=level),
+    "lzma": lambda data, level: lzma.compress(data, preset=level),
+}
+
+
+class RolloutStep(int):
+    """A rollout's place among optimizer steps. Trackers count rollouts and convert their axis themselves."""
+
+    rollout_id: int
+
+
+def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """`({"mean": 1}, "len/")` -> `{"len/mean": 1}`."""
+    return {f"{prefix}{key}": value for key, value in d.items()}
+
+
+def compute_statistics(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median, maximum and minimum."""
+    return distribution(list(values))
+
+
+def compute_pass_rate(
+    flat_rewards: Sequence[float],
+    group_size: int,
+    num_groups: int | None = None,
+    group_ids: Sequence[Hashable] | None = None,
+) -> dict[str, float]:
+    """pass@1, pass@2, pass@4, ... up to the group size, as a mean over the groups that have enough samples.
+
+    Rewards lie group after group; with `group_ids`, each reward names its group, and groups may differ in
+    size. A reward of 1 is correct.
+    """
+    if group_size == 1:
+        return {}
+    groups: dict[Hashable, list[float]] = {}
+    if group_ids is None:
+        expected = group_size * (len(flat_rewards) // group_size if num_groups is None else num_groups)
+        if len(flat_rewards) != expected:
+            raise ValueError(
+                f"compute_pass_rate: {len(flat_rewards)} rewards are not whole groups of {group_size}; give "
+                "group_ids if groups differ in size."
+            )
+        group_ids = [position // group_size for position in range(expected)]
+    for group, reward in zip(group_ids, flat_rewards, strict=True):
+        groups.setdefault(group, []).append(reward)
+    counts = [(len(group), sum(reward == 1 for reward in group)) for group in groups.values()]
+    rates: dict[str, float] = {}
+    k = 1
+    while k <= group_size:
+        estimates = [pass_at_k(size, correct, k) for size, correct in counts if size >= k]
+        if estimates:
+            rates[f"pass@{k}"] = statistics.fmean(estimates)
+        k *= 2
+    return rates
+
+
+def compression_ratio(
+    data: str | bytes, *, encoding: str = "utf-8", algorithm: str = "zlib", level: int = 9
+) -> tuple[float, float]:
+    """How many times smaller the data becomes, and the saving in percent; (inf, 0) of nothing."""
+    if algorithm not in _COMPRESSORS:
+        raise ValueError(f"compression_ratio: algorithm is {algorithm!r}; choose {', '.join(_COMPRESSORS)}.")
+    raw = data.encode(encoding) if isinstance(data, str) else data
+    if not raw:
+        return float("inf"), 0.0
+    size = len(_COMPRESSORS[algorithm](raw, level))
+    return len(raw) / size, 100.0 * (1.0 - size / len(raw))
+
+
+def compute_rollout_step(args: Any, rollout_id: int) -> int:
+    """Where a rollout lies on the axis: its id, or with --wandb-always-use-train-step in optimizer steps."""
+    if not getattr(args, "wandb_always_use_train_step", False):
+        return rollout_id
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    step = RolloutStep(rollout_id * samples // args.global_batch_size)
+    step.rollout_id = rollout_id
+    return step
+
+
+def compute_metrics_from_samples(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
+    """What the samples have, without a prefix: lengths, truncation, repetition, groups of equal rewards."""
+    flat = flatten_samples(samples)
+    metrics = sample_metrics(flat, getattr(args, "log_reward_category", None))
+    row = ESTIMATORS.get(getattr(args, "advantage_estimator", "grpo"))
+    if row is None or not row.needs_values:  # a critic compares with its own values
+        metrics |= zero_std_counts(flat, getattr(args, "reward_key", None))
+    return metrics
+
+
+def compute_perf_metrics_from_samples(
+    args: Any, samples: Sequence[Sample], rollout_time: float
+) -> dict[str, float]:
+    """How fast the samples were generated, without a prefix: time, tokens per second, other waits."""
+    num_gpus = max(1, getattr(args, "rollout_num_gpus", None) or 1)
+    return perf_metrics(flatten_samples(samples), rollout_time, num_gpus=num_gpus)

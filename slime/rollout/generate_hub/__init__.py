@@ -1,0 +1,1 @@
+"""Generate functions to name in --custom-generate-function-path."""
