@@ -28,6 +28,7 @@ from slime.arguments.groups.engine import drafting_heads, engine_choice, reprodu
 from slime.arguments.groups.evaluation import evaluation
 from slime.arguments.groups.images import images
 from slime.arguments.groups.megatron import choose_trainer, megatron_trainer, model_family
+from slime.arguments.groups.micro_batches import keep_micro_batches, micro_batches, token_limit
 from slime.arguments.groups.objectives import distillation, preference_pairs
 from slime.arguments.groups.off_policy import correct_stale_tokens, off_policy
 from slime.arguments.groups.precision import engine_precision, fp8_training
@@ -54,7 +55,7 @@ from slime.arguments.groups.run import (
 from slime.arguments.groups.topology import router, topology, topology_source
 from slime.arguments.groups.trained_sampling import trained_sampling
 from slime.arguments.groups.trainer import model_parallel_sizes, trainable_parameters, weight_copies
-from slime.arguments.groups.training import derive_batch, learning_rate, micro_batches
+from slime.arguments.groups.training import derive_batch, learning_rate
 
 Rule = Callable[[Draft], None]
 
@@ -112,7 +113,9 @@ RULES: tuple[Rule, ...] = (
     model_parallel_sizes,
     profiling,
     critic_role,
-    seeds,  # before settings are compared with those of the folder's run
+    seeds,  # these three before settings are compared with those of the folder's run
+    token_limit,
+    keep_micro_batches,
     auto_resume,
     run_folder,
     check_paths_exist,

@@ -90,10 +90,15 @@ def _notes(spec: FlagSpec) -> str:
 
 
 def explain_batch(args: Args) -> str:
-    """One line such as `32 prompts x 8 samples = 256 = 2 optimizer steps of 128`."""
+    """One line such as `4 prompts x 8 samples = 32 = 1 optimizer step of 32, at most 4096 tokens at once`."""
     samples = explain_samples(args.rollout_batch_size, args.n_samples_per_prompt)
     steps = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
-    return f"{samples} = {count(steps, 'optimizer step')} of {args.global_batch_size}"
+    line = f"{samples} = {count(steps, 'optimizer step')} of {args.global_batch_size}"
+    if args.debug_rollout_only:
+        return line
+    if args.use_dynamic_batch_size:
+        return f"{line}, at most {args.max_tokens_per_gpu} tokens at once"
+    return f"{line}, {count(args.micro_batch_size, 'sample')} at once"
 
 
 def render_config(args: Args, *, color: bool | None = None) -> str:

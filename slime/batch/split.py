@@ -290,7 +290,7 @@ def split_for_ranks(
 def _keeps_siblings(args: Flags) -> bool:
     """Whether samples of one prompt should meet in a micro-batch, because the trainer computes it once."""
     shares = BACKENDS[args.train_backend].shares_prompts and args.share_prefix is not False
-    return shares and args.use_dynamic_batch_size and args.loss_type not in PAIR_LOSSES
+    return shares and bool(args.use_dynamic_batch_size) and args.loss_type not in PAIR_LOSSES
 
 
 def _counts_prompts_once(args: Flags) -> bool:

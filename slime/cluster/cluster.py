@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.arguments import Args
+from slime.arguments.groups.micro_batches import micro_batches_of
 from slime.cluster.canary.canary import Canary
 from slime.cluster.checkpoints.run_ledger import was_evaluated
 from slime.cluster.checkpoints.saving import Saver
@@ -231,7 +232,8 @@ class Cluster:
     def save(self, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None = None) -> None:
         """A checkpoint after `rollout` was trained; the next one is part of it where it is in flight."""
         assert self.saver is not None, "the schedule saves only with --save"
-        saver, manifest = self.saver, Manifest(rollout_id, self.run.run_id, self._pushes_at_training)
+        saver, kept = self.saver, micro_batches_of(vars(self.args))
+        manifest = Manifest(rollout_id, self.run.run_id, self._pushes_at_training, micro_batches=kept)
 
         def save(*, wait: bool) -> float:
             self._begin_save(rollout_id)

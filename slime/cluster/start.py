@@ -96,6 +96,9 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
     report = look_before_start(args, overlapped=overlapped)
     logger.info("%s", explain_batch(args))
     logger.info("precision: %s (%s)", args.dtype, args.sources["dtype"])
+    if args.use_dynamic_batch_size:
+        limit = args.sources["max_tokens_per_gpu"]
+        logger.info("micro-batches hold at most %d tokens (%s)", args.max_tokens_per_gpu, limit)
     with contextlib.ExitStack() as folders:  # given back last
         if args.save is not None:
             folders.callback(open_save_folder(args).release)

@@ -76,8 +76,10 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
             {"actor_num_nodes": 2, "runtime": "local"},
             "--actor-num-nodes is 2, but --runtime local has this machine alone; use --runtime ray",
         ),
-        ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
-        ({"balance_by_flops": True}, "--balance-by-flops .* needs --use-dynamic-batch-size"),
+        (
+            {"balance_by_flops": True, "micro_batch_size": 2},
+            "--balance-by-flops .* needs --use-dynamic-batch-size",
+        ),
         ({"min_lr": 1, "lr_decay_style": "cosine"}, "--min-lr is 1, more than --lr 1e-06"),
         (
             {"lr_warmup_iters": 3, "lr_decay_style": "linear"},
@@ -196,10 +198,12 @@ def test_custom_rollout_needs_no_model_when_nothing_is_trained():
 
 def test_batch_algebra_is_explained_in_words():
     args = parse(rollout_batch_size=32, n_samples_per_prompt=8, global_batch_size=128)
-    assert explain_batch(args) == "32 prompts x 8 samples = 256 = 2 optimizer steps of 128"
+    batch = "32 prompts x 8 samples = 256 = 2 optimizer steps of 128"
+    assert explain_batch(args) == f"{batch}, at most {args.max_tokens_per_gpu} tokens at once"
+    one = {"rollout_batch_size": 1, "n_samples_per_prompt": 1, "micro_batch_size": 1}
     assert (
-        explain_batch(parse(rollout_batch_size=1, n_samples_per_prompt=1, advantage_estimator="ppo"))
-        == "1 prompt x 1 sample = 1 = 1 optimizer step of 1"
+        explain_batch(parse(**one, advantage_estimator="ppo"))
+        == "1 prompt x 1 sample = 1 = 1 optimizer step of 1, 1 sample at once"
     )
 
 
@@ -293,6 +297,8 @@ def test_flag_without_effect_is_refused_when_given(name):
     changes = {name: NO_EFFECT_VALUES.get(name) or {bool: True, int: 2, float: 0.5, str: "text"}[spec.kind]}
     changes |= NO_EFFECT_BESIDE.get(name, {})
     words = []
+    if name in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"):
+        changes |= {"use_dynamic_batch_size": False}
     if name == "micro_batch_size":
         changes |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}
     if name in (

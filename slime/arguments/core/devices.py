@@ -14,3 +14,12 @@ def visible_gpus() -> int:
     from slime.utils.machine.accelerator import device_count
 
     return device_count()
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the first visible GPU; None on a CPU machine. The driver takes none of it to find out."""
+    if not visible_gpus():
+        return None
+    import torch  # counting the GPUs has loaded it already
+
+    return int(torch.cuda.get_device_properties(0).total_memory)

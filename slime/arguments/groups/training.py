@@ -18,7 +18,7 @@ WHOLE_LOGITS = OnlyWith(
 )
 BY_TOKENS = needs(
     "use_dynamic_batch_size",
-    "micro-batches are filled by tokens only with --use-dynamic-batch-size; add it",
+    "micro-batches are filled by number of samples; remove --micro-batch-size or --no-use-dynamic-batch-size",
     harmless=True,
 )
 BY_OWN_ROUTES = OnlyWith(
@@ -103,11 +103,19 @@ class TrainingFlags:
         None, "optimizer steps per rollout; sets --global-batch-size", ge=1
     )
     micro_batch_size: int = flag(
-        1, "samples per forward pass (without --use-dynamic-batch-size)", ge=1, only_with=BY_SAMPLES
+        1, "samples per forward pass; turns --use-dynamic-batch-size off", ge=1, only_with=BY_SAMPLES
     )
-    use_dynamic_batch_size: bool = flag(False, "fill micro-batches by tokens instead of by number of samples")
+    use_dynamic_batch_size: bool | None = flag(
+        None,
+        "fill micro-batches by tokens instead of by number of samples; default: on, unless "
+        "--micro-batch-size is given",
+    )
     max_tokens_per_gpu: int | None = flag(
-        None, "tokens of one micro-batch with --use-dynamic-batch-size", ge=1, only_with=BY_TOKENS
+        None,
+        "most tokens of one micro-batch; default: what fits beside the model in the memory of a GPU, a "
+        "constant on a CPU",
+        ge=1,
+        only_with=BY_TOKENS,
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
@@ -267,20 +275,6 @@ def count(number: int, noun: str) -> str:
 
 def _nearest_divisor(total: int, wanted: int) -> int:
     return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), d))
-
-
-def micro_batches(draft: Draft) -> None:
-    if draft.use_dynamic_batch_size and draft.max_tokens_per_gpu is None:
-        raise ValueError(
-            "--use-dynamic-batch-size needs --max-tokens-per-gpu: how many tokens fit in one forward and "
-            "backward pass."
-        )
-    if draft.balance_by_flops and not draft.use_dynamic_batch_size:
-        raise ValueError(
-            "--balance-by-flops balances token-filled micro-batches; it needs --use-dynamic-batch-size."
-        )
-    if draft.balance_by_flops and not draft.balance_data:
-        draft.derive("balance_data", True, "balance_by_flops")
 
 
 def learning_rate(draft: Draft) -> None:

@@ -36,25 +36,31 @@ class NewerCheckpoint(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself. `files` None: it was written before checksums were kept."""
+    """What a checkpoint says of itself. `files` None: it was written before checksums were kept.
+
+    `micro_batches`: how the run filled them, by name of the setting; None: written before it was kept.
+    """
 
     rollout_id: int
     run_id: str
     num_pushes: int
     files: Mapping[str, FileRecord] | None = field(default_factory=dict)
+    micro_batches: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
         """The manifest as JSON, with a checksum of its own in it."""
         files = {
             name: [record.num_bytes, record.checksum] for name, record in sorted((self.files or {}).items())
         }
-        data = {
+        data: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "rollout_id": self.rollout_id,
             "run_id": self.run_id,
             "num_pushes": self.num_pushes,
             "files": files,
         }
+        if self.micro_batches is not None:
+            data["micro_batches"] = dict(self.micro_batches)
         return json.dumps({**data, "checksum": _own_checksum(data)}, indent=1)
 
 
@@ -197,7 +203,13 @@ def _manifest_of(data: dict[str, Any], path: Path) -> Manifest:
         raise DamagedCheckpoint(f"{MANIFEST}: its content has changed (its checksum does not fit)")
     files = _files_of(_field(data, "files", dict)) if version > 1 else None
     return Manifest(
-        _field(data, "rollout_id", int), _field(data, "run_id", str), _field(data, "num_pushes", int), files
+        *(
+            _field(data, "rollout_id", int),
+            _field(data, "run_id", str),
+            _field(data, "num_pushes", int),
+            files,
+        ),
+        micro_batches=_field(data, "micro_batches", dict) if "micro_batches" in data else None,
     )
 
 

@@ -1,0 +1,153 @@
+"""Rules of micro-batches: they are filled by tokens, up to a limit that fits the device, by default."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from slime.arguments.core.devices import gpu_bytes
+from slime.arguments.core.draft import Draft
+from slime.arguments.groups.run import own_folders
+from slime.catalog.backends import BACKENDS
+from slime.utils.files.run_file import goes_on_with, has_finished, read_run, resumption_of
+from slime.utils.files.step_folders import read_step, step_folders
+from slime.utils.models.model_config import read_config
+
+ON_CPU = 4096  # tokens: a forward pass of more gains no speed, and one of a small model stays below 2 GiB
+LEAST, MOST = 1024, 16384
+_ROUND = 1024
+_USED = 0.6  # share of a GPU's memory; the rest is for what an engine leaves, collectives and fragments
+_MASTER, _GRADIENT, _MOMENTS = 4, 4, 8  # bytes of one parameter
+_LOGITS = 1 << 30  # one block of them with its gradient
+# Settings that a resumed run keeps, as runs had them before micro-batches were filled by tokens by default.
+_BEFORE = {"use_dynamic_batch_size": False, "max_tokens_per_gpu": None, "micro_batch_size": 1}
+
+
+def micro_batches(draft: Draft) -> None:
+    """Fill micro-batches by tokens, which is many times faster for short samples, unless told otherwise."""
+    if draft.use_dynamic_batch_size is None:
+        by_samples = draft.was_given("micro_batch_size")
+        because = "micro_batch_size is given" if by_samples else "the default (--no-use-dynamic-batch-size)"
+        draft.derive("use_dynamic_batch_size", not by_samples, because)
+    if draft.balance_by_flops and not draft.use_dynamic_batch_size:
+        raise ValueError(
+            "--balance-by-flops balances token-filled micro-batches; it needs --use-dynamic-batch-size."
+        )
+    if draft.balance_by_flops and not draft.balance_data:
+        draft.derive("balance_data", True, "balance_by_flops")
+
+
+def token_limit(draft: Draft) -> None:
+    """--max-tokens-per-gpu, where it is left out, from the memory of a GPU and the size of the model."""
+    if not draft.use_dynamic_batch_size or draft.max_tokens_per_gpu is not None:
+        return
+    memory = gpu_bytes()
+    if memory is None:
+        draft.derive("max_tokens_per_gpu", ON_CPU, "no GPU visible: the constant for a CPU")
+        return
+    config = _text_config(draft.hf_checkpoint)
+    if not config:
+        draft.derive("max_tokens_per_gpu", ON_CPU, "the model's config is not here: the constant for a CPU")
+        return
+    ranks = draft.actor_num_nodes * (draft.actor_num_gpus_per_node or 1)
+    splits = BACKENDS[draft.train_backend].has_pipeline
+    tokens = tokens_that_fit(
+        config,
+        memory,
+        item_bytes=4 if draft.dtype == "float32" else 2,
+        ranks=ranks,
+        copies_over=draft.tensor_model_parallel_size * draft.pipeline_model_parallel_size
+        if splits
+        else ranks,
+        recompute=draft.activation_checkpointing,
+        trained=not draft.lora_rank,
+    )
+    draft.derive(
+        "max_tokens_per_gpu", tokens, f"what fits beside the model in a GPU of {memory / (1 << 30):.0f} GiB"
+    )
+
+
+def tokens_that_fit(
+    config: Mapping[str, Any],
+    memory: int,
+    *,
+    item_bytes: int,
+    ranks: int,
+    copies_over: int,
+    recompute: str,
+    trained: bool = True,
+) -> int:
+    """Tokens of which a GPU holds all activations beside its share of weights, gradients and moments.
+
+    A rough count on the safe side, as the plan before the start makes a finer one. `copies_over`: ranks over
+    which weights and gradients are spread; moments are spread over all `ranks`.
+    """
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    width = config.get("intermediate_size") or 4 * hidden
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+    each = config.get("moe_intermediate_size") or width
+    chosen = config.get("num_experts_per_tok") or 1
+    block = 4 * hidden * hidden + 3 * hidden * (each * experts if experts else width)
+    ends = 1 if config.get("tie_word_embeddings") else 2
+    parameters = layers * block + ends * hidden * config.get("vocab_size", 0)
+    static = parameters * (_MASTER + item_bytes + (_GRADIENT if trained else 0)) / copies_over
+    static += parameters * (_MOMENTS if trained else 0) / ranks
+    kept = 16 * hidden + 3 * (each * chosen if experts else width)  # numbers of one token in one layer
+    per_token = item_bytes * (kept + layers * hidden if recompute == "full" else layers * kept)
+    tokens = int((_USED * memory - static - _LOGITS) / per_token)
+    return max(LEAST, min(MOST, tokens // _ROUND * _ROUND))
+
+
+def _text_config(model: str | None) -> dict[str, Any]:
+    """The sizes in a model's config.json; empty where it is not on this machine, or has none."""
+    config: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # a damaged one is reported by whoever needs it
+        config = read_config(model) if model else {}
+    config = config.get("text_config") or config
+    return config if {"hidden_size", "num_hidden_layers"} <= config.keys() else {}
+
+
+def micro_batches_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide how micro-batches are filled, as a checkpoint keeps them."""
+    return {name: values[name] for name in _BEFORE}
+
+
+def keep_micro_batches(draft: Draft) -> None:
+    """A resumed run fills micro-batches as before, whatever default or device there is now.
+
+    Packing changes in which order numbers are added up, and so the last bits of what is trained.
+    """
+    if draft.finetune:
+        return
+    for folder in own_folders(draft):
+        record = read_run(folder)
+        if record is None:
+            continue
+        kept = _kept(draft, {name: entry.get("value") for name, entry in record.last.settings.items()})
+        if draft.load is not None:
+            resumption = resumption_of(draft.load, draft.ckpt_step, False)
+            resumes = resumption is not None and resumption.continues(record)
+        else:
+            values = (folder, draft.values | kept, draft.save)
+            resumes = draft.auto_resume and draft.save and (goes_on_with(*values) or has_finished(*values))
+        if resumes:
+            _keep(draft, kept, str(folder))
+            return
+    steps = step_folders(draft.load) if draft.load is not None else {}
+    with contextlib.suppress(ValueError, KeyError):  # one that cannot be read is reported where it is loaded
+        path = steps[max(steps) if draft.ckpt_step is None else draft.ckpt_step]
+        _keep(draft, _kept(draft, read_step(path).manifest.micro_batches or {}), str(path))
+
+
+def _kept(draft: Draft, before: Mapping[str, Any]) -> dict[str, Any]:
+    """What this start takes over: all that the user left open of what the run had."""
+    had = {name: before.get(name, default) for name, default in _BEFORE.items()}
+    if draft.was_given("use_dynamic_batch_size") or draft.was_given("micro_batch_size"):
+        if not draft.use_dynamic_batch_size or not had["use_dynamic_batch_size"]:
+            return {}
+        had = {"max_tokens_per_gpu": had["max_tokens_per_gpu"]}
+    return {name: value for name, value in had.items() if not draft.was_given(name)}
+
+
+def _keep(draft: Draft, kept: Mapping[str, Any], where: str) -> None:
+    for name, value in kept.items():
+        draft.derive(name, value, f"as before in the run that is resumed, {where}")
