@@ -61,7 +61,6 @@ ESSENTIALS = {
     "rollout_max_response_len": "1024",
     "rollout_temperature": "1.0",
     "lr": "1e-6",
-    "use_dynamic_batch_size": "",
     "max_tokens_per_gpu": "8192",
     "eval_prompt_data": "heldout heldout.jsonl",
     "eval_interval": "20",
