@@ -4,12 +4,15 @@ It is sent to the interpreter of the box as text, so it uses nothing but the sta
 Python >= 3.8. As the first process of the box it cannot be killed from inside; when its input ends, because
 the box is closed or because whoever owned it died, it ends, and with it everything in the box.
 
-A frame, in both directions: two lengths (big-endian, 4 bytes each), a JSON object, bytes.
-    {"op": "exec", "id": 1, "argv": [...], "env": {...}, "cwd": "/work", "timeout": 5}, standard input
-    {"id": 1, "code": 0, "reason": null, "out": 3, "cut": false, "seconds": 0.01}, output then errors
-    {"op": "kill", "id": 1}
-    {"op": "write", "id": 2, "path": "/work/a", "mode": 420}, content
-    {"op": "read", "id": 3, "path": "/work/a", "most": 1000}
+A frame, in both directions: two lengths (big-endian, 4 bytes each), a JSON object, bytes. The id of a request
+is a nonce: only this process knows it, so nobody else can write a reply that the owner accepts.
+    {"op": "exec", "id": "5f..", "argv": [...], "env": {...}, "cwd": "/work", "timeout": 5}, standard input
+    {"id": "5f..", "code": 0, "reason": null, "out": 3, "cut": false, "seconds": 0.01}, output then errors
+    {"op": "kill", "id": "5f.."}
+    {"op": "write", "id": "a0..", "path": "/work/a", "mode": 420, "timeout": 120}, content
+    {"op": "read", "id": "c3..", "path": "/work/a", "most": 1000, "timeout": 120}
+
+Commands and file operations run in children that hold none of the descriptors of this process.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import os
 import resource
 import select
 import signal
-import stat
 import struct
 import sys
 import time
@@ -30,6 +32,8 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` itself, as `platform`, would be a seventh of the start of a box
     from typing import Any
+
+    from slime.agent.sandbox.box_files import file_operation  # sent ahead of this text
 
 WATCH_S = 0.05  # how often memory and files are counted while something runs
 HARD_OUTPUT = 16  # times the output that is kept: then the command is ended
@@ -79,13 +83,16 @@ def shared_out(pid: int) -> int | None:
 
 
 class Job:
-    """A command under way."""
+    """A command or a file operation under way. `kept`: bytes of each stream that are kept."""
 
-    def __init__(self, number: int, pid: int, out: int, err: int, stdin: int, data: bytes, deadline: float):
-        self.number, self.pid, self.deadline = number, pid, deadline
+    def __init__(self, request: dict[str, Any], pid: int, fds: tuple[int, int, int], data: bytes, kept: int):
+        self.number, self.pid, self.kept = request["id"], pid, kept
+        self.is_command = request["op"] == "exec"
+        self.deadline = time.monotonic() + request["timeout"]
+        self.stdin, out, err = fds
         self.streams = {out: bytearray(), err: bytearray()}
         self.order = (out, err)
-        self.stdin, self.data = stdin, memoryview(data)
+        self.data = memoryview(data)
         self.seen, self.began = 0, time.monotonic()
         self.reason: str | None = None  # the limit that ended it
 
@@ -98,7 +105,7 @@ class Agent:
         self.private = settings["private"]  # whether every process of this user belongs to the box
         self.requests, self.replies = requests, replies
         self.input, self.output = bytearray(), bytearray()
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[str, Job] = {}
         self.by_fd: dict[int, Job] = {}
         self.busy, self.next_watch = False, 0.0
         self.files_before = 0  # when the first of the commands that run began
@@ -153,15 +160,10 @@ class Agent:
 
     def answer(self, request: dict[str, Any], content: bytes) -> None:
         try:
-            if request["op"] == "exec":
+            if request["op"] != "kill":
                 self.start(request, content)
-            elif request["op"] == "kill":
-                if request["id"] in self.jobs:
-                    self.end(self.jobs[request["id"]], "cancelled")
-            elif request["op"] == "write":
-                self.write(request, content)
-            else:
-                self.reply({"id": request["id"]}, self.read(request))
+            elif request["id"] in self.jobs:
+                self.end(self.jobs[request["id"]], "cancelled")
         except OSError as error:
             self.reply(
                 {"id": request["id"], "errno": error.errno or 0, "error": os.strerror(error.errno or 0)}
@@ -194,19 +196,25 @@ class Agent:
             self.files_before = self.files_used()
         pipes = [os.pipe() for _ in range(3)]
         (stdin, feed), (out, out_in), (err, err_in) = pipes
-        os.makedirs(request["cwd"], exist_ok=True)
+        if request["op"] == "exec":
+            os.makedirs(request["cwd"], exist_ok=True)
         pid = os.fork()
         if pid == 0:
+            code = 127
             try:
-                self.become(request, stdin, out_in, err_in)
+                self.detach(stdin, out_in, err_in)
+                if request["op"] == "exec":
+                    self.become(request)
+                code = file_operation(request)
             except BaseException as error:
                 os.write(2, f"cannot start: {error}\n".encode())
-            os._exit(127)
+            os._exit(code)
         for fd in (stdin, out_in, err_in):
             os.close(fd)
         for fd in (feed, out, err):
             os.set_blocking(fd, False)
-        job = Job(request["id"], pid, out, err, feed, content, time.monotonic() + request["timeout"])
+        kept = request["most"] if request["op"] == "read" else self.limits["output_bytes"]
+        job = Job(request, pid, (feed, out, err), content, kept)
         self.jobs[job.number] = job
         for fd in (out, err):
             self.by_fd[fd] = job
@@ -217,12 +225,16 @@ class Agent:
         self.feed(job)
         self.busy, self.next_watch = True, min(self.next_watch, time.monotonic() + WATCH_S)
 
-    def become(self, request: dict[str, Any], stdin: int, out: int, err: int) -> None:
+    def detach(self, stdin: int, out: int, err: int) -> None:
+        """Leave this process behind, in a child: its session, its signals and every descriptor of it."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         for source, target in ((stdin, 0), (out, 1), (err, 2)):
             os.dup2(source, target)
+        os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))
+
+    def become(self, request: dict[str, Any]) -> None:
         os.chdir(request["cwd"])
         limits = self.limits
         for what, most in (
@@ -261,7 +273,7 @@ class Agent:
 
     def collect(self, job: Job, fd: int) -> None:
         """Take what is there of a stream; keep the first bytes."""
-        kept, most = job.streams[fd], self.limits["output_bytes"]
+        kept, most = job.streams[fd], job.kept
         for _ in range(16):
             try:
                 data = os.read(fd, 1 << 16)
@@ -297,6 +309,10 @@ class Agent:
             self.drop(fd)
         del self.jobs[job.number]
         out, err = (bytes(job.streams[fd]) for fd in job.order)
+        if not job.is_command:
+            why = job.reason or err.decode(errors="replace") or "its process was killed"
+            self.reply({"id": job.number, "errno": code, "error": why} if code else {"id": job.number}, out)
+            return
         header: dict[str, Any] = {"id": job.number, "code": code, "reason": job.reason, "out": len(out)}
         header["cut"] = job.seen > len(out) + len(err)
         header["seconds"] = time.monotonic() - job.began
@@ -382,38 +398,6 @@ class Agent:
     def files_used(self) -> int:
         return sum(use.f_files - use.f_ffree for use in (os.statvfs("/"), os.statvfs("/dev/shm")))
 
-    # -- files
-
-    def write(self, request: dict[str, Any], content: bytes) -> None:
-        folder = os.path.dirname(request["path"])
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
-        fd = os.open(request["path"], flags, request["mode"])
-        try:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(fd, view[: 1 << 20]) :]
-        finally:
-            os.close(fd)
-        self.reply({"id": request["id"]})
-
-    def read(self, request: dict[str, Any]) -> bytes:
-        fd = os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            kind = os.fstat(fd)
-            if not stat.S_ISREG(kind.st_mode):
-                raise OSError(errno.EINVAL, "not a file")
-            data = bytearray()
-            while len(data) <= request["most"]:
-                more = os.read(fd, 1 << 20)
-                if not more:
-                    return bytes(data)
-                data += more
-            raise OSError(errno.EFBIG, "too large")
-        finally:
-            os.close(fd)
-
 
 def furnish() -> None:
     """Folders and names that programs expect of a system; the root of the box is its own, and empty."""
@@ -444,11 +428,11 @@ def main(settings: dict[str, Any]) -> None:
     for fd in (0, 1):
         os.dup2(null, fd)
     prctl(38, 1, 0, 0, 0)  # no program here gains privileges
-    prctl(4, 0, 0, 0, 0)  # not dumpable: the box cannot look into this process, nor write its replies
+    prctl(4, 0, 0, 0, 0)  # not dumpable: no program of the sandbox reads this process or its descriptors
     prctl(36, 1, 0, 0, 0)  # orphans of the box come here and are reaped
     if settings["own_root"]:
         furnish()
     deny_system_calls()
     agent = Agent(settings, requests, replies)
-    agent.reply({"id": 0, "python": sys.version.split()[0], "uid": os.getuid()})
+    agent.reply({"id": settings["hello"], "python": sys.version.split()[0], "uid": os.getuid()})
     agent.run()

@@ -107,10 +107,10 @@ def _source(name: str) -> str:
     return Path(__file__).with_name(name).read_text()
 
 
-def program_text(plan: Walls, limits: Limits) -> bytes:
-    """What the first process of a box reads and runs."""
-    settings = {**plan.settings, "limits": asdict(limits)}
-    files, calls = ["box_agent.py"], ["main(settings)"]
+def program_text(plan: Walls, limits: Limits, hello: str) -> bytes:
+    """Return the program of a sandbox's first process. `hello`: the id of the reply that says it is ready."""
+    settings = {**plan.settings, "limits": asdict(limits), "hello": hello}
+    files, calls = ["box_files.py", "box_agent.py"], ["main(settings)"]
     if plan.settings["build_root"]:
         files, calls = ["box_root.py", *files], ["build_root(settings)", *calls]
     lines = [f"exec(compile({_source(name)!r}, {name!r}, 'exec'))" for name in files]
@@ -142,7 +142,7 @@ def why_not(kind: str) -> str | None:
     # A user of its own here too: a box that ends kills all that its user runs, another program's try as well.
     user = PrivateUser() if has_private_users() else None
     plan = walls(kind, limits, user.uid if user else None)
-    text = program_text(plan, limits)
+    text = program_text(plan, limits, "probe")
     try:
         done = subprocess.run(plan.argv, input=text, capture_output=True, timeout=_PROBE_S, cwd="/")
     except (OSError, subprocess.TimeoutExpired) as error:

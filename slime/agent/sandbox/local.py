@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import errno
 import functools
-import itertools
 import json
 import logging
+import secrets
 import shutil
 import struct
 import tempfile
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 _START_S = 60.0
 _GRACE_S = 30.0  # after a command's own deadline, on a machine that has other work
 _END_S = 10.0
+_FILE_S = 90.0  # for reading or writing one file
+_LONGEST_HEADER = 1 << 16
 _PATH = "/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _WHY = {
     "time": "it ran past its limit of {timeout:g} s",
@@ -91,8 +93,9 @@ class LocalSandbox:
         self._process: asyncio.subprocess.Process | None = None
         self._user: PrivateUser | None = None
         self._folder: str | None = None
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        # Ids of requests are nonces: a reply with another id was not written by the sandbox's first process.
+        self._waiting: dict[str, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self._cancelled: set[str] = set()
         self._reader: asyncio.Task[None] | None = None
         self._ended: str | None = None
 
@@ -112,16 +115,18 @@ class LocalSandbox:
         plan = walls(kind, self.limits, uid, self._read_only)
         self._folder = _plain_folder(uid) if kind == PLAIN else None
         hello: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
-        self._waiting[0] = hello
+        nonce = secrets.token_hex(16)
+        self._waiting[nonce] = hello
         pipe = asyncio.subprocess.PIPE
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *plan.argv, stdin=pipe, stdout=pipe, stderr=pipe, cwd=self._folder or "/"
             )
             self._reader = asyncio.create_task(self._read(self._process))
-            await self._send(program_text(plan, self.limits))
+            await self._send(program_text(plan, self.limits, nonce))
             async with asyncio.timeout(_START_S):
                 await hello
+            del self._waiting[nonce]
         except (OSError, TimeoutError, SandboxDied) as error:
             why = self._ended or str(error) or f"no answer within {_START_S:g} s"
             await self.close()
@@ -211,8 +216,8 @@ class LocalSandbox:
     async def write_file(
         self, sandbox_path: str, content: FileContent, *, user: str = "root", mode: int = 0o644
     ) -> None:
-        request = {"op": "write", "path": self._path(sandbox_path), "mode": mode}
-        header, _ = await self._ask(request, content_bytes(content), 120)
+        request = {"op": "write", "path": self._path(sandbox_path), "mode": mode, "timeout": _FILE_S}
+        header, _ = await self._ask(request, content_bytes(content), _FILE_S + _GRACE_S)
         if "error" in header:
             hint = (
                 f" (the box holds {self.limits.disk_bytes} bytes)" if header["errno"] == errno.ENOSPC else ""
@@ -225,7 +230,7 @@ class LocalSandbox:
     async def read_bytes(self, sandbox_path: str) -> bytes | None:
         """The content of a file; None: there is none."""
         request = {"op": "read", "path": self._path(sandbox_path), "most": self.limits.disk_bytes}
-        header, blob = await self._ask(request, b"", 120)
+        header, blob = await self._ask({**request, "timeout": _FILE_S}, b"", _FILE_S + _GRACE_S)
         if header.get("errno") in (errno.ENOENT, errno.ENOTDIR):
             return None
         if "error" in header:
@@ -251,7 +256,7 @@ class LocalSandbox:
     ) -> tuple[dict[str, Any], bytes]:
         if not self.is_open:
             raise SandboxDied(self._ended or "the box is not started; use `async with`")
-        number = next(self._numbers)
+        number = secrets.token_hex(16)
         future: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         head = json.dumps({**request, "id": number}).encode()
@@ -268,7 +273,8 @@ class LocalSandbox:
         finally:
             self._waiting.pop(number, None)
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, number: str) -> None:
+        self._cancelled.add(number)
         if self.is_open and self._process is not None and self._process.stdin is not None:
             head = json.dumps({"op": "kill", "id": number}).encode()
             self._process.stdin.write(struct.pack(">II", len(head), 0) + head)
@@ -287,21 +293,34 @@ class LocalSandbox:
         assert process.stdout is not None and process.stderr is not None, "both are pipes"
         try:
             while True:
-                head, blob = struct.unpack(">II", await process.stdout.readexactly(8))
-                header = json.loads(await process.stdout.readexactly(head))
-                content = await process.stdout.readexactly(blob)
-                future = self._waiting.get(header["id"])
-                if future is not None and not future.done():
+                header, content = await self._next_frame(process.stdout)
+                number = header["id"]
+                if number in self._cancelled:
+                    self._cancelled.remove(number)
+                    continue
+                future = self._waiting[number]
+                if not future.done():
                     future.set_result((header, content))
         except asyncio.CancelledError:
             if self._ended is None:  # the event loop ends before its boxes: now they can still be let go of
                 self._ended = "its event loop ended"
                 _let_go(process)
             raise
+        except (ValueError, KeyError, TypeError):  # also of JSON
+            self._ended = "a reply came that its first process did not write; the sandbox was ended"
+            logger.warning("Sandbox %s: %s.", self.sandbox_id, self._ended)
+            _let_go(process)
+            self._fail_all(self._ended)
         except (asyncio.IncompleteReadError, ConnectionResetError):
             said = (await process.stderr.read(4096)).decode(errors="replace").strip()
             self._ended = self._ended or f"the box ended{': ' + said[-400:] if said else ''}"
             self._fail_all(self._ended)
+
+    async def _next_frame(self, stream: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+        head, blob = struct.unpack(">II", await stream.readexactly(8))
+        if head > _LONGEST_HEADER or blob > max(self.limits.disk_bytes, 2 * self.limits.output_bytes):
+            raise ValueError("no reply is that long")
+        return json.loads(await stream.readexactly(head)), await stream.readexactly(blob)
 
     def _fail_all(self, why: str) -> None:
         for future in self._waiting.values():

@@ -222,7 +222,8 @@ asyncio.run(main())
 
 def test_nothing_outlives_a_driver_that_is_killed(kind):
     mark = f"orphan-{os.getpid()}-{kind}"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    paths = (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, paths))}
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, kind, mark], stdout=subprocess.PIPE, env=environment, text=True
     )
