@@ -1,11 +1,17 @@
 """Floating-point operations of a transformer's forward pass: for balance between ranks, for TFLOP/s."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.types import RolloutBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Names under which configs keep the number of their experts.
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +22,7 @@ class ModelShape:
     matrices: int
     # Layers x heads x (width of keys + width of values): operations per pair of tokens, counted causal.
     attention: int
+    output: int = 0  # elements of the output matrix alone
 
     @classmethod
     def from_hf_config(cls, config: Any) -> "ModelShape":
@@ -26,8 +33,12 @@ class ModelShape:
         projections, widths = attention(text)
         # Gate, up and down.
         feed_forward = 3 * hidden * sum(_feed_forward_widths(text))
-        matrices = layers * projections + feed_forward + hidden * text.vocab_size
-        return cls(matrices=matrices, attention=layers * _read(text, "num_attention_heads") * widths)
+        output = hidden * text.vocab_size
+        return cls(
+            matrices=layers * projections + feed_forward + output,
+            attention=layers * _read(text, "num_attention_heads") * widths,
+            output=output,
+        )
 
 
 def _read(text: Any, name: str) -> int:
@@ -61,13 +72,46 @@ def _latent_attention(text: Any) -> tuple[int, int]:
 
 def _feed_forward_widths(text: Any) -> list[int]:
     """The feed-forward width that one token uses in each layer: dense, or its experts and shared ones."""
-    dense = _read(text, "intermediate_size") or 4 * text.hidden_size
-    chosen, expert = _read(text, "num_experts_per_tok"), _read(text, "moe_intermediate_size")
-    if not chosen or not expert:
+    dense = _first(text, "intermediate_size_mlp", "dense_intermediate_size", "intermediate_size")
+    dense = dense or 4 * text.hidden_size
+    chosen = _first(text, "num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+    if not chosen or not _first(text, *EXPERT_COUNTS):
         return [dense] * text.num_hidden_layers
-    shared = _read(text, "shared_expert_intermediate_size") or _read(text, "n_shared_experts") * expert
-    first = _read(text, "first_k_dense_replace")
-    return [dense] * first + [chosen * expert + shared] * (text.num_hidden_layers - first)
+    # Mixtral, GPT-OSS and others have experts alone, and name their width as other models name a dense one.
+    expert = _first(text, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+    shared = _first(
+        text,
+        *(
+            "shared_expert_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "shared_intermediate_size",
+        ),
+    ) or expert * _first(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    sparse = chosen * expert + shared
+    return [sparse if _is_sparse(text, layer) else dense for layer in range(text.num_hidden_layers)]
+
+
+def _first(text: Any, *names: str) -> int:
+    """The first of these sizes that the config has; 0: it has none."""
+    return next((size for name in names if (size := _read(text, name))), 0)
+
+
+def _is_sparse(text: Any, layer: int) -> bool:
+    """Whether a layer of a mixture of experts has experts, by the rule that the config has."""
+    kinds, sparse = getattr(text, "mlp_layer_types", None), getattr(text, "moe_layers", None)
+    if kinds or sparse:
+        return kinds[layer] == "sparse" if kinds else layer in (sparse or ())
+    first = _first(text, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    period = _first(
+        text, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "expert_layer_period"
+    )
+    if period and getattr(text, "expert_layer_offset", None) is not None:
+        return bool(layer % period == text.expert_layer_offset)
+    return (
+        layer >= first
+        and layer not in (getattr(text, "mlp_only_layers", None) or ())
+        and (layer + 1) % (period or 1) == 0
+    )
 
 
 def forward_flops(shape: ModelShape, length: int) -> float:
@@ -75,8 +119,35 @@ def forward_flops(shape: ModelShape, length: int) -> float:
     return float(2 * shape.matrices * length + shape.attention * length * length)
 
 
-def total_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    return sum(forward_flops(shape, length) for length in lengths)
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The tokens that a pass computes: a shared prefix once, without padding.
+
+    Example: a document of n tokens with r response tokens is Stream(n, n * n, r).
+    """
+
+    tokens: int
+    pairs: int  # twice the pairs of tokens that attend to each other
+    predicted: int  # tokens at which the output matrix is applied
+
+    @classmethod
+    def of(cls, positions: "Tensor", predicted: int) -> "Stream":
+        """`positions`: of each token in its document, so that it attends to that many before it."""
+        count = positions.numel()
+        return cls(count, 2 * int(positions.sum()) + count, predicted)
+
+
+def pass_flops(shape: ModelShape, stream: Stream, *, backward: bool = False, trained: float = 1.0) -> float:
+    """Operations of a forward pass over a stream, with `backward` of a backward pass too.
+
+    `trained`: the share of the weights that have a gradient. The backward pass computes the gradients of the
+    activations for all of them, and those of the weights for this share alone. Layers that are computed again
+    to save memory are not counted.
+    """
+    body = shape.matrices - shape.output
+    products = 2.0 * (body * stream.tokens + shape.output * stream.predicted)
+    scores = float(shape.attention * stream.pairs)
+    return products * (2 + trained) + 3 * scores if backward else products + scores
 
 
 # Elements of a patch of 14 x 14 pixels in three colours.

@@ -195,7 +195,7 @@ perf/ref_log_probs_time: seconds to compute those of the reference
 perf/teacher_log_probs_time: seconds to compute those of the teacher
 perf/values_time: seconds to compute the critic's values
 perf/optimizer_time: seconds of the optimizer alone
-perf/<pass>_tflops: rate of a pass of one rank, 10^12 operations a second
+perf/<pass>_tflops: rate of a pass of one rank, 10^12 operations a second; only computed ones count
 perf/actor_train_tok_per_s: tokens trained per second, all ranks
 perf/tokens_per_gpu_per_sec: tokens generated per second of the rollout and GPU, or engine host
 perf/effective_tokens_per_gpu_per_sec: the same, without tokens that the model did not write

@@ -220,7 +220,13 @@ def _attention_parameters(model: dict[str, Any]) -> Parameters:
 def _shared_width(model: dict[str, Any]) -> int:
     if model.get("shared_expert_intermediate_size"):
         return model["shared_expert_intermediate_size"]
-    return (model.get("n_shared_experts") or 0) * (model.get("moe_intermediate_size") or 0)
+    return (model.get("n_shared_experts") or 0) * _expert_width(model)
+
+
+def _expert_width(model: dict[str, Any]) -> int:
+    """Models that have experts alone, as Mixtral has, name their width as others name a dense one."""
+    width: int = model.get("moe_intermediate_size") or model["intermediate_size"]
+    return width
 
 
 def layer_parameters(model: dict[str, Any], layer: int) -> Parameters:
@@ -232,7 +238,7 @@ def layer_parameters(model: dict[str, Any], layer: int) -> Parameters:
     return around + Parameters(
         cut=3 * hidden * _shared_width(model),
         whole=hidden * experts,
-        experts=3 * hidden * model["moe_intermediate_size"] * experts,
+        experts=3 * hidden * _expert_width(model) * experts,
     )
 
 
@@ -331,7 +337,7 @@ def kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
     split = sizes.tp if sizes.sequence_parallel else 1
     if has_experts(model, layer):
         # Each rank sends its tokens to their experts once; ranks that share an expert see each other's.
-        each = 3 * model["moe_intermediate_size"] + 2 * hidden * sizes.etp
+        each = 3 * _expert_width(model) + 2 * hidden * sizes.etp
         mlp = 3 * _shared_width(model) / sizes.tp + model["num_experts_per_tok"] * each / split
     else:
         mlp = 3 * model["intermediate_size"] / sizes.tp

@@ -17,6 +17,7 @@ PER_TOKEN_METRICS: tuple[TokenKey, ...] = (
 PER_SAMPLE_METRICS: tuple[SampleKey, ...] = ("rewards", "raw_reward", "truncated", "response_lengths")
 # Parts of the loss are reported as they are minimised; all else is a mean over what is trained.
 LOSS_TERMS = ("loss", "pg_loss", "kl_loss")
+RATED_PASSES = ("log_probs", "ref_log_probs", "actor_train")  # of which TFLOP/s are reported
 STEPS_NOT_APPLIED = ("nonfinite_steps", "empty_steps")
 
 
@@ -141,15 +142,16 @@ def explained_variance(backend: TrainBackend, batch: RolloutBatch) -> float:
     return 1.0 - (error_squares / count - (errors / count) ** 2) / variance if variance > 1e-12 else 0.0
 
 
-def perf_metrics(backend: TrainBackend, batch: RolloutBatch, seconds: dict[str, float]) -> dict[str, float]:
-    """Seconds by phase, and the trainer's rates; a training pass counts as three forward passes."""
+def perf_metrics(
+    backend: TrainBackend, batch: RolloutBatch, seconds: dict[str, float], flops: dict[str, float]
+) -> dict[str, float]:
+    """Seconds by phase, and the trainer's rates. `flops`: the operations that this rank did in each pass."""
     metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
-    lengths = [len(tokens) for tokens in batch["tokens"]]
-    work = torch.tensor([sum(lengths), backend.forward_flops(lengths)], dtype=torch.float64)
-    tokens, flops = backend.sum_over_ranks(work).tolist()
+    tokens = float(sum(len(tokens) for tokens in batch["tokens"]))
+    work = torch.tensor([tokens, *flops.values()], dtype=torch.float64)
+    tokens, *done = backend.sum_over_ranks(work).tolist()
     metrics["perf/actor_train_tok_per_s"] = tokens / max(seconds["actor_train"], 1e-9)
-    for name, passes in (("log_probs", 1), ("ref_log_probs", 1), ("actor_train", 3)):
-        if name in seconds:
-            per_rank = passes * flops / backend.layout.dp_size
-            metrics[f"perf/{name}_tflops"] = per_rank / max(seconds[name], 1e-9) / 1e12
+    for name, total in zip(flops, done, strict=True):
+        per_rank = total / backend.layout.dp_size
+        metrics[f"perf/{name}_tflops"] = per_rank / max(seconds[name], 1e-9) / 1e12
     return metrics

@@ -27,7 +27,14 @@ from slime.step.losses import build_loss
 from slime.step.policy_tokens import PolicyTokens, policy_tokens
 from slime.step.profiling import ACTOR, LOG_PROBS, StepProfiler
 from slime.step.silent import set_apart
-from slime.step.step_report import StepReport, mean_over_steps, perf_metrics, rollout_metrics, step_metrics
+from slime.step.step_report import (
+    RATED_PASSES,
+    StepReport,
+    mean_over_steps,
+    perf_metrics,
+    rollout_metrics,
+    step_metrics,
+)
 from slime.step.token_terms import TokenWatch, check_on_policy, save_nonfinite
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
@@ -71,6 +78,7 @@ class TrainingStep:
         self._kept = kept
         self._sampler = "actor"  # tag of the weights that sampled the batch; set when the samples are scored
         self._seconds: dict[str, float] = {}
+        self._flops: dict[str, float] = {}  # of this rank, of each pass in RATED_PASSES
         self.parts: list[tuple[str, float, float]] = []  # name, start and end in seconds since 1970
 
     def run(self) -> StepReport:
@@ -93,13 +101,17 @@ class TrainingStep:
         if self.args.save_debug_train_data:
             _save_batch(self.args.save_debug_train_data, self.rollout_id, self.batch)
         metrics |= {k: v for k, v in mean_over_steps(steps).items() if not k.startswith("train/")}
-        metrics |= perf_metrics(self.backend, self.batch, self._seconds)
+        metrics |= perf_metrics(self.backend, self.batch, self._seconds, self._flops)
         return StepReport(metrics, steps, self.agreement.hints.take())
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
+        if name in RATED_PASSES:
+            self.backend.drain_flops()  # those of passes before it
         began, started = time.time(), time.perf_counter()
         yield
+        if name in RATED_PASSES:
+            self._flops[name] = self.backend.drain_flops()
         self._seconds[name] = time.perf_counter() - started
         self.parts.append((name, began, began + self._seconds[name]))
 

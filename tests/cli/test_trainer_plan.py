@@ -108,6 +108,15 @@ def test_parameters_are_those_of_transformers():
         assert found == count - model["num_hidden_layers"] * 2 * 128
 
 
+def test_experts_without_a_width_of_their_own_have_that_of_the_config():
+    """Mixtral-8x7B has 46,702,792,704 parameters; of routers and norms little is counted."""
+    widths = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+    experts = dict(intermediate_size=14336, vocab_size=32000, num_local_experts=8, num_experts_per_tok=2)
+    model = widths | experts
+    layers = sum(layer_parameters(model, i).total for i in range(32))
+    assert layers + sum(p.total for p in outside_parameters(model).values()) == 46702792704
+
+
 @pytest.mark.parametrize(
     ("stages", "chunks", "micro_batches"),
     [(1, 1, 3), (2, 1, 4), (4, 1, 8), (4, 1, 2), (8, 1, 32), (2, 2, 4), (4, 2, 8), (4, 4, 16), (8, 2, 8)],

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from trainer_helpers import trainer_args
 
 from slime.backends.base import Layout
@@ -103,3 +104,32 @@ def test_all_learn_where_a_loss_has_other_terms(changes):
 def test_all_learn_where_other_ranks_wait():
     args, given = args_of("unused"), [list(range(12))]
     assert set_apart(args, Layout(dp_size=2), batch_with_advantages(args), given) == (given, [True])
+
+
+LEARNS, SILENT = (1.0, 0.0, 1.0), (1.0, 1.0, 1.0)
+
+
+def reported_and_done(args, rewards):
+    """Operations of a training pass: as the report has them, and as torch counts its matrix products."""
+    backend = create_backend(args, rank=0, world_size=1, device=torch.device("cpu"), random_weights=True)
+    data = split_for_ranks(args, samples_to_batch(args, groups_of_samples(rewards)), 1)[0]
+    with FlopCounterMode(display=False) as counter:
+        report = TrainingStep(backend, args, 0, data).run().summary
+    reported = report["perf/actor_train_tflops"] * report["perf/actor_train_time"] * 1e12
+    return reported, counter.get_total_flops()
+
+
+CASES = {
+    "all samples learn": ([LEARNS] * 4, {"share_prefix": False}),
+    "three groups of four teach nothing": ([LEARNS, SILENT, SILENT, SILENT], {"share_prefix": False}),
+    "prompts are shared": ([LEARNS] * 4, {"share_prefix": True}),
+    "adapters alone train": ([LEARNS] * 4, {"share_prefix": False, "lora_rank": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rate_of_a_training_pass_counts_what_torch_computed(model, case):
+    rewards, changes = CASES[case]
+    reported, done = reported_and_done(args_of(model, **changes), rewards)
+    # On a CPU attention is computed without its causal half left out, and the matrices of adapters are small.
+    assert 0.85 * done < reported <= done

@@ -56,7 +56,6 @@ from slime.backends.shared.trainer_base import TrainerBase
 from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
-from slime.batch.flops import ModelShape, total_forward_flops
 from slime.utils.files.torch_dist_folder import is_torch_dist
 from slime.utils.models.norms import fuse_norms
 
@@ -121,9 +120,9 @@ class FSDPBackend(TrainerBase):
         self.pending_save: Future[Any] | None = None  # with --async-save: what is being written
         self.save_group: dist.ProcessGroup | None = None  # set by the first such save
         self.model = self._build_model()
-        self.shape = ModelShape.from_hf_config(self.model.lm.config)
         choose_trainable(args, self.model.lm)
         lora.add_adapters(args, self.model.lm)
+        self._set_costs(self.model.lm.config, self.model.lm.parameters())
         self.experts = ExpertWatch(self.model.lm, balance_coefficient(args, self.model.lm))
         if args.share_prefix:  # a balance that flags ask for is known where micro-batches are made
             families.refuse_to_share(
@@ -276,6 +275,10 @@ class FSDPBackend(TrainerBase):
         counted = families.has_experts(model.lm.config.get_text_config())
         shares = self._shares_prefixes(mb, model, loss)
         prefixes = PrefixShare.of(mb, all_tokens=counted) if shares else None
+        if model is self.model and mb.positions:
+            rows = mb.logit_positions if prefixes is None else prefixes.rows
+            backward = loss is not None and (mb.learns or counted)
+            self._count_pass((prefixes or mb).position_ids, len(rows), backward=backward)
         group = self.mesh.context_group
         if group is None:
             sent = vision.with_images(mb, model.lm.config).to(self.device)
@@ -378,10 +381,6 @@ class FSDPBackend(TrainerBase):
         if self.mesh.shard.size() > 1:
             dist.all_reduce(counts, group=self.mesh.shard.get_group())
         return counts
-
-    def forward_flops(self, lengths: list[int]) -> float:
-        """Operations of one forward pass over documents of these lengths."""
-        return total_forward_flops(self.shape, lengths)
 
     # -- weights ---------------------------------------------------------------------------------------------
 

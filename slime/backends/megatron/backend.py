@@ -66,7 +66,6 @@ from slime.backends.shared.trainer_base import TrainerBase
 from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
-from slime.batch.flops import ModelShape, total_forward_flops
 from slime.utils.files.torch_dist_folder import is_torch_dist
 
 
@@ -119,6 +118,7 @@ class MegatronBackend(TrainerBase):
         self.adapters: SharedOut | None = None  # with --lora-rank
         if args.lora_rank:
             self.adapters = lora.add_adapters(args, chunks, self.hub, dims_of(self.hf_config))
+        self._set_costs(self.hf_config, [p for chunk in chunks for p in chunk.parameters()])
         if should_compile(args, self.config, device):
             compile_layers(chunks, self.config, device)
         self.model = wrap_for_training(self.config, ddp_config(args), chunks)
@@ -197,6 +197,7 @@ class MegatronBackend(TrainerBase):
         if weights == "teacher" and self.teacher is not None:
             outputs = self.teacher.forward(mbs, call)
         else:
+            self._count(mbs, backward=False)
             with self.copies.active(weights), torch.no_grad():
                 outputs = self.passes.forward(mbs, call, routing)
         return by_sample(mbs, from_last_stage(outputs))
@@ -227,6 +228,7 @@ class MegatronBackend(TrainerBase):
 
         call = self._call(entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head)
         call = replace(call, mtp_scale=self._mtp_scale(mbs))
+        self._count(mbs, backward=True)
         self.passes.backward(mbs, call, loss_of, self._plan_training(mbs, self.role))
         self._repeat_on_other_stages(mbs, loss, seen)
         for chunk in self.model:
@@ -306,10 +308,11 @@ class MegatronBackend(TrainerBase):
         with self.copies.active(weights):
             return output_matrix_of([chunk.module for chunk in self.model], self.device)
 
-    def forward_flops(self, lengths: list[int]) -> float:
-        """FLOPs of this rank in one forward pass over documents that its whole replica works on."""
-        ranks = self.layout.tp_size * self.layout.pp_size * self.layout.cp_size
-        return total_forward_flops(ModelShape.from_hf_config(self.hf_config), lengths) / ranks
+    def _count(self, mbs: list[MicroBatch], *, backward: bool) -> None:
+        """Count the operations of micro-batches that are about to run; those of weight zero count nothing."""
+        for mb in mbs:
+            if mb.positions:
+                self._count_pass(mb.position_ids, len(mb.logit_positions), backward=backward)
 
     # -- weights ---------------------------------------------------------------------------------------------
 

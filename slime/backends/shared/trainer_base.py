@@ -4,7 +4,7 @@ import copy
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ from slime.backends.shared.model_roles import (
 )
 from slime.backends.shared.trainer_folder import check_content, is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
+from slime.batch.flops import ModelShape, Stream, pass_flops
 from slime.utils.machine import accelerator
 
 
@@ -59,6 +60,7 @@ class TrainerBase(ABC):
         self.compute_dtype = accelerator.compute_dtype(args.dtype, device)
         self.decay_steps = args.lr_decay_iters or total_steps
         self.step = 0  # optimizer steps taken
+        self._flops = 0.0  # operations of this rank since `drain_flops`
         self.is_scalar = role == "critic" or args.loss_type == "rm_loss"
 
     def expect_steps(self, num_steps: int) -> None:
@@ -141,6 +143,26 @@ class TrainerBase(ABC):
 
     @abstractmethod
     def _forget_moments(self) -> None: ...
+
+    def drain_flops(self) -> float:
+        """Return the operations of this rank's passes since the last call, with those of its critic."""
+        done, self._flops = self._flops, 0.0
+        return done if self.critic is None else done + self.critic.drain_flops()
+
+    def _set_costs(self, config: Any, parameters: Iterable[Tensor]) -> None:
+        """Note what decides the operations of a pass: the model's sizes, and which weights train."""
+        shape = ModelShape.from_hf_config(config)
+        body = ModelShape(shape.matrices - shape.output, shape.attention)
+        self._shape = body if self.is_scalar else shape  # a head of one number costs next to nothing
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
+        trained = sum(size for size, trains in sizes if trains)
+        self._trained_share = trained / max(1, sum(size for size, _ in sizes))
+
+    def _count_pass(self, positions: Tensor, predicted: int, *, backward: bool) -> None:
+        """Count a pass over a stream of tokens (`Stream`); the ranks of a replica do equal parts of it."""
+        ranks = self.layout.tp_size * self.layout.pp_size * self.layout.cp_size
+        stream, trained = Stream.of(positions, predicted), self._trained_share
+        self._flops += pass_flops(self._shape, stream, backward=backward, trained=trained) / ranks
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Element-wise sum over the data-parallel ranks, the same on all of them."""
