@@ -41,7 +41,8 @@ def check_rows(args: Args) -> Iterator[Finding]:
 
 
 def _missing_keys(place: object, row: dict[str, object], fmt: PromptFormat) -> Iterator[Finding]:
-    for flag, key in (("--input-key", fmt.input_key), ("--label-key", fmt.label_key)):
+    prompt = None if fmt.prompt_template is not None else fmt.input_key  # a template's are checked by row
+    for flag, key in (("--input-key", prompt), ("--label-key", fmt.label_key)):
         if key is not None and key not in row:
             text = f"{place}: no column {key!r}; the row has {sorted(row)}: name one of them."
             yield Finding("error", flag, text)

@@ -1,6 +1,7 @@
 """Every recipe is read by the same parser as `--config`, with its plug-ins, and says what it is."""
 
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -8,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_world import ROOT, make_world, provide_model, provide_settings, read_settings
+from docs_world import ROOT, make_world, provide_model, provide_settings, read_settings, write
 
 from slime.plugins import check_plugins
+from slime.preflight.prompts import check_rows
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+DESCRIBED = re.compile(r"^# Data, one JSON object a line: (\{.*\})", re.MULTILINE)
+MESSAGES = '[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]'
 NAMES = [str(path.relative_to(ROOT)) for path in RECIPES]
 
 
@@ -31,12 +35,22 @@ def test_a_recipe_is_read_as_a_run_would_read_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(world)
     values = yaml.safe_load(Path(name).read_text())
     subprocess.run([sys.executable, "recipes/laptop/make_data.py", "--rows", "4"], check=True)
+    described = DESCRIBED.search(Path(name).read_text().replace("\n#   ", " "))
+    text = (
+        described[1]
+        .replace("[messages]", MESSAGES)
+        .replace('"assistant", ...', '"assistant", "content": "2"')
+    )
+    row = json.loads(text.replace(", ...", "").replace('"..."', '"1+1?"'))
+    if not Path(values["prompt-data"]).exists():
+        write(world / values["prompt-data"], json.dumps(row) + "\n")
     provide_settings(world, values)
     for key in ("hf-checkpoint", "opd-teacher-load"):
         if str(values.get(key)).startswith(("runs/", "models/")):
             provide_model(world / values[key])
     args = read_settings(["--config", name])
     check_plugins(args)
+    assert not [str(finding) for finding in check_rows(args) if finding.kind == "error"]
     # Of a machine without GPUs only what is about the machine may be told.
     told = [w for w in args.warnings if not re.search("GPU|cores|threads", w)]
     assert not told, told

@@ -240,6 +240,14 @@ def conversations(tmp_path, **extra):
     return file
 
 
+def test_prompts_that_a_template_makes_of_the_columns_of_a_table(start, world, tmp_path):
+    table = tmp_path / "gsm.csv"
+    table.write_text('question,answer\n"6 x 7?","6 x 7\n#### 42"\n')
+    made = {"prompt_data": table, "prompt_template": "Q: {question} A:", "label_key": "answer"}
+    refused(start, "no column 'questoin' (--prompt-template)", **made | {"prompt_template": "Q: {questoin}"})
+    passes(start, **rewarded(world, "fine", **made, label_pattern="#### (.+)"))
+
+
 def test_supervised_training_needs_no_reward_and_no_label(start, tmp_path):
     no_engine = {"debug_train_only": True, "rollout_max_response_len": None}
     no_engine |= {"n_samples_per_prompt": 1, "global_batch_size": 4}
