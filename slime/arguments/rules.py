@@ -31,6 +31,7 @@ from slime.arguments.groups.megatron import choose_trainer, megatron_trainer, mo
 from slime.arguments.groups.micro_batches import keep_micro_batches, micro_batches, token_limit
 from slime.arguments.groups.objectives import distillation, preference_pairs
 from slime.arguments.groups.off_policy import correct_stale_tokens, off_policy
+from slime.arguments.groups.paths import absolute_paths
 from slime.arguments.groups.precision import engine_precision, fp8_training
 from slime.arguments.groups.profiling import profiling
 from slime.arguments.groups.rewards import reward_shaping, rewards
@@ -113,12 +114,13 @@ RULES: tuple[Rule, ...] = (
     model_parallel_sizes,
     profiling,
     critic_role,
-    seeds,  # these three before settings are compared with those of the folder's run
+    check_paths_exist,
+    absolute_paths,  # these four before settings are compared with those of the folder's run
+    seeds,
     token_limit,
     keep_micro_batches,
     auto_resume,
     run_folder,
-    check_paths_exist,
     tell_idle_flags,
 )
 

@@ -228,6 +228,8 @@ class RunScreen:
         pdb.Pdb().set_trace(sys._getframe(1))
 
     def _show_rows(self, title: str, rows: Rows) -> None:
+        here = f"{os.getcwd()}{os.sep}"  # settings hold whole paths, and commands are typed here
+        title, rows = title.replace(here, ""), [(name, text.replace(here, "")) for name, text in rows]
         self.terminal.print((as_panel if self.terminal.is_live else as_lines)(title, rows))
 
 

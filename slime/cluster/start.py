@@ -32,6 +32,7 @@ from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
 from slime.cluster.driver_spans import Timeline
 from slime.cluster.hang_watch import HangWatch
+from slime.cluster.host_check import check_hosts
 from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.faults import headline
@@ -200,6 +201,7 @@ def _start(
     """Engines and trainer start side by side. `closing`: takes down what was started, also half-way."""
     plan = plan_placement(args, min(device_count(), args.num_gpus_per_node), runtime.num_machines)
     placement = runtime.claim(plan)
+    check_hosts(args, runtime, checkpoint)
     run = replace(run, host=placement.host)
     spec = WorkerSpec(name="rollout", near_driver=True)
     process = runtime.spawn(spec, RolloutProcess, args, run, placement, runtime)
@@ -278,6 +280,7 @@ def _restore(
     """Start lost ranks again and bring all of them back to `state`."""
     residency.enter(TRAIN)  # engines make room, as for any step
     ranks.move(find_places(args, runtime, placement.trainer))
+    check_hosts(args, runtime, None)  # a host that takes the place of a lost one
     ranks.renew(state.args)
     trainer.layouts = ranks.load_again(readable(state, ranks, verify=not args.no_load_verify))
     prepare_again()

@@ -153,6 +153,15 @@ class Runtime(Protocol):
         """Claimed places once more, on other machines where theirs are gone; None: there is none."""
 
     @property
+    def other_hosts(self) -> tuple[str, ...]:
+        """The hosts of the run beside the driver's, by name and address; known once devices are claimed."""
+
+    def ask_others(
+        self, question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> dict[str, R | Exception]:
+        """Call a function on each of `other_hosts`; the answers by host, or why there is none."""
+
+    @property
     def failure(self) -> concurrent.futures.Future[None]:
         """Gets the error of a worker that died, or is silent for too long, whether or not somebody waits."""
 

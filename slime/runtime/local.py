@@ -258,6 +258,15 @@ class LocalRuntime:
         return list(slots)
 
     @property
+    def other_hosts(self) -> tuple[str, ...]:
+        return ()
+
+    def ask_others(
+        self, question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> dict[str, R | Exception]:
+        return {}
+
+    @property
     def failure(self) -> concurrent.futures.Future[None]:
         return self._heartbeats.failure
 

@@ -33,7 +33,7 @@ from slime.utils.machine.vital_signs import Signs, signs_of
 
 logger = logging.getLogger(__name__)
 
-_CLAIM_DEADLINE_S = 120.0
+DEFAULT_HOST_TIMEOUT_S = 600.0
 _ANSWER_S = 30.0  # of a machine that is asked whether it is there
 _STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
 _PULSE, _FIRST_PULSE_S = "pulse", 10.0
@@ -247,9 +247,14 @@ class RayRuntime:
     and name its devices themselves, so that engines and ranks may share them.
     """
 
-    def __init__(self, run_dir: Path, silence_limit_s: float = DEFAULT_LIMIT_S):
+    def __init__(
+        self,
+        run_dir: Path,
+        silence_limit_s: float = DEFAULT_LIMIT_S,
+        host_timeout_s: float = DEFAULT_HOST_TIMEOUT_S,
+    ):
         self._owns_ray = not ray.is_initialized()
-        self._run_dir, self._silence_limit_s = run_dir, silence_limit_s
+        self._run_dir, self._silence_limit_s, self._host_timeout_s = run_dir, silence_limit_s, host_timeout_s
         self._heartbeats = HeartbeatWatch(silence_limit_s)
         self._handles: list[Handle[Any]] = []
         if self._owns_ray:
@@ -295,13 +300,13 @@ class RayRuntime:
                 "lower --actor-num-gpus-per-node or --rollout-num-gpus, or start Ray on more machines"
             )
         self._group = placement_group([{"GPU": needed} for needed in needs], strategy="STRICT_SPREAD")
-        if not self._group.wait(_CLAIM_DEADLINE_S):
+        if not self._group.wait(self._host_timeout_s):
             raise RunStopped(
                 f"the Ray cluster gave no machines with {_listed(needs)} GPUs within "
-                f"{_CLAIM_DEADLINE_S:.0f} s: other jobs hold them (`ray status` says who)"
+                f"{self._host_timeout_s:g} s (--host-timeout-s): other jobs hold them (`ray status` says who)"
             )
         looks = [_look_around(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
-        found = ray.get(looks, timeout=_CLAIM_DEADLINE_S)
+        found = ray.get(looks, timeout=self._host_timeout_s)
         self._nodes = [node for node, *_ in found]
         self._gpu_ids = [gpu_ids for _, gpu_ids, _ in found]
         return self._machines([(gpu_ids, cores) for _, gpu_ids, cores in found])
@@ -364,6 +369,36 @@ class RayRuntime:
         return replace(slot, host=LOOPBACK if alone else address, gpu_ids=devices, cores=cores)
 
     @property
+    def other_hosts(self) -> tuple[str, ...]:
+        return tuple(_host_name(node) for node in self._other_nodes)
+
+    @property
+    def _other_nodes(self) -> list[dict[str, Any]]:
+        ours = set(self._nodes) - {self._driver_node}
+        return [node for node in _alive_nodes() if node["NodeID"] in ours]
+
+    def ask_others(
+        self, question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> dict[str, R | Exception]:
+        asked = {
+            _host_name(node): _on_node(node["NodeID"], question, *args, **kwargs)
+            for node in self._other_nodes
+        }
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=self._host_timeout_s)
+        answers: dict[str, R | Exception] = {}
+        for host, task in asked.items():
+            try:
+                answers[host] = ray.get(task, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                answers[host] = TimeoutError(
+                    f"no answer within {self._host_timeout_s:g} s (--host-timeout-s)"
+                )
+                ray.cancel(task)
+            except ray.exceptions.RayError as error:
+                answers[host] = error
+        return answers
+
+    @property
     def failure(self) -> concurrent.futures.Future[None]:
         return self._heartbeats.failure
 
@@ -419,12 +454,7 @@ def _addresses() -> dict[str, str]:
 
 def _answering(nodes: Sequence[str]) -> list[str]:
     """Those that run a task now: Ray takes a while to notice that a machine is gone."""
-    tasks = {
-        node: ray.remote(_node_gpus_cores)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote()
-        for node in nodes
-    }
+    tasks = {node: _on_node(node, _node_gpus_cores) for node in nodes}
     ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_ANSWER_S)
     found = []
     for node, task in tasks.items():
@@ -434,6 +464,20 @@ def _answering(nodes: Sequence[str]) -> list[str]:
         except ray.exceptions.RayError:  # also where it has not answered
             ray.cancel(task)
     return found
+
+
+def _host_name(node: dict[str, Any]) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+
+
+def _on_node(node_id: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Start a task on a node; it gets no core of its own, so that it never waits for one."""
+    options = ray.remote(function).options(
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        runtime_env={"env_vars": import_environment()},
+    )
+    return options.remote(*args, **kwargs)
 
 
 def _look_around(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:

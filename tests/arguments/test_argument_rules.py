@@ -1,6 +1,7 @@
 """Rules that span flags: each refuses a combination with flag, value, reason and fix, or derives a value."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from argument_helpers import base_argv, parse
@@ -140,7 +141,7 @@ def test_combination_is_refused_with_its_reason(changes, message):
         ({"reward_key": "score"}, "eval_reward_key", "score", "same as reward_key"),
         ({"load_debug_rollout_data": "{rollout_id}.pt"}, "debug_train_only", True, "load_debug_rollout_data"),
         ({}, "rollout_engine", "embedded", "needs nothing"),
-        ({"seed": 3}, "run_dir", "runs/model-3", "runs/<model>-<seed>"),
+        ({"seed": 3}, "run_dir", str(Path("runs/model-3").absolute()), "runs/<model>-<seed>"),
         ({"offload": True}, "offload_train", True, "offload"),
         ({"colocate": True}, "offload_rollout", True, "colocate"),
         ({}, "offload_train", False, "do not share"),
@@ -193,7 +194,7 @@ def test_kl_in_the_reward_is_allowed_where_it_has_an_effect():
 
 def test_custom_rollout_needs_no_model_when_nothing_is_trained():
     args = parse(hf_checkpoint=None, debug_rollout_only=True, rollout_function_path="my.rollout")
-    assert args.run_dir == "runs/run-1234"
+    assert args.run_dir == str(Path("runs/run-1234").absolute())
 
 
 def test_batch_algebra_is_explained_in_words():
@@ -388,7 +389,7 @@ def test_several_prompt_files_may_be_joined_by_commas(tmp_path):
 
 
 def test_run_that_resumes_itself_may_start_with_nothing_to_load():
-    assert parse(load="nowhere", save="nowhere").load == "nowhere"
+    assert parse(load="nowhere", save="nowhere").load == str(Path("nowhere").absolute())
 
 
 def sizes(gpus, **given):

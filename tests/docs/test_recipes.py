@@ -54,7 +54,7 @@ def test_a_recipe_is_read_as_a_run_would_read_it(name, tmp_path, monkeypatch):
     # Of a machine without GPUs only what is about the machine may be told.
     told = [w for w in args.warnings if not re.search("GPU|cores|threads", w)]
     assert not told, told
-    assert args.run_dir.startswith("runs/") and args.save
+    assert args.run_dir.startswith(f"{world}/runs/") and args.save
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -45,6 +45,12 @@ class ClusterFlags:
         "is seen to compute gets 12 times as much; its work may take as long as it needs; 0: never",
         ge=0,
     )
+    host_timeout_s: float = flag(
+        600.0,
+        "how long a host may take at the start to give its devices, to start a process of the run and to "
+        "answer; a cold network file system may need minutes",
+        gt=0,
+    )
     max_restarts: int = flag(
         3,
         "how often in a row, without a new step in between, a trainer whose rank died or hangs is started "

@@ -225,10 +225,10 @@ def auto_resume(draft: Draft) -> None:
             draft.derive("load", draft.save, f"{folder} holds this run, unfinished (--no-auto-resume)")
             draft.derive("ckpt_step", None, "it chose a checkpoint of --load, which was not given")
             if draft.run_dir is None:
-                draft.derive("run_dir", str(folder), "it holds this run, unfinished")
+                draft.derive("run_dir", str(folder.absolute()), "it holds this run, unfinished")
             return
         if draft.run_dir is None and has_finished(folder, draft.values, draft.save):
-            draft.derive("run_dir", str(folder), "it holds this run, finished (--no-auto-resume)")
+            draft.derive("run_dir", str(folder.absolute()), "it holds this run, finished (--no-auto-resume)")
             return
 
 
@@ -251,17 +251,16 @@ def run_folder(draft: Draft) -> None:
     if draft.run_dir is None:
         base = _base_folder(draft)
         folder = choose_run_folder(base, resumption_of(draft.load, draft.ckpt_step, draft.finetune))
-        draft.derive(
-            "run_dir", folder, "runs/<model>-<seed>" if folder == base else f"{base} is that of another run"
-        )
+        why = "runs/<model>-<seed>" if folder == base else f"{base} is that of another run"
+        draft.derive("run_dir", str(Path(folder).absolute()), why)
 
 
 def check_paths_exist(draft: Draft) -> None:
     if draft.prompt_data is not None and not draft.load_debug_rollout_data:
-        words = [draft.prompt_data] if isinstance(draft.prompt_data, str) else draft.prompt_data
+        files = files_of_words(draft.prompt_data)
         if draft.env is not None and not draft.was_given("prompt_data"):
-            _check_items(draft.env, words[0])
-        for path in (path for word in words for path in _split_files(word)):
+            _check_items(draft.env, files[0])
+        for path in files:
             _check_data_file("--prompt-data", path)
     for dataset in draft.eval_datasets:
         _check_data_file(f"evaluation dataset {dataset.name!r}", dataset.path)
@@ -281,7 +280,14 @@ def check_paths_exist(draft: Draft) -> None:
         )
 
 
-def _split_files(word: str) -> list[str]:
+def files_of_words(words: str | list[str] | None) -> list[str]:
+    """The files of --prompt-data, each with its range of rows if it has one."""
+    return [
+        path for word in ([words] if isinstance(words, str) else words or []) for path in split_files(word)
+    ]
+
+
+def split_files(word: str) -> list[str]:
     """Several files may be one word with commas, unless a file of that very name exists."""
     if Path(_without_rows(word)).expanduser().exists():
         return [word]

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import secrets
 import socket
 from collections.abc import Iterable
@@ -177,14 +178,14 @@ def other_settings(folder: Path, settings: dict[str, Any], save: str) -> dict[st
     record = read_run(folder)
     if record is None or not same_folder(record.last.checkpoints, save):
         return {}
-    return {name: (was, now) for name, was, now in _compared(record, settings) if was not in (now, _SECRET)}
+    return {name: (was, now) for name, was, now in _compared(record, settings) if not _same(was, now)}
 
 
 def _is_same(record: RunRecord, settings: dict[str, Any], save: str) -> bool:
     if not same_folder(record.last.checkpoints, save):
         return False
     compared = _compared(record, settings)
-    return bool(compared) and all(was in (now, _SECRET) for _, was, now in compared)
+    return bool(compared) and all(_same(was, now) for _, was, now in compared)
 
 
 def _compared(record: RunRecord, settings: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -203,7 +204,24 @@ def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
         for start in (record.earlier[-1], record.last)
     )
     names = sorted((before.keys() & now.keys()) - _OF_A_START)
-    return {name: (before[name], now[name]) for name in names if before[name] != now[name]}
+    return {name: (before[name], now[name]) for name in names if not _same(before[name], now[name])}
+
+
+def _same(was: Any, now: Any) -> bool:
+    """Compare two settings; an older record has paths as they were written, a newer one in full."""
+    if isinstance(was, list) and isinstance(now, list):
+        return len(was) == len(now) and all(map(_same, was, now))
+    if isinstance(was, dict) and isinstance(now, dict):
+        return was.keys() == now.keys() and all(_same(was[key], now[key]) for key in was)
+    if isinstance(was, str) and isinstance(now, str) and was != now:
+        return was == _SECRET or (os.getcwd() in now and _in_full(was) == now)
+    return bool(was == now)
+
+
+def _in_full(text: str) -> str:
+    """The paths of a setting from the root: several with commas between them, or one after env: or hf:."""
+    parts = (re.fullmatch(r"(env:|hf:|)(.*)", part, re.DOTALL) for part in text.split(","))
+    return ",".join(match[1] + os.path.abspath(match[2].strip()) for match in parts if match is not None)
 
 
 def _as_written(value: Any) -> Any:

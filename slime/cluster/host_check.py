@@ -1,0 +1,160 @@
+"""Checks at the start of a run that all hosts see the files that the driver sees.
+
+Folders that several hosts write to must be one shared folder: the driver writes a token file, and every other
+host reads it. Of files that are only read, a copy on each host is enough: there they must have the same size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.arguments import Args
+from slime.arguments.all_flags import all_specs
+from slime.arguments.groups.run import files_of_words
+from slime.catalog.datasets import HUB, is_url
+from slime.runtime.base import Runtime
+from slime.utils.errors import RunStopped
+from slime.utils.files.step_folders import StepFolder, same_folder
+
+_NAMED = 3  # files in a message
+_PLUGIN_FILE = re.compile(r"^(?:env:)?([^:]+\.py):")
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """A file that every host must read. `token`: what it holds, where the driver has just written it."""
+
+    flag: str
+    path: str
+    num_bytes: int
+    token: str | None = None
+
+
+def check_hosts(args: Args, runtime: Runtime, checkpoint: StepFolder | None) -> None:
+    """Raise RunStopped with every host and folder that cannot be used; free where the run has one host."""
+    if not runtime.other_hosts:
+        return
+    with contextlib.ExitStack() as tokens:
+        needed = [tokens.enter_context(_token(flag, folder)) for flag, folder in shared_folders(args).items()]
+        needed += _existing(read_files(args, checkpoint))
+        answers = runtime.ask_others(find_unreadable, needed)
+    flags = dict.fromkeys(one.flag for one in needed)
+    problems = [_describe(host, found, flags) for host, found in answers.items() if found]
+    if problems:
+        shared = [flag for flag in flags if flag in shared_folders(args)]
+        raise RunStopped(
+            "\n".join(problems) + "\nPut these files into a folder that all hosts share (NFS, for example), "
+            "under the same path on each host. A copy on each host, under the same path, is enough for all "
+            f"but {', '.join(shared)}."
+        )
+
+
+def find_unreadable(needed: Iterable[Needed]) -> dict[str, list[str]]:
+    """Return `path: reason` by flag for each file that this host cannot read as the driver does."""
+    found: dict[str, list[str]] = {}
+    for one in needed:
+        reason = _why_unreadable(one)
+        if reason is not None:
+            found.setdefault(one.flag, []).append(f"{one.path}: {reason}")
+    return found
+
+
+def _why_unreadable(needed: Needed) -> str | None:
+    try:
+        with open(needed.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(len(needed.token or " "))
+    except FileNotFoundError:
+        return "this host does not see the folder of the driver" if needed.token else "there is no such file"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    if needed.token is not None and content != needed.token.encode():
+        return "it holds something else than the driver wrote"
+    return f"it has {size} bytes, and {needed.num_bytes} on the driver" if size != needed.num_bytes else None
+
+
+def shared_folders(args: Args) -> dict[str, Path]:
+    """Return by flag the folders that several hosts write to or read from during the run."""
+    folders = {"--run-dir": args.run_dir, "--save": args.save}
+    folders["--update-weight-disk-dir"] = args.update_weight_disk_dir
+    found = {flag: Path(folder) for flag, folder in folders.items() if folder}
+    if args.save_hf:
+        found["--save-hf"] = Path(args.save_hf.partition("{")[0] + "x").parent
+    return found
+
+
+def read_files(args: Args, checkpoint: StepFolder | None) -> dict[str, list[Path]]:
+    """Return by flag the files that processes of the run only read: model, checkpoint, data, plug-ins."""
+    models = {"--hf-checkpoint": args.hf_checkpoint, "--ref-load": args.ref_load}
+    models |= {"--critic-load": args.critic_load, "--opd-teacher-load": args.opd_teacher_load}
+    models |= {f"model {model.name!r}": model.model_path for model in args.engine_topology.models}
+    files: dict[str, list[Path]] = {}
+    listed: set[str] = set()
+    for flag, model in models.items():
+        if model and model not in listed and Path(model).is_dir():
+            listed.add(model)
+            files[flag] = sorted(path for path in Path(model).iterdir() if path.is_file())
+    if checkpoint is not None and not same_folder(args.load, args.save):
+        names = checkpoint.manifest.files or ()
+        files["--load"] = [checkpoint.path / name for name in names]
+    files["--prompt-data"] = _data_files(files_of_words(args.prompt_data))
+    files["evaluation data"] = _data_files(dataset.path for dataset in args.eval_datasets)
+    return files | _plugin_files(args)
+
+
+def _data_files(sources: Iterable[str]) -> list[Path]:
+    named = (source for source in sources if not is_url(source) and not source.startswith((HUB, "env:")))
+    return [Path(re.sub(r"@\[[-\d:]*\]$", "", source)) for source in named]
+
+
+def _plugin_files(args: Args) -> dict[str, list[Path]]:
+    """Return by flag the files of plug-ins that are named by a path; modules are found by their import."""
+    values = vars(args)
+    flags = {spec.option: values[name] for name, spec in all_specs().items() if spec.info.metavar == "PATH"}
+    flags |= {"--env": args.env, "--eval-env": args.eval_env}
+    flags["plug-in of an evaluation dataset"] = [
+        path for one in args.eval_datasets for path in (one.custom_rm_path, one.custom_generate_function_path)
+    ]
+    files: dict[str, list[Path]] = {}
+    for flag, value in flags.items():
+        words = value if isinstance(value, list) else [value]
+        matches = (_PLUGIN_FILE.match(word) for word in words if isinstance(word, str))
+        files[flag] = [Path(match[1]) for match in matches if match is not None]
+    return files
+
+
+def _existing(files: Mapping[str, Iterable[Path]]) -> list[Needed]:
+    """Keep the files that the driver has; what is missing there is reported by who reads it."""
+    there = ((flag, path) for flag, paths in files.items() for path in paths if path.is_file())
+    return [Needed(flag, str(path), path.stat().st_size) for flag, path in there]
+
+
+@contextlib.contextmanager
+def _token(flag: str, folder: Path) -> Iterator[Needed]:
+    """Write a token file to a folder of the driver, until the block ends."""
+    name, text = secrets.token_hex(4), secrets.token_hex(16)
+    path = folder / f".slime-host-check-{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    try:
+        yield Needed(flag, str(path), len(text), text)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _describe(host: str, found: Mapping[str, list[str]] | Exception, flags: Iterable[str]) -> str:
+    if isinstance(found, Exception):
+        return f"Host {host} could not check the files of this run: {found}"
+    lines = [f"Host {host} does not see all files of this run:"]
+    for flag in flags:
+        reasons = found.get(flag, [])
+        more = f" (and {len(reasons) - _NAMED} more files)" if len(reasons) > _NAMED else ""
+        lines += [f"  {flag}: {reason}" for reason in reasons[:_NAMED]]
+        lines[-1] += more
+    return "\n".join(lines)
