@@ -61,7 +61,8 @@ def find_unreadable(needed: Iterable[Needed]) -> dict[str, list[str]]:
     for one in needed:
         reason = _why_unreadable(one)
         if reason is not None:
-            found.setdefault(one.flag, []).append(f"{one.path}: {reason}")
+            shown = os.path.dirname(one.path) if one.token else one.path
+            found.setdefault(one.flag, []).append(f"{shown}: {reason}")
     return found
 
 
@@ -71,7 +72,7 @@ def _why_unreadable(needed: Needed) -> str | None:
             size = os.fstat(file.fileno()).st_size
             content = file.read(len(needed.token or " "))
     except FileNotFoundError:
-        return "this host does not see the folder of the driver" if needed.token else "there is no such file"
+        return "this host does not see the driver's folder" if needed.token else "there is no such file"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     if needed.token is not None and content != needed.token.encode():

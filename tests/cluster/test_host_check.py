@@ -95,7 +95,7 @@ def test_an_older_file_of_the_same_name_is_no_shared_folder(tmp_path):
 
     (tmp_path / "token").write_text("another")
     found = find_unreadable([Needed("--save", str(tmp_path / "token"), 7, "written")])
-    assert found == {"--save": [f"{tmp_path}/token: it holds something else than the driver wrote"]}
+    assert found == {"--save": [f"{tmp_path}: it holds something else than the driver wrote"]}
 
 
 def test_the_local_runtime_writes_no_token(world, monkeypatch):
