@@ -26,8 +26,7 @@ from slime.data.copies import forget_copies
 from slime.observability.tracking import read_metrics
 from slime.record import Answer, Select, open_record
 from slime.utils.errors import FolderTaken
-from slime.utils.files.run_file import choose_run_folder, is_used, resumption_of
-from slime.utils.files.step_folders import step_folders
+from slime.utils.files.run_file import LAST_MODEL, choose_run_folder, is_used, resumption_of
 from slime.utils.misc import load_function, plugin_module_name
 
 Rows = str | Path | Iterable[Any]
@@ -218,8 +217,5 @@ def _stub(stem: str, function: Callable[..., Any], pickle: Path, needs_pickle: b
 
 
 def _model_path(args: Args) -> Path | None:
-    steps = step_folders(args.save) if args.save is not None and args.save_hf is not None else {}
-    if not steps or args.save_hf is None:
-        return None
-    path = Path(args.save_hf.format(rollout_id=max(steps)))
-    return path if path.is_dir() else None
+    path = Path(args.run_dir) / LAST_MODEL
+    return path.resolve() if args.save_hf is not None and (path / "config.json").is_file() else None

@@ -14,7 +14,7 @@ run=${RUN_DIR:-runs/examples/coding_agent}
     --run-dir "$run/warm-up" --save "$run/warm-up/checkpoints" --save-hf "$run/warm-up/hf-{rollout_id}"
 
 "$python" train.py \
-    --hf-checkpoint "$run/warm-up/hf-7" --prompt-data "$run/tasks.jsonl" --input-key prompt --label-key label \
+    --hf-checkpoint "$run/warm-up/model" --prompt-data "$run/tasks.jsonl" --input-key prompt --label-key label \
     --custom-generate-function-path examples/coding_agent/agent.py:generate \
     --num-rollout 14 --rollout-batch-size 12 --n-samples-per-prompt 8 --global-batch-size 96 \
     --rollout-max-response-len 300 --rollout-shuffle --lr 1e-3 --min-lr 2e-4 --lr-decay-style cosine --weight-decay 0 \

@@ -15,7 +15,7 @@ run=${RUN_DIR:-runs/examples/geo_shapes}
     --lr 2e-3 --run-dir "$run/warm-up" --save "$run/warm-up/checkpoints" --save-hf "$run/warm-up/hf-{rollout_id}"
 
 "$python" train.py \
-    --hf-checkpoint "$run/warm-up/hf-11" --prompt-data "$run/prompts.jsonl" --input-key prompt --label-key label \
+    --hf-checkpoint "$run/warm-up/model" --prompt-data "$run/prompts.jsonl" --input-key prompt --label-key label \
     --multimodal-keys '{"image": "images"}' --apply-chat-template --rollout-engine embedded \
     --custom-rm-path slime.cli.quickstart.rewards.exact_match \
     --num-rollout 64 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 128 \

@@ -22,7 +22,7 @@ run=${RUN_DIR:-runs/examples/judge-$kind}
     --run-dir "$run/warm-up" --save "$run/warm-up/checkpoints" --save-hf "$run/warm-up/hf-{rollout_id}"
 
 "$python" train.py \
-    --hf-checkpoint "$run/warm-up/hf-9" --prompt-data "$run/prompts.jsonl" --input-key prompt --label-key label \
+    --hf-checkpoint "$run/warm-up/model" --prompt-data "$run/prompts.jsonl" --input-key prompt --label-key label \
     --rollout-engine embedded --sglang-config "$run/topology.yaml" \
     --rm-type judge --judge-model judge --judge-rubric "$run/rubric.txt" --judge-max-score 1 --judge-max-tokens 12 \
     --num-rollout 20 --rollout-batch-size 24 --n-samples-per-prompt 8 --global-batch-size 192 \

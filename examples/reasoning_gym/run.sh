@@ -13,7 +13,7 @@ run=${RUN_DIR:-runs/examples/reasoning_gym}
     --hf-checkpoint "$run/model" --prompt-data "$run/talks.jsonl" \
     --run-dir "$run/warm-up" --save "$run/warm-up/checkpoints" --save-hf "$run/warm-up/hf-{rollout_id}"
 
-"$python" train.py --hf-checkpoint "$run/warm-up/hf-19" --apply-chat-template \
+"$python" train.py --hf-checkpoint "$run/warm-up/model" --apply-chat-template \
     --env reasoning_gym:number_sorting=2,spell_backward,palindrome_generation --env-args "$(cat "$run/settings.json")" \
     --num-rollout 24 --rollout-batch-size 24 --n-samples-per-prompt 8 --global-batch-size 192 \
     --rollout-max-response-len 10 --rollout-shuffle --lr 8e-4 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0 \

@@ -14,7 +14,7 @@ run=${RUN_DIR:-runs/examples/retool}
     --run-dir "$run/warm-up" --save "$run/warm-up/checkpoints" --save-hf "$run/warm-up/hf-{rollout_id}"
 
 "$python" train.py --config recipes/laptop/tools.yaml \
-    --hf-checkpoint "$run/warm-up/hf-9" --prompt-data "$run/prompts.jsonl" \
+    --hf-checkpoint "$run/warm-up/model" --prompt-data "$run/prompts.jsonl" \
     --eval-prompt-data held_out "$run/held_out.jsonl" \
     --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-hf "$run/rl/hf-{rollout_id}" "$@"
 

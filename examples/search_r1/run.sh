@@ -14,7 +14,7 @@ run=${RUN_DIR:-runs/examples/search_r1}
     --run-dir "$run/warm-up" --save "$run/warm-up/checkpoints" --save-hf "$run/warm-up/hf-{rollout_id}"
 
 "$python" train.py \
-    --hf-checkpoint "$run/warm-up/hf-15" --prompt-data "$run/prompts.jsonl" --input-key prompt --label-key label \
+    --hf-checkpoint "$run/warm-up/model" --prompt-data "$run/prompts.jsonl" --input-key prompt --label-key label \
     --custom-generate-function-path examples/search_r1/agent.py:generate \
     --num-rollout 16 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 128 \
     --rollout-max-response-len 160 --rollout-shuffle --lr 8e-4 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0 \

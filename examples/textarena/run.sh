@@ -14,7 +14,7 @@ players=examples/textarena/players.py
     --hf-checkpoint "$run/model" --prompt-data "$run/talks.jsonl" \
     --run-dir "$run/warm-up" --save "$run/warm-up/checkpoints" --save-hf "$run/warm-up/hf-{rollout_id}"
 
-"$python" train.py --hf-checkpoint "$run/warm-up/hf-7" --apply-chat-template \
+"$python" train.py --hf-checkpoint "$run/warm-up/model" --apply-chat-template \
     --env textarena:Nim-v0 --env-args "{\"*\": {\"piles\": [2, 3], \"eval_opponent\": \"$players:random_move\"}}" \
     --num-rollout 32 --rollout-batch-size 8 --n-samples-per-prompt 16 --global-batch-size 128 \
     --max-turns 8 --turn-max-response-len 4 --rollout-max-response-len 300 \
@@ -24,4 +24,4 @@ players=examples/textarena/players.py
     --run-dir "$run/rl" --save "$run/rl/checkpoints" --save-interval 32 --save-hf "$run/rl/hf-{rollout_id}" "$@"
 
 "$python" "$players" tell "$run/rl"
-"$python" "$players" match "$run/rl/hf-31" "$run/warm-up/hf-7"
+"$python" "$players" match "$run/rl/hf-31" "$run/warm-up/model"

@@ -16,7 +16,7 @@ from slime.arguments import Args, explain_batch
 from slime.observability.terminal.progress import Progress, duration, short
 from slime.preflight.trainer_plan import layer_parameters, outside_parameters, read_model
 from slime.record import RECORD_FILE
-from slime.utils.files.run_file import read_run
+from slime.utils.files.run_file import LAST_MODEL, read_run
 from slime.utils.files.step_folders import step_folders
 from slime.utils.machine.cores import num_cores
 from slime.utils.printable import printable
@@ -147,11 +147,13 @@ def _record(args: Args) -> str:
 def _saved(args: Args) -> list[str]:
     if args.debug_rollout_only:
         return ["nothing is trained"]
-    if args.save is None:
+    if args.save is None and args.save_hf is None:
         return ["nothing: the trained weights are gone at the end (--save DIR, --save-hf DIR)"]
     every = (
         f"every {args.save_interval} steps, after each pass over the data and " if args.save_interval else ""
     )
+    if args.save is None:
+        return [f"the model in {args.save_hf} {every}at the end; no checkpoints to resume from (--save DIR)"]
     words = [f"checkpoints in {args.save} {every}at the end;"]
     return [*words, f"the model in {args.save_hf}" if args.save_hf else "no model folder (--save-hf DIR)"]
 
@@ -161,7 +163,9 @@ def _where_is_the_model(args: Args, progress: Progress, checkpoints: dict[int, P
     for step in range(progress.done, -1, -1) if args.save_hf else ():
         config = Path(str(args.save_hf).format(rollout_id=step)) / "config.json"
         if config.is_file() and config.stat().st_mtime >= since:
-            return str(config.parent)
+            link = Path(args.run_dir) / LAST_MODEL
+            is_last = link.is_symlink() and link.resolve() == config.parent.resolve()
+            return f"{config.parent} (also {link})" if is_last else str(config.parent)
     if checkpoints:
         return f"{checkpoints[max(checkpoints)]} (slime convert makes a model folder of it)"
-    return "not saved" + ("" if args.save else ": no --save was given")
+    return "not saved" + ("" if args.save else ": neither --save nor --save-hf was given")

@@ -58,7 +58,7 @@ class Cluster:
     trainer: TrainGroup
     residency: Residency
     weight_push: WeightPush | PushToNobody | None  # None: nothing trains
-    saver: Saver | None  # None: the run keeps no checkpoints
+    saver: Saver | None  # None: the run keeps neither checkpoints nor models
     tracker: Tracker
     advisor: Advisor
     recovery: Recovery
@@ -121,7 +121,8 @@ class Cluster:
         self.rollout.call_control(RolloutManager.note_trained, rollout_id)
         self._pushes_at_training = self.weight_push.num_pushes if self.weight_push is not None else 0
         copies = self.copies
-        if copies is not None and copies.are_due(rollout_id) and not self.schedule.save_after(rollout_id):
+        is_kept = self.args.save is not None and self.schedule.save_after(rollout_id)
+        if copies is not None and copies.are_due(rollout_id) and not is_kept:
             with self.timeline.doing("copying state", rollout_id) as copying:
                 self.recovery.run(lambda: copies.write(rollout_id), rollout_id)
             self.batches.forget(self.redo.oldest.rollout_id)
@@ -230,8 +231,8 @@ class Cluster:
             self.evaluate(last)
 
     def save(self, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None = None) -> None:
-        """A checkpoint after `rollout` was trained; the next one is part of it where it is in flight."""
-        assert self.saver is not None, "the schedule saves only with --save"
+        """Save after `rollout` was trained; the next one is part of a checkpoint where it is in flight."""
+        assert self.saver is not None, "the schedule saves only with --save or --save-hf"
         saver, kept = self.saver, micro_batches_of(vars(self.args))
         manifest = Manifest(rollout_id, self.run.run_id, self._pushes_at_training, micro_batches=kept)
 
@@ -250,8 +251,7 @@ class Cluster:
 
     def _begin_save(self, rollout_id: int) -> None:
         """Once it is complete, a trainer that is lost begins from it; without its optimizer none could."""
-        if self.recovery.is_on and not self.args.no_save_optim:
-            assert self.args.save is not None, "the schedule saves only with --save"
+        if self.recovery.is_on and self.args.save is not None and not self.args.no_save_optim:
             memories = tuple(self.trainer.ranks.call(TrainActor.memory))
             args = self.args.replace(**OF_THE_FIRST_START)
             folder = step_path(self.args.save, rollout_id) / TRAINER

@@ -151,7 +151,7 @@ class Requests:
                 cluster.evaluate(rollout_id)
             done.add("evaluate")
             return f"evaluated after step {rollout_id + 1}"
-        if row.name == "checkpoint" and cluster.saver is None:
+        if row.name == "checkpoint" and cluster.args.save is None:
             raise RequestRefused("the run keeps no checkpoints: start it with --save")
         if row.name in ("checkpoint", "stop") and cluster.saver is not None:
             if not cluster.schedule.save_after(rollout_id) and "checkpoint" not in done:

@@ -24,6 +24,7 @@ from slime.cluster.checkpoints.run_ledger import Resume, find_resume
 from slime.cluster.checkpoints.save_folder import (
     look_at_folders,
     naming_full_disks,
+    open_model_folder,
     open_save_folder,
     prepare_folder,
 )
@@ -103,6 +104,8 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
     with contextlib.ExitStack() as folders:  # given back last
         if args.save is not None:
             folders.callback(open_save_folder(args).release)
+        if args.save_hf is not None:
+            open_model_folder(args)
         checkpoint = resolve_load(args.load, args.save, args.ckpt_step)
         prepare_folder("--run-dir", Path(args.run_dir))
         folders.callback(FolderLock(Path(args.run_dir), "--run-dir").release)
@@ -295,15 +298,16 @@ def _open_saver(
     redo: Redo,
     batches: Batches,
 ) -> Saver | None:
-    """Writes checkpoints; what lies before one that stands need not be done again."""
-    if not args.save:
+    """Build what writes checkpoints and models; what precedes a checkpoint need not be done again."""
+    if args.save is None and (args.save_hf is None or args.debug_rollout_only):
         return None
 
     def commit(rollout_id: int) -> None:
         redo.commit(rollout_id)
         batches.forget(redo.oldest.rollout_id)
 
-    return Saver(Path(args.save), args.save_hf, args.keep_last_n, trainer.ranks, manager, models, commit)
+    folder = Path(args.save) if args.save is not None else None
+    return Saver(folder, args.save_hf, args.keep_last_n, trainer.ranks, manager, models, commit)
 
 
 def _open_canary(
@@ -388,7 +392,7 @@ def _open_advisor(args: Args, overlapped: bool) -> Advisor:
         samples_per_prompt=args.n_samples_per_prompt,
         max_response_len=args.rollout_max_response_len,
         context_len=context_of(args.hf_checkpoint) if args.hf_checkpoint else None,
-        saves=args.save is not None,
+        saves=args.save is not None or args.save_hf is not None,
         overlapped=overlapped,
         by_rewards=args.loss_type not in SUPERVISED_LOSSES and not args.debug_rollout_only,
         has_teacher=args.use_opd,

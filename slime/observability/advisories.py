@@ -107,7 +107,7 @@ def start_checks(facts: Facts) -> dict[str, tuple[str, str]]:
     found = {}
     if not facts.saves and facts.by_rewards:
         found["no_save"] = (
-            "no --save is given: the trained weights are gone when the run ends",
+            "neither --save nor --save-hf is given: the trained weights are gone when the run ends",
             "give --save DIR --save-interval N for checkpoints, or --save-hf DIR for a model folder",
         )
     if (

@@ -90,7 +90,7 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
         ({"rm_type": "remote_rm"}, "--rm-type remote_rm needs --rm-url"),
         ({"eval_interval": 5}, "--eval-interval is 5, but there is nothing to evaluate on"),
         ({"save_interval": 5}, "--save-interval is 5, but there is no folder"),
-        ({"save_hf": "out"}, "--save-hf is out: every rollout would use the same path"),
+        ({"save_hf": "out/{rank}"}, "--save-hf is out/{rank}: every rollout would use the same path"),
         (
             {"save_debug_rollout_data": "x{step}.pt"},
             "--save-debug-rollout-data is x{step}.pt: not a template",

@@ -148,6 +148,8 @@ def schedule(num_rollout=5, start=0, **changes):
         "skip_eval_before_train": False,
         "save_interval": 2,
         "save": "ckpt",
+        "save_hf": None,
+        "debug_rollout_only": False,
         "release_train": False,
         **changes,
     }
@@ -170,6 +172,10 @@ def test_a_folder_to_save_in_is_enough_to_save_the_end():
     assert [i for i in s if s.save_after(i)] == [4]
     s = schedule(save_interval=None, save=None)
     assert not [i for i in s if s.save_after(i)]
+    s = schedule(save_interval=None, save=None, save_hf="model")
+    assert [i for i in s if s.save_after(i)] == [4]
+    s = schedule(save_interval=None, save=None, save_hf="model", debug_rollout_only=True)
+    assert not [i for i in s if s.save_after(i)], "nothing is trained"
 
 
 def test_a_resumed_run_does_not_evaluate_the_start_again():

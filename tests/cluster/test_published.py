@@ -114,3 +114,32 @@ def test_a_push_that_fails_is_told_and_the_run_goes_on(model, hub, caplog):
         models.finish()
     assert "--push-to-hub me/it failed" in caplog.text and f"hf upload me/it {model}" in caplog.text
     assert (model / "README.md").is_file()
+
+
+def save_model(folder):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_run_folder_has_a_link_to_the_model_that_was_saved_last(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    models = Models(settings(), run)
+    for model in (run / "hf-0", tmp_path / "elsewhere" / "hf-1", run / "hf-2"):
+        models.made(save_model(model), 0)
+        assert (run / "model").resolve() == model.resolve()
+    run.rename(tmp_path / "moved")
+    assert (tmp_path / "moved" / "model" / "config.json").is_file(), "a link into the folder moves with it"
+    assert sorted(p.name for p in (tmp_path / "moved").iterdir()) == ["hf-0", "hf-2", "model"]
+
+
+def test_a_folder_of_somebody_else_in_place_of_the_link_stays(tmp_path, caplog):
+    save_model(tmp_path / "model")
+    (tmp_path / "model" / "mine").write_text("years of work")
+    models = Models(settings(), tmp_path)
+    models.made(save_model(tmp_path / "hf-0"), 0)
+    assert (tmp_path / "model" / "mine").is_file() and not (tmp_path / "model").is_symlink()
+    assert f"the last model is in {tmp_path / 'hf-0'}" in caplog.text
+    models.link(tmp_path / "model")  # --save-hf RUN/model: it is there already
+    assert not (tmp_path / "model").is_symlink()

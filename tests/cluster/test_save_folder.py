@@ -15,16 +15,19 @@ import pytest
 from patience import eventually
 from small_disk import mounted
 
+from slime.cluster.checkpoints.checkpoint import write_checkpoint
 from slime.cluster.checkpoints.save_folder import (
     disk_error,
     look_at_folders,
     naming_disk_errors,
     naming_full_disks,
+    open_model_folder,
     open_save_folder,
     prepare_folder,
 )
 from slime.utils.errors import RunStopped
 from slime.utils.files.folder_lock import FolderLock, is_locked
+from slime.utils.files.step_folders import Manifest
 from slime.utils.machine import shm
 
 
@@ -34,6 +37,8 @@ def saving(folder, **changes):
         "load": None,
         "finetune": False,
         "save_hf": None,
+        "run_dir": str(folder.parent / "run"),
+        "ckpt_step": None,
         "hf_checkpoint": None,
         "lora_rank": 0,
         "debug_rollout_only": False,
@@ -103,9 +108,9 @@ def test_so_is_a_folder_of_hugging_face_models(tmp_path):
     (tmp_path / "hf").write_text("")
     args = saving(tmp_path / "ckpt", save_hf=f"{tmp_path}/hf/step-{{rollout_id}}/model")
     with pytest.raises(ValueError, match=r"--save-hf .*/hf cannot be written: a file of that name"):
-        open_save_folder(args)
+        open_model_folder(args)
     args.save_hf = f"{tmp_path}/new/step-{{rollout_id}}"
-    open_save_folder(args).release()  # and the lock of the refused attempt is free
+    open_model_folder(args)
     assert (tmp_path / "new").is_dir()
 
 
@@ -306,13 +311,28 @@ def test_what_the_disk_did_not_do_rises_as_it_is(tmp_path):
 def test_a_folder_of_the_user_in_the_place_of_a_model_to_come_is_told_at_the_start(tmp_path):
     args = saving(tmp_path / "save", save_hf=str(tmp_path / "hf-{rollout_id}"))
     (tmp_path / "hf-2").mkdir()
-    (tmp_path / "hf-3").mkdir()
-    (tmp_path / "hf-3" / "config.json").write_text("{}")  # of the same run before it was resumed
-    open_save_folder(args).release()
+    open_model_folder(args)
     (tmp_path / "hf-2" / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match=r"--save-hf .*hf-2 is there and holds no model"):
-        open_save_folder(args)
+        open_model_folder(args)
     assert (tmp_path / "hf-2" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("name", ["hf-{rollout_id}", "hf-3"])
+def test_a_model_is_replaced_only_by_the_run_that_wrote_it(tmp_path, name):
+    (tmp_path / "hf-3").mkdir()
+    (tmp_path / "hf-3" / "config.json").write_text("{}")
+    args = saving(tmp_path / "save", save_hf=str(tmp_path / name), run_dir=str(tmp_path / "run"))
+    with pytest.raises(
+        ValueError, match=r"--save-hf .*hf-3 is there and holds a model that this run did not"
+    ):
+        open_model_folder(args)
+    write_checkpoint(tmp_path / "save", Manifest(3, "run", 1), {}, lambda path: path.mkdir(), 0)
+    args.load = args.save
+    open_model_folder(args)
+    args.hf_checkpoint = str(tmp_path / "hf-3")
+    with pytest.raises(ValueError, match=r"--save-hf .*hf-3 is there and holds a model"):
+        open_model_folder(args)
 
 
 def test_a_look_names_every_folder_that_a_run_would_not_get_and_writes_nothing(tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ ANY_RUN = (
 )
 RUNS = ("RUN", "mytask/run", "myagent/run", "runs/examples/retool/rl")
 EXECUTED = ("help", "new", "plan", "plot", "samples", "status", "watch")
-MODELS = ("DIR", "MODEL", "MODEL_DIR", "SAVED", "runs/examples/retool/warm-up/hf-9")
+MODELS = ("DIR", "MODEL", "MODEL_DIR", "SAVED", "runs/examples/retool/warm-up/model")
 OUTSIDE = (
     "apt-get",
     "ray",

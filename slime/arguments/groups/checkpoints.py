@@ -71,12 +71,18 @@ class CheckpointFlags:
     no_save_optim: bool = flag(
         False, "leave the optimizer out of checkpoints; they then load with --finetune only"
     )
-    save_hf: str | None = flag(None, "also write a Hugging Face folder: hf/{rollout_id}", metavar="TEMPLATE")
+    save_hf: str | None = flag(
+        None,
+        "write the trained model as a Hugging Face folder: DIR holds the last one, DIR/{rollout_id} one for "
+        "each save; without --save it is written at the end (and every --save-interval); RUN/model is a link "
+        "to the last one",
+        metavar="DIR",
+    )
     push_to_hub: str | None = flag(
         None,
         "also upload each model of --save-hf, with a model card, to this place on the Hugging Face hub",
         metavar="OWNER/NAME",
-        only_with=needs("save_hf", "no model is written; add --save and --save-hf"),
+        only_with=needs("save_hf", "no model is written; add --save-hf DIR"),
     )
     hub_public: bool = flag(
         False,
@@ -185,12 +191,10 @@ def _unread_family(draft: Draft) -> str | None:
 
 
 def checkpoints(draft: Draft) -> None:
-    if draft.save_interval is not None and draft.save is None:
+    if draft.save_interval is not None and draft.save is None and draft.save_hf is None:
         raise ValueError(
             f"--save-interval is {draft.save_interval}, but there is no folder to save in; add --save DIR."
         )
-    if draft.push_to_hub is not None and draft.save is None:
-        raise ValueError(f"--push-to-hub is {draft.push_to_hub}, but nothing is saved; add --save DIR.")
     if draft.push_to_hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", draft.push_to_hub):
         raise ValueError(f"--push-to-hub is {draft.push_to_hub}: write OWNER/NAME, e.g. me/my-model.")
     for name in ("save_hf", "save_debug_rollout_data", "save_debug_train_data"):
@@ -203,7 +207,8 @@ def checkpoints(draft: Draft) -> None:
                 "{rollout_id} in it to keep all of them."
             )
             continue
-        _check_template(f"--{name.replace('_', '-')}", template)
+        if name != "save_hf" or "{" in template:
+            _check_template(f"--{name.replace('_', '-')}", template)
 
 
 def _check_template(flag: str, template: str) -> None:

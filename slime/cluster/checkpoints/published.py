@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from slime.catalog.datasets import HUB, hub_parts
 from slime.catalog.metrics import is_eval_score
 from slime.observability.tracking import read_metrics
 from slime.runtime.base import Future, in_background
-from slime.utils.files.run_file import read_run
+from slime.utils.files.run_file import LAST_MODEL, read_run
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,9 @@ class Models:
         self._waiting: tuple[Path, int] | None = None  # came while one was under way; only the newest counts
 
     def made(self, folder: Path, rollout_id: int) -> None:
-        """A model lies in `folder`: it gets its card, and is pushed."""
+        """Give the model in `folder` its card, make RUN/model a link to it, and upload it where asked."""
         self.describe(folder, rollout_id)
+        self.link(folder)
         self.push(folder, rollout_id)
 
     def describe(self, folder: Path, rollout_id: int) -> None:
@@ -43,6 +45,24 @@ class Models:
             (folder / CARD).write_text(model_card(self._args, self._run_dir, rollout_id), encoding="utf-8")
         except (OSError, ValueError) as error:
             logger.warning("the model card of %s was not written: %s", folder, error)
+
+    def link(self, folder: Path) -> None:
+        """Make RUN/model point at the last model, so that the next command needs no number."""
+        link = self._run_dir / LAST_MODEL
+        if link.resolve() == folder.resolve():
+            return
+        if link.exists() and not link.is_symlink():
+            logger.warning("%s is not a link of this run and stays; the last model is in %s", link, folder)
+            return
+        inside = folder.resolve().is_relative_to(self._run_dir.resolve())  # such a link survives a move
+        target = os.path.relpath(folder.resolve(), self._run_dir.resolve()) if inside else folder.resolve()
+        temporary = link.with_name(f".{LAST_MODEL}.tmp")
+        try:
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(target)
+            temporary.replace(link)
+        except OSError as error:
+            logger.warning("%s was not made a link to %s: %s", link, folder, error)
 
     def push(self, folder: Path, rollout_id: int) -> None:
         """Uploads to the hub, if --push-to-hub names a place there; it goes on beside the training."""

@@ -16,6 +16,7 @@ from slime.cluster.run_opening import refuse_taken
 from slime.preflight.findings import Finding, error_of
 from slime.utils.errors import FolderTaken, RunStopped
 from slime.utils.files.folder_lock import FolderLock, refuse_locked
+from slime.utils.files.run_file import resumption_of, run_of_folder
 from slime.utils.files.step_folders import same_folder, step_folders
 from slime.utils.machine import shm
 
@@ -35,13 +36,18 @@ def open_save_folder(args: Args) -> FolderLock:
     prepare_folder("--save", folder, _least_bytes(args))
     lock = FolderLock(folder, "--save")
     try:
-        if args.save_hf:
-            prepare_folder("--save-hf", _fixed_part(args.save_hf))
         _refuse_others(args)
     except BaseException:
         lock.release()
         raise
     return lock
+
+
+def open_model_folder(args: Args) -> None:
+    """Check that models can be written where --save-hf says. ValueError: why not."""
+    assert args.save_hf is not None, "asked for without --save-hf"
+    prepare_folder("--save-hf", _fixed_part(args.save_hf))
+    _refuse_other_models(args)
 
 
 def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
@@ -197,6 +203,12 @@ def look_at_folders(args: Args) -> Iterator[Finding]:
             ("--save", lambda: refuse_locked(save, "--save")),
             ("--save", lambda: _refuse_others(args)),
         ]
+    if args.save_hf is not None:
+        there = _fixed_part(args.save_hf)
+        looks += [
+            ("--save-hf", lambda: _refuse_unwritable("--save-hf", there)),
+            ("--save-hf", lambda: _refuse_other_models(args)),
+        ]
     for flag, look in looks:
         try:
             look()
@@ -216,8 +228,6 @@ def _refuse_unwritable(flag: str, folder: Path) -> None:
 
 def _refuse_others(args: Args) -> None:
     """A run goes on with the checkpoints in its folder, or finds none there: those of two runs would mix."""
-    if args.save_hf:
-        _refuse_other_folders(args.save_hf)
     steps = step_folders(args.save or "")
     if steps and (not same_folder(args.load, args.save) or args.finetune):
         found = ", ".join(map(str, sorted(steps)[-3:]))
@@ -228,16 +238,33 @@ def _refuse_others(args: Args) -> None:
         )
 
 
-def _refuse_other_folders(template: str) -> None:
-    """A resumed run saves a rollout again, so a model in its place is replaced; nothing else is."""
-    for rollout_id in range(_LOOKED_AT):
+def _refuse_other_models(args: Args) -> None:
+    """Raise FolderTaken where saving a model would replace something that this run did not write.
+
+    A run that is resumed saves a rollout again, and replaces its own model.
+    """
+    template, is_resumed = args.save_hf or "", _is_resumed(args)
+    for rollout_id in range(_LOOKED_AT if "{" in template else 1):
         path = Path(template.format(rollout_id=rollout_id))
-        is_empty = path.is_dir() and not any(path.iterdir())
-        if path.exists() and not is_empty and not (path / "config.json").is_file():
-            raise FolderTaken(
-                f"--save-hf {path} is there and holds no model: saving would replace it; give another name, "
-                "or remove it."
-            )
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            continue
+        has_model = (path / "config.json").is_file()
+        if has_model and is_resumed and not same_folder(str(path), args.hf_checkpoint):
+            continue
+        held = "holds a model that this run did not write" if has_model else "holds no model"
+        raise FolderTaken(
+            f"--save-hf {path} is there and {held}: saving would replace it; give another name, or remove it."
+        )
+
+
+def _is_resumed(args: Args) -> bool:
+    """Whether models of an earlier start are its own: this run continues its checkpoints or its folder."""
+    if same_folder(args.load, args.save) and step_folders(args.load or "") and not args.finetune:
+        return True
+    with contextlib.suppress(FolderTaken):  # which is reported where the run folder is opened
+        resumption = resumption_of(args.load, args.ckpt_step, args.finetune)
+        return run_of_folder(Path(args.run_dir), resumption) is not None
+    return False
 
 
 def _least_bytes(args: Args) -> int:

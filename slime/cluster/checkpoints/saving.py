@@ -25,11 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """`folder`: of --save. `save_hf`: the template of --save-hf. `keep_last` None: all checkpoints stay."""
+    """Writes checkpoints to `folder` (of --save) and models to `save_hf`; None: the run keeps none of these.
+
+    `keep_last` None: all checkpoints stay.
+    """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         save_hf: str | None,
         keep_last: int | None,
         ranks: Ranks[TrainActor],
@@ -55,9 +58,11 @@ class Saver:
         The trainer's part is written first, while that rollout is being made. `wait` False: ranks may go on
         writing after this returns. Returns the seconds it took, without the wait for generation.
         """
-        started = time.monotonic()
+        started, rollout_id = time.monotonic(), manifest.rollout_id
+        if self._folder is None:
+            self._save_hf_beside(rollout_id)
+            return time.monotonic() - started
         self.finish(wait=True)
-        rollout_id = manifest.rollout_id
         with self._naming_disk_errors(rollout_id):
             self._staged = staged = stage_checkpoint(
                 self._folder,
@@ -97,6 +102,7 @@ class Saver:
         self._staged = None
         self._on_commit(staged.rollout_id)
         if self._models is not None and inside is not None:
+            self._models.link(staged.final / inside)
             self._models.push(staged.final / inside, staged.rollout_id)
         self._needed_bytes = sum(record.num_bytes for record in (checkpoint.manifest.files or {}).values())
 
@@ -129,7 +135,9 @@ class Saver:
     def _save_hf_beside(self, rollout_id: int) -> None:
         """Elsewhere it is written after the checkpoint, which stays whatever becomes of it."""
         path = self._hf_path(rollout_id)
-        if path is None or path.is_relative_to(step_path(self._folder, rollout_id).resolve()):
+        if path is None:
+            return
+        if self._folder is not None and path.is_relative_to(step_path(self._folder, rollout_id).resolve()):
             return
         try:
             with naming_disk_errors("--save-hf", path.parent, rollout_id):
@@ -146,6 +154,7 @@ class Saver:
     @contextlib.contextmanager
     def _naming_disk_errors(self, rollout_id: int) -> Iterator[None]:
         """A checkpoint that cannot be written is told with the disk's reason, and gives its room back."""
+        assert self._folder is not None, "no checkpoint without --save"
         try:
             with naming_disk_errors("--save", self._folder, rollout_id):
                 yield

@@ -32,6 +32,7 @@ from slime.utils.files.step_folders import read_step, same_folder, step_folders
 
 _NAMED = 5  # runs in a message
 RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
+LAST_MODEL = "model"  # a link in the folder of a run to the model that it saved last
 _RESERVE = ".run.json.room"  # written over, and renamed, where a full disk has no room for how a run ended
 _RESERVE_BYTES = 32 << 10  # beyond the size at the start: restarts, and why it ended
 _PACKAGES = (
