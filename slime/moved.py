@@ -100,7 +100,10 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in MOVED or fullname in FACADES:
             holds = any(name.startswith(fullname + ".") for name in (*MOVED, *FACADES))
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=holds)
+            listed = [name for names in FACADES.get(fullname, {}).values() for name in names]
+            # What it will be, for whoever reads the spec and imports nothing.
+            state = MOVED.get(fullname) or frozenset(listed)
+            return importlib.machinery.ModuleSpec(fullname, self, loader_state=state, is_package=holds)
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:

@@ -135,7 +135,7 @@ def place_of(error: BaseException, path: str) -> str:
         error = error.exceptions[0]
     frames = traceback.extract_tb(error.__traceback__)
     own_file = _file_of(path)
-    own = [frame for frame in frames if frame.filename == own_file or _is_users(frame.filename)]
+    own = [frame for frame in frames if frame.filename == own_file or is_users_code(frame.filename)]
     if not own:
         return _definition_of(path)
     frame = own[-1]
@@ -148,7 +148,10 @@ def _message(what: str, place: str, subject: str) -> str:
     return "\n".join([*lines, "  Another try would end in the same way, so the run stops here."])
 
 
-def _is_users(filename: str) -> bool:
+def is_users_code(filename: str) -> bool:
+    """Whether a file is neither slime's nor a library's."""
+    if f"{os.sep}site-packages{os.sep}" in filename or f"{os.sep}dist-packages{os.sep}" in filename:
+        return False
     return not filename.startswith(("<frozen", _PACKAGE, *_LIBRARIES))
 
 
