@@ -32,6 +32,8 @@ PARALLEL := $(PYTEST) --dist loadfile --no-loadscope-reorder --durations 20
 .PHONY: test-crash lint format docs docs-site clean
 
 install: $(STAMP)
+	@echo "slime is installed. Try: $(BIN)/slime quickstart"
+	@echo "To type just slime in this shell: . $(BIN)/activate"
 
 $(STAMP): pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

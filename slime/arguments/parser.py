@@ -39,6 +39,7 @@ from slime.arguments.rules import apply_rules
 from slime.arguments.show import render_config, render_help
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
+from slime.utils.machine.own_command import as_typed
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +276,7 @@ def _explain_unknown_flag(flag: str, options: list[str]) -> str:
     if near:
         return f"unknown flag {flag}; did you mean {near[0]}?"
     install = "" if megatron_fields() else " (Flags of Megatron's need it: pip install 'slime[megatron]'.)"
-    return f"unknown flag {flag}; `slime train --help` lists all flags.{install}"
+    return f"unknown flag {flag}; `{as_typed('train', '--help')}` lists all flags.{install}"
 
 
 def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:

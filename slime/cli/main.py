@@ -13,6 +13,7 @@ from pathlib import Path
 from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStopped
 from slime.utils.files.restricted import create_restricted
 from slime.utils.machine.garbage import search_no_more, search_seldom
+from slime.utils.machine.own_command import as_typed
 from slime.utils.machine.standard_streams import open_missing
 from slime.utils.waits import WaitTimeout
 
@@ -152,7 +153,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return 0
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean `slime {near[0]}`?" if near else "`slime --help` lists the commands."
+        hint = f"did you mean `{as_typed(*near)}`?" if near else f"`{as_typed('--help')}` lists the commands."
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return USER_MISTAKE
     try:
@@ -176,8 +177,8 @@ def render_help() -> str:
         [
             *lines,
             "",
-            "`slime <command> --help` shows the flags of a command, `slime train --help WORD` those that "
-            "mention a word.",
+            f"`{as_typed()} <command> --help` shows the flags of a command,",
+            f"`{as_typed('train', '--help', 'WORD')}` those that mention a word.",
         ]
     )
 

@@ -19,6 +19,7 @@ import yaml
 
 from slime.cli.launch import SCRIPTS
 from slime.cli.main import user_errors
+from slime.utils.machine.own_command import as_typed
 
 # Builtins and tools that only compute or read; other commands of a script are skipped.
 _HARMLESS = (
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = yaml.safe_dump(settings_of(words[start + 1 :]), sort_keys=False, allow_unicode=True)
         notes = _notes(text)
     command = SCRIPTS.get(os.path.basename(words[start]), words[start])
-    print(f"# {script.name} as settings: slime {command} --config run.yaml")
+    print(f"# {script.name} as settings: {as_typed(command, '--config', 'run.yaml')}")
     print("".join(f"# {line}\n" for note in notes for line in note.splitlines()) + text, end="")
     return 0
 

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.utils.machine.own_command import as_typed
+
 _REWARD = '''"""The reward of this task. Change it; `python test_reward.py` tries it on a few answers."""
 
 
@@ -81,7 +83,7 @@ async def generate(args, sample, sampling_params):
     return session.samples(sample, reward=sum(scores) / len(scores))
 '''
 
-_RUN = """# `slime train --config run.yaml`. Every flag of `slime train --help` may stand here.
+_RUN = """# `{slime} train --config {config}`. Every flag of `{slime} train --help` may stand here.
 hf-checkpoint: {model}          # a Hugging Face folder, or a name on the hub
 prompt-data: {prompts}
 input-key: prompt
@@ -95,8 +97,6 @@ rollout-max-response-len: {max_len}
 advantage-estimator: grpo
 lr: {lr}
 lr-decay-style: constant
-use-dynamic-batch-size: true
-max-tokens-per-gpu: 8192
 {precision}
 run-dir: {run}
 save: {checkpoints}
@@ -107,10 +107,10 @@ save-hf: {trained}    # the trained model, as a Hugging Face folder
 
 _README = """# {name}
 
-    slime doctor --config {config}       # is everything right?
-    slime train --config {config}        # train
-    slime samples {run} --best 5           # what did it write?
-    slime plot {run}                       # did the reward rise?
+    {slime} doctor --config {config}       # is everything right?
+    {slime} train --config {config}        # train
+    {slime} samples {run} --best 5           # what did it write?
+    {slime} plot {run}                       # did the reward rise?
 
 Change `prompts.jsonl` (one JSON object a line), `reward.py` (a number for one answer), and then
 `hf-checkpoint` in `run.yaml`. The model in `model/` has random weights and writes single
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     agent = "generate.py, " if options.generate else ""
     print(f"made {folder}: prompts.jsonl, {agent}reward.py, test_reward.py, run.yaml")
-    print(f"now:  slime train --config {shlex.quote(str(folder / 'run.yaml'))}")
+    print(f"now:  {as_typed('train', '--config', folder / 'run.yaml')}")
     return 0
 
 
@@ -147,13 +147,9 @@ def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(_REWARD)
     (folder / "test_reward.py").write_text(_TEST)
-    (folder / "README.md").write_text(
-        _README.format(
-            name=folder.name,
-            config=shlex.quote(f"{folder}/run.yaml"),
-            run=shlex.quote(f"{folder}/run"),
-        )
-    )
+    typed = {"slime": as_typed(), "config": shlex.quote(f"{folder}/run.yaml")}
+    readme = _README.format(name=folder.name, run=shlex.quote(f"{folder}/run"), **typed)
+    (folder / "README.md").write_text(readme)
     if with_generate:
         (folder / "generate.py").write_text(_GENERATE)
     own = model is None
@@ -163,6 +159,7 @@ def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
         tiny.make_checkpoint(folder / "model", seed=0)
     path = f"custom-generate-function-path: {_yaml(f'{folder}/generate.py:generate')}"
     text = _RUN.format(
+        **typed,
         prompts=_yaml(f"{folder}/prompts.jsonl"),
         reward=_yaml(f"{folder}/reward.py:reward"),
         run=_yaml(f"{folder}/run"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from slime.record import RECORD_FILE
 from slime.utils.files.run_file import LAST_MODEL, read_run
 from slime.utils.files.step_folders import step_folders
 from slime.utils.machine.cores import num_cores
+from slime.utils.machine.own_command import as_typed
 from slime.utils.printable import printable
 
 Rows = list[tuple[str, str]]
@@ -73,8 +73,8 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
     rows.append(("model", _where_is_the_model(args, progress, checkpoints, since=time.time() - seconds)))
     record = read_run(Path(args.run_dir))
     rows += [("restarts", record.last.told_restarts)] if record is not None and record.last.restarts else []
-    run = shlex.quote(args.run_dir)  # commands to be copied
-    follow = [f"slime dashboard {run}", f"slime samples {run} --worst 5", f"slime plot {run}"]
+    run = args.run_dir
+    follow = [as_typed("dashboard", run), as_typed("samples", run, "--worst", 5), as_typed("plot", run)]
     if error is not None and checkpoints and args.load == args.save:
         follow.insert(0, "the same command, which goes on from the last checkpoint")
     rows.append(("next", "\n".join([*follow, f"logs: {args.run_dir}/logs"])))
@@ -167,5 +167,5 @@ def _where_is_the_model(args: Args, progress: Progress, checkpoints: dict[int, P
             is_last = link.is_symlink() and link.resolve() == config.parent.resolve()
             return f"{config.parent} (also {link})" if is_last else str(config.parent)
     if checkpoints:
-        return f"{checkpoints[max(checkpoints)]} (slime convert makes a model folder of it)"
+        return f"{checkpoints[max(checkpoints)]} ({as_typed('convert')} makes a model folder of it)"
     return "not saved" + ("" if args.save else ": neither --save nor --save-hf was given")

@@ -10,6 +10,7 @@ from slime.arguments import Args, explain_batch, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.cli.main import USER_MISTAKE, user_errors
 from slime.utils.files.folder_lock import refuse_locked
+from slime.utils.machine.own_command import as_typed
 from slime.utils.machine.standard_streams import open_missing
 
 
@@ -60,7 +61,8 @@ def dry_run(args: Args, *, overlapped: bool = False) -> int:
     if errors:
         print(f"{errors} thing(s) keep this run from starting", file=sys.stderr)
         return USER_MISTAKE
-    print(f"ready: `slime {'train-async' if overlapped else 'train'}` with these flags can start")
+    command = as_typed("train-async" if overlapped else "train")
+    print(f"ready: `{command}` with these flags can start")
     return 0
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from slime.catalog.metrics import is_eval_score
+from slime.utils.machine.own_command import as_typed
 
 PATIENCE = 3  # rollouts in a row that show the same before it is told
 
@@ -148,7 +149,8 @@ def _reward_never_moves(history: MetricHistory, facts: Facts) -> tuple[str, str]
         return None
     return (
         f"every answer of the last {PATIENCE} rollouts got the reward {rewards[0]:g}",
-        "nothing can be learned from that: look at `slime samples RUN`, the reward function and the labels",
+        f"nothing can be learned from that: look at `{as_typed('samples', 'RUN')}`, the reward function and "
+        "the labels",
     )
 
 
@@ -253,8 +255,8 @@ def _evaluation_falls(history: MetricHistory, facts: Facts) -> tuple[str, str] |
             step = max(values, key=lambda at: values[at])
             return (
                 f"{name} fell from {best:.3g} (step {step}) to {last[-1]:.3g}, twice in a row",
-                "the training reward may be gamed, or the step is too large: compare `slime samples RUN "
-                "--diff`, lower --lr",
+                "the training reward may be gamed, or the step is too large: compare "
+                f"`{as_typed('samples', 'RUN', '--diff')}`, lower --lr",
             )
     return None
 
@@ -281,5 +283,5 @@ def _trainer_waits(history: MetricHistory, facts: Facts) -> tuple[str, str] | No
     return (
         f"the trainer waited for answers in {share:.0%} of the last {PATIENCE} steps",
         "more engines (--rollout-num-gpus), shorter answers"
-        + ("" if facts.overlapped else ", or `slime train-async`, which generates while it trains"),
+        + ("" if facts.overlapped else f", or `{as_typed('train-async')}`, which generates while it trains"),
     )

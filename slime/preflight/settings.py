@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from slime.arguments import Args
 from slime.plugins import check_plugin, configured_plugins
 from slime.preflight.findings import Finding, Kind, error_of
+from slime.utils.machine.own_command import as_typed
 from slime.utils.plugin_imports import missing_imports
 
 
@@ -16,14 +17,16 @@ def check_loop(args: Args, *, overlapped: bool) -> Iterator[Finding]:
         yield Finding(
             "error",
             "--colocate",
-            "it makes engines and trainer take turns, so nothing can overlap: use train.py (slime train)",
+            "it makes engines and trainer take turns, so nothing can overlap: use train.py "
+            f"({as_typed('train')})",
             "settings",
         )
     if not overlapped and args.update_weights_interval != 1:
         yield Finding(
             "error",
             "--update-weights-interval",
-            "it needs train_async.py (slime train-async): here engines get weights after every rollout",
+            f"it needs train_async.py ({as_typed('train-async')}): here engines get weights after every "
+            "rollout",
             "settings",
         )
 

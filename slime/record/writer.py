@@ -35,6 +35,7 @@ from slime.record.ledger_rows import (
 from slime.record.missed import Missed
 from slime.record.sample_rows import Answers, write_answers
 from slime.record.schema import create_or_open, forget_groups
+from slime.utils.machine.own_command import as_typed
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +316,7 @@ class RecordWriter:
         else:
             self._missed.events += len(part)
             what = f"{len(part)} events of rollout {part[-1].rollout}: not recorded, so that after a crash "
-            what += "more is made again than needed, and `slime ledger audit` can prove nothing"
+            what += f"more is made again than needed, and `{as_typed('ledger', 'audit')}` can prove nothing"
         with contextlib.suppress(sqlite3.Error), self._connection:  # so few bytes may still fit
             self._missed.note(self._connection)
         if is_first:

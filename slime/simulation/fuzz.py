@@ -20,6 +20,7 @@ from slime.simulation.simulated_run import Measured, Simulation
 from slime.simulation.simulated_settings import simulated_args
 from slime.simulation.workload import Fault, FaultPlan, LengthModel, RewardModel, Workload
 from slime.utils.errors import RunStopped
+from slime.utils.machine.own_command import as_typed
 
 _FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 _TELL_EVERY_S = 10.0
@@ -60,7 +61,9 @@ class Found:
             f"{self.stopped} runs stopped by a rule of theirs",
         ]
         for seed, what in self.failures.items():
-            lines.append(f"FAILED: seed {seed}: {what}\n  again: slime simulate --fuzz 1 --seed {seed}")
+            lines.append(
+                f"FAILED: seed {seed}: {what}\n  again: {as_typed('simulate', '--fuzz', 1, '--seed', seed)}"
+            )
         return lines if self.failures else [*lines, "every one conserved its samples"]
 
 

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import io
-import shlex
 import shutil
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from slime.cli.quickstart.two_runs import (
 )
 from slime.cli.train import run_loop
 from slime.cli.train_async import run_loop as run_overlapped
+from slime.utils.machine.own_command import as_typed
 from slime.utils.machine.warm_start import warm_starts
 from slime.utils.misc import why_no_models
 
@@ -331,9 +331,9 @@ def report(
         f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, "
         f"{summary['wall_s']:.0f} s. Written to {folder}: {written}, run.yaml."
     )
-    screen.say(f"See all of it in a browser: slime dashboard {shlex.quote(str(folder / 'rl'))}")
+    screen.say(f"See all of it in a browser: {as_typed('dashboard', folder / 'rl')}")
     screen.say(f"Now change this: {folder / 'run.yaml'} (model, prompts, reward), and run it:")
-    screen.say(f"    slime train --config {shlex.quote(str(folder / 'run.yaml'))}")
+    screen.say(f"    {as_typed('train', '--config', folder / 'run.yaml')}")
 
 
 def verdict(summary: dict[str, Any], options: Options, screen: Screen) -> int:

@@ -11,6 +11,7 @@ from slime.arguments.core.draft import COMMAND_LINE
 from slime.cli.quickstart.presets import preset_flags
 from slime.cli.quickstart.task_files import DataFiles
 from slime.cli.quickstart.tasks import ADDITION, SORT_DIGITS, Task
+from slime.utils.machine.own_command import as_typed
 
 # Flags of the user that describe the machine; the warm-up gets these too, the RL run gets everything.
 MACHINE_FLAGS = (
@@ -246,8 +247,8 @@ def write_run_file(args: Args, path: Path) -> None:
     given |= {"run_dir": own, "save": own / "checkpoints", "load": own / "checkpoints"}
     given["save_hf"] = own / "hf-{rollout_id}"
     lines = [
-        f"# The RL run of this quick start. Change it, then:  slime train --config {path}",
-        "# Every flag of `slime train --help` may stand here.",
+        f"# The RL run of this quick start. Change it, then:  {as_typed('train', '--config', path)}",
+        f"# Every flag of `{as_typed('train', '--help')}` may stand here.",
     ]
     for name in sorted(given, key=lambda name: (*_CHANGE_THESE, name).index(name)):
         value = given[name]

@@ -16,6 +16,7 @@ from typing import Any
 from slime.catalog.trackers import TRACKERS
 from slime.observability.trackers.follower import SentProgress, read_progress
 from slime.utils.files.run_file import METRICS_FILE
+from slime.utils.machine.own_command import as_typed
 from slime.utils.machine.processes import import_environment, open_log
 
 logger = logging.getLogger(__name__)
@@ -105,11 +106,10 @@ class Feed:
             self._told = True
             logger.warning(
                 "%s does not get everything: %s. Nothing is lost: %s has it, and after the run "
-                "`slime track %s %s` sends what is missing. Details: %s",
+                "`%s` sends what is missing. Details: %s",
                 TRACKERS[self.name].title,
                 trouble,
                 self._folder / METRICS_FILE,
-                self._folder,
-                self.name,
+                as_typed("track", self._folder, self.name),
                 self.log_path,
             )

@@ -38,6 +38,7 @@ from slime.rollout.prompt_groups import (
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
 from slime.utils.machine.loop_watch import loop_watch
+from slime.utils.machine.own_command import as_typed
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.reward_failure import RewardFailure
 from slime.utils.types import Sample, flatten_samples
@@ -188,7 +189,8 @@ class Collector(abc.ABC):
             raise RunStopped(
                 f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path} dropped all of "
                 f"{dropped} groups of rollout {self.rollout_id} ({self._drops.reasons()}): no batch will be "
-                "full. Look at the answers (`slime samples RUN`), make the task easier, or the filter milder."
+                f"full. Look at the answers (`{as_typed('samples', 'RUN')}`), make the task easier, or the "
+                "filter milder."
             )
 
     def _verdict(self, samples: list[Sample]) -> DynamicFilterOutput:

@@ -1,0 +1,31 @@
+"""Commands of `slime` as the user can type them here, for everything that suggests one."""
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def as_typed(*words: object) -> str:
+    """A command line of slime that a shell finds: `slime plot RUN`, `.venv/bin/slime plot RUN`, ...
+
+    `slime` alone is only right where PATH leads to this very installation, as in an activated environment.
+    """
+    return " ".join([_program(), *(shlex.quote(str(word)) for word in words)])
+
+
+def _program() -> str:
+    script = Path(sys.executable).with_name("slime")
+    if not script.is_file():  # imported from a source tree, or by an embedded interpreter
+        return f"{shlex.quote(_near(Path(sys.executable)))} -m slime" if sys.executable else "slime"
+    found = shutil.which("slime")
+    return "slime" if found and os.path.samefile(found, script) else shlex.quote(_near(script))
+
+
+def _near(path: Path) -> str:
+    """A path below the current folder without that folder, as one would type it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):  # elsewhere, or the folder is gone
+        return str(path)
