@@ -234,7 +234,13 @@ class Cluster:
         """Save after `rollout` was trained; the next one is part of a checkpoint where it is in flight."""
         assert self.saver is not None, "the schedule saves only with --save or --save-hf"
         saver, kept = self.saver, micro_batches_of(vars(self.args))
-        manifest = Manifest(rollout_id, self.run.run_id, self._pushes_at_training, micro_batches=kept)
+        manifest = Manifest(
+            rollout_id,
+            self.run.run_id,
+            self._pushes_at_training,
+            micro_batches=kept,
+            inputs=self.run.inputs,
+        )
 
         def save(*, wait: bool) -> float:
             self._begin_save(rollout_id)

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.cluster.run_inputs import compare_inputs, digest_inputs
 from slime.record.schema import RECORD_FILE, RecordError, refuse_foreign
 from slime.utils.errors import FolderTaken
 from slime.utils.files.run_file import (
@@ -40,12 +41,15 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
     if checkpoint is not None:
         manifest = checkpoint.manifest
         resumed = {"checkpoint": str(checkpoint.path), "run": manifest.run_id, "rollout": manifest.rollout_id}
+    inputs = digest_inputs(args)
+    compare_inputs(args, checkpoint, inputs)
     record = open_run_file(
         run_dir,
         settings,
         str(Path(args.save).absolute()) if args.save is not None else None,
         resumption_of(args.load, args.ckpt_step, args.finetune),
         resumed,
+        inputs,
     )
     if changed := changed_settings(record):
         told = [f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items()]
@@ -56,7 +60,7 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
             "checkpoint is made again",
             run_dir / RECORD_FILE,
         )
-    return Run(record.id, run_dir, shm.make_prefix(), record.num_starts)
+    return Run(record.id, run_dir, shm.make_prefix(), record.num_starts, inputs=inputs)
 
 
 def refuse_taken(args: Args) -> None:

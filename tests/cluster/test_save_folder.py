@@ -25,6 +25,7 @@ from slime.cluster.checkpoints.save_folder import (
     open_save_folder,
     prepare_folder,
 )
+from slime.plugins import PLUGIN_POINTS
 from slime.utils.errors import RunStopped
 from slime.utils.files.folder_lock import FolderLock, is_locked
 from slime.utils.files.step_folders import Manifest
@@ -46,6 +47,9 @@ def saving(folder, **changes):
         "freeze_params_name_list": None,
         "optimizer": "adam",
         "no_save_optim": False,
+        **dict.fromkeys(("ref_load", "critic_load", "opd_teacher_load", "judge_rubric")),
+        **dict.fromkeys(point.flag for point in PLUGIN_POINTS),
+        "eval_datasets": [],
     }
     return SimpleNamespace(**{**values, **changes})
 

@@ -47,11 +47,13 @@ def test_the_same_command_resumes_a_run_of_an_earlier_version(archive, tmp_path)
     first_steps = {step: value for step, value in rewards(tmp_path, "run").items() if step < SAVED}
     assert len(first_steps) == SAVED and before.last.exit is None
 
-    start(tmp_path, command)
+    ended = start(tmp_path, command)
 
     resumed = read_run(tmp_path / "run")
     assert resumed.id == before.id and resumed.last.exit == "finished"
     assert resumed.last.resumed["rollout"] == SAVED - 1
+    assert ("has no digests" in ended.stderr) == (before.last.inputs is None)
+    assert resumed.last.inputs, "from now on the files that define the run are compared"
     after = rewards(tmp_path, "run")
     assert sorted(after) == list(range(NUM_ROLLOUT))
     assert {step: after[step] for step in first_steps} == first_steps

@@ -289,18 +289,18 @@ def files_of_words(words: str | list[str] | None) -> list[str]:
 
 def split_files(word: str) -> list[str]:
     """Several files may be one word with commas, unless a file of that very name exists."""
-    if Path(_without_rows(word)).expanduser().exists():
+    if Path(without_rows(word)).expanduser().exists():
         return [word]
     return [part.strip() for part in word.split(",") if part.strip()]
 
 
-def _without_rows(path: str) -> str:
+def without_rows(path: str) -> str:
     match = ROW_RANGE.match(path)
     return match.group(1) if match else path
 
 
 def _check_data_file(what: str, path: str) -> None:
-    reason = why_unreadable(_without_rows(path))
+    reason = why_unreadable(without_rows(path))
     if reason is not None:
         raise ValueError(f"{what} is {path}: {reason}.")
 

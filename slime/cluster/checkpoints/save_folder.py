@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slime.arguments import Args
 from slime.cluster.checkpoints.checkpoint import resolve_load
+from slime.cluster.run_inputs import compare_inputs, digest_inputs
 from slime.cluster.run_opening import refuse_taken
 from slime.preflight.findings import Finding, error_of
 from slime.utils.errors import FolderTaken, RunStopped
@@ -195,7 +196,7 @@ def look_at_folders(args: Args) -> Iterator[Finding]:
         ("--run-dir", lambda: _refuse_unwritable("--run-dir", run_dir)),
         ("--run-dir", lambda: refuse_locked(run_dir, "--run-dir")),
         ("--run-dir", lambda: refuse_taken(args)),
-        ("--load", lambda: resolve_load(args.load, args.save, args.ckpt_step)),
+        ("--load", lambda: _refuse_load(args)),
     ]
     if args.save is not None:
         looks += [
@@ -214,6 +215,14 @@ def look_at_folders(args: Args) -> Iterator[Finding]:
             look()
         except (ValueError, OSError) as error:
             yield replace(error_of(flag, error), group="folders")
+
+
+def _refuse_load(args: Args) -> None:
+    """Why --load cannot be resumed: it holds no checkpoint, or files that define its run have changed."""
+    checkpoint = resolve_load(args.load, args.save, args.ckpt_step)
+    with contextlib.suppress(FolderTaken):  # which is reported of --run-dir
+        if args.load is not None:
+            compare_inputs(args, checkpoint, digest_inputs(args))
 
 
 def _refuse_unwritable(flag: str, folder: Path) -> None:

@@ -65,6 +65,7 @@ class Start:
     end: str | None = None
     exit: str | None = None
     restarts: tuple[dict[str, Any], ...] = ()  # of the trainer: when, at which step, why, from what
+    inputs: dict[str, str] | None = None  # digests of the files that define the run; None: not known
 
     @property
     def told_restarts(self) -> str:
@@ -260,12 +261,13 @@ def open_run_file(
     checkpoints: str | None,
     resumption: Resumption | None,
     resumed: dict[str, Any] | None,
+    inputs: dict[str, str] | None = None,
 ) -> RunRecord:
     """The record of the run that starts in `folder`; the caller
     holds its lock. FolderTaken: it belongs to another run.
     """
     before, goes_on = refuse_other_run(folder, resumption)
-    start = Start(_now(), settings, _versions(_PACKAGES), _machine(), checkpoints, resumed)
+    start = Start(_now(), settings, _versions(_PACKAGES), _machine(), checkpoints, resumed, inputs=inputs)
     if goes_on and before is not None:
         record = replace(before, last=start, earlier=(*before.earlier, _as_ended(before.last)))
     else:

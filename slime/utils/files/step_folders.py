@@ -39,6 +39,7 @@ class Manifest:
     """What a checkpoint says of itself. `files` None: it was written before checksums were kept.
 
     `micro_batches`: how the run filled them, by name of the setting; None: written before it was kept.
+    `inputs`: digests of the files that define the run; None: written before they were kept.
     """
 
     rollout_id: int
@@ -46,6 +47,7 @@ class Manifest:
     num_pushes: int
     files: Mapping[str, FileRecord] | None = field(default_factory=dict)
     micro_batches: Mapping[str, Any] | None = None
+    inputs: Mapping[str, str] | None = None
 
     def to_json(self) -> str:
         """The manifest as JSON, with a checksum of its own in it."""
@@ -61,6 +63,8 @@ class Manifest:
         }
         if self.micro_batches is not None:
             data["micro_batches"] = dict(self.micro_batches)
+        if self.inputs is not None:
+            data["inputs"] = dict(self.inputs)
         return json.dumps({**data, "checksum": _own_checksum(data)}, indent=1)
 
 
@@ -210,6 +214,7 @@ def _manifest_of(data: dict[str, Any], path: Path) -> Manifest:
             files,
         ),
         micro_batches=_field(data, "micro_batches", dict) if "micro_batches" in data else None,
+        inputs=_field(data, "inputs", dict) if "inputs" in data else None,
     )
 
 

@@ -39,7 +39,10 @@ class EngineToken:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`host`: where the trainer's first rank is found. `num_starts`: one more with each resumption."""
+    """`host`: where the trainer's first rank is found. `num_starts`: one more with each resumption.
+
+    `inputs`: digests of the files that define the run, by name.
+    """
 
     run_id: str
     run_dir: Path
@@ -47,6 +50,7 @@ class Run:
     num_starts: int = 1
     host: str = LOOPBACK
     engine_token: EngineToken = field(default_factory=EngineToken.make)
+    inputs: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def pushes_as(self) -> str:
