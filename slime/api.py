@@ -6,11 +6,12 @@ What is given is written to `RUN/inputs` (rows, functions, `run.yaml`), and then
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import yaml
 
 from slime.arguments import Args, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
+from slime.arguments.groups.run import base_folder
 from slime.catalog.rewards import BOXED, REWARDS
 from slime.cli import train as synchronous
 from slime.cli import train_async as asynchronous
@@ -26,7 +28,8 @@ from slime.data.copies import forget_copies
 from slime.observability.tracking import read_metrics
 from slime.record import Answer, Select, open_record
 from slime.utils.errors import FolderTaken
-from slime.utils.files.run_file import LAST_MODEL, choose_run_folder, is_used, resumption_of
+from slime.utils.files.folder_lock import lock_file
+from slime.utils.files.run_file import CLAIM, LAST_MODEL, claim_run_folder, is_used, resumption_of
 from slime.utils.misc import load_function, plugin_module_name
 
 Rows = str | Path | Iterable[Any]
@@ -71,8 +74,23 @@ def train(
     forget_copies()
     load_function.cache_clear()
     model = str(Path(model).absolute() if Path(model).is_dir() else model)
-    folder = _run_folder(model, flags)
-    fresh, inputs = not folder.exists(), folder / "inputs"
+    with _run_folder(model, flags) as folder:
+        return _train(folder, reward, data, model, generate, eval_data, loop_async, flags)
+
+
+def _train(
+    folder: Path,
+    reward: Callable[..., Any] | str | None,
+    data: Rows | None,
+    model: str,
+    generate: Callable[..., Any] | str | None,
+    eval_data: Rows | None,
+    loop_async: bool,
+    flags: Mapping[str, Any],
+) -> Result:
+    """Write the inputs of a run to its folder, and run it."""
+    held = {file for file in folder.iterdir()} if folder.exists() else set()
+    fresh, inputs = held <= {lock_file(folder, CLAIM)}, folder / "inputs"
     inputs.mkdir(parents=True, exist_ok=True)
     try:
         settings: dict[str, Any] = {"hf_checkpoint": model, "run_dir": str(folder)}
@@ -100,18 +118,20 @@ def train(
     return Result(folder, _model_path(args), read_metrics(folder))
 
 
-def _run_folder(model: str, flags: Mapping[str, Any]) -> Path:
+@contextlib.contextmanager
+def _run_folder(model: str, flags: Mapping[str, Any]) -> Iterator[Path]:
+    """The folder of the run; where none was given, no other run chooses it meanwhile."""
     resumption = resumption_of(flags.get("load"), flags.get("ckpt_step"), bool(flags.get("finetune")))
     if flags.get("run_dir") is None:
-        return Path(
-            choose_run_folder(f"runs/{Path(model).name}-{flags.get('seed', 1234)}", resumption)
-        ).absolute()
+        with claim_run_folder(base_folder(model, flags.get("seed", 1234)), resumption) as name:
+            yield Path(name).absolute()
+        return
     folder = Path(flags["run_dir"]).expanduser().absolute()
     if is_used(folder) and resumption is None:  # before anything of that run is written over
         raise FolderTaken(
             f"run_dir {folder} belongs to another run: give another folder, or go on with that run by load=."
         )
-    return folder
+    yield folder
 
 
 def _saving(folder: Path, flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,13 +27,21 @@ def main(
     with user_errors():
         args = parse_args(argv, training_loop=training_loop)
         # Here, because a misspelt flag needs nothing of it.
-        from slime.cluster.run_opening import nothing_left, refuse_taken
+        from slime.cluster.run_opening import claimed, nothing_left
 
         if told := nothing_left(args):
             print(told)
             return 0
         if args.dry_run:
             return dry_run(args, overlapped=training_loop == ASYNCHRONOUS)
+    with claimed(args) as args:
+        return _run(args, train or run_loop)
+
+
+def _run(args: Args, train: Callable[[Args], Any]) -> int:
+    from slime.cluster.run_opening import refuse_taken
+
+    with user_errors():
         # Before the checks, which take a while, and the screen, which shows what is logged in the folder.
         refuse_locked(Path(args.run_dir), "--run-dir")
         if args.save is not None:
@@ -45,7 +53,7 @@ def main(
         from slime.cli.screen import RunScreen
 
         with RunScreen(args), page_beside(args.run_dir) if args.dashboard else contextlib.nullcontext():
-            (train or run_loop)(args)
+            train(args)
     return 0
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.arguments.core.draft import is_given
+from slime.arguments.groups.run import base_folder
 from slime.cluster.run_inputs import compare_inputs, digest_inputs
 from slime.record.schema import RECORD_FILE, RecordError, refuse_foreign
 from slime.utils.errors import FolderTaken
 from slime.utils.files.run_file import (
     add_restart,
     changed_settings,
+    claim_run_folder,
     close_run_file,
     has_finished,
     is_used,
@@ -61,6 +65,18 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
             run_dir / RECORD_FILE,
         )
     return Run(record.id, run_dir, shm.make_prefix(), record.num_starts, inputs=inputs)
+
+
+@contextlib.contextmanager
+def claimed(args: Args) -> Iterator[Args]:
+    """The settings with a run folder that no other run chooses too; one that was given stays as it is."""
+    if is_given(args.sources["run_dir"]):
+        yield args
+        return
+    base = base_folder(args.hf_checkpoint, args.seed)
+    with claim_run_folder(base, resumption_of(args.load, args.ckpt_step, args.finetune)) as folder:
+        run_dir = str(Path(folder).absolute())
+        yield args if run_dir == args.run_dir else args.replace(run_dir=run_dir)
 
 
 def refuse_taken(args: Args) -> None:

@@ -12,7 +12,7 @@ from small_disk import mounted
 
 from slime.cli.inspect.status import status_main
 from slime.cluster.checkpoints.checkpoint import write_checkpoint
-from slime.cluster.run_opening import close_run, nothing_left, open_run, refuse_taken
+from slime.cluster.run_opening import claimed, close_run, nothing_left, open_run, refuse_taken
 from slime.observability.tracking import Tracker, read_metrics
 from slime.record import RecordWriter, group_entries
 from slime.utils.errors import FolderTaken, RunStopped
@@ -221,6 +221,37 @@ def test_a_run_whose_driver_failed_or_was_killed_has_something_left_to_do(tmp_pa
     assert nothing_left(parse(**flags)) is None
     open_run(parse(**flags))  # and killed
     assert nothing_left(parse(**flags)) is None
+
+
+def test_runs_that_are_started_together_choose_different_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second, third = parse(), parse(), parse()
+    assert first.run_dir == second.run_dir, "nothing is written while settings are read"
+    with claimed(first) as first, claimed(second) as second, claimed(parse(run_dir="mine")) as given:
+        assert given.run_dir == str(tmp_path / "mine"), "what was given stays"
+        folders = [Path(args.run_dir).name for args in (first, second)]
+        assert folders == ["model-1234", "model-1234-2"]
+        assert parse().run_dir == str(tmp_path / "runs" / "model-1234-3")
+        start(first.run_dir)  # and is over before the next one has chosen
+        with claimed(third) as third:
+            assert Path(third.run_dir).name == "model-1234-3"
+    left = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert left == ["model-1234"], "folders that nobody used are removed"
+
+
+def test_a_run_that_is_resumed_keeps_its_automatic_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start(parse().run_dir, save="ckpt", error=KeyboardInterrupt())
+    with claimed(parse(save="ckpt")) as resumed, claimed(parse(save="other")) as other:
+        assert Path(resumed.run_dir).name == "model-1234" and resumed.load is not None
+        assert Path(other.run_dir).name == "model-1234-2"
+
+
+def test_a_place_for_runs_that_cannot_be_written_is_left_to_those_who_report_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("a file")
+    with claimed(parse()) as args:
+        assert args.run_dir == str(tmp_path / "runs" / "model-1234")
 
 
 def test_a_finished_run_by_default_name_is_found(tmp_path, monkeypatch):

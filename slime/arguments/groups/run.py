@@ -234,7 +234,11 @@ def auto_resume(draft: Draft) -> None:
 
 def own_folders(draft: Draft) -> list[Path]:
     """The folders that may hold an earlier start of this run."""
-    return [Path(draft.run_dir)] if draft.run_dir is not None else _folders(_base_folder(draft))
+    return (
+        [Path(draft.run_dir)]
+        if draft.run_dir is not None
+        else _folders(base_folder(draft.hf_checkpoint, draft.seed))
+    )
 
 
 def _folders(base: str) -> list[Path]:
@@ -242,14 +246,15 @@ def _folders(base: str) -> list[Path]:
     return list(itertools.takewhile(Path.exists, map(Path, names)))
 
 
-def _base_folder(draft: Draft) -> str:
-    model = Path(draft.hf_checkpoint).name if draft.hf_checkpoint else "run"
-    return f"runs/{model or 'run'}-{draft.seed}"
+def base_folder(hf_checkpoint: str | None, seed: int) -> str:
+    """The folder of a run that names none, where it is free: Qwen/Qwen3-0.6B -> runs/Qwen3-0.6B-1234."""
+    model = Path(hf_checkpoint).name if hf_checkpoint else "run"
+    return f"runs/{model or 'run'}-{seed}"
 
 
 def run_folder(draft: Draft) -> None:
     if draft.run_dir is None:
-        base = _base_folder(draft)
+        base = base_folder(draft.hf_checkpoint, draft.seed)
         folder = choose_run_folder(base, resumption_of(draft.load, draft.ckpt_step, draft.finetune))
         why = "runs/<model>-<seed>" if folder == base else f"{base} is that of another run"
         draft.derive("run_dir", str(Path(folder).absolute()), why)

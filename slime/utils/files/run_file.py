@@ -20,14 +20,14 @@ import platform
 import re
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import FolderTaken
-from slime.utils.files.folder_lock import is_locked
+from slime.utils.files.folder_lock import FolderLock, is_locked
 from slime.utils.files.step_folders import read_step, same_folder, step_folders
 
 _NAMED = 5  # runs in a message
@@ -47,6 +47,7 @@ _PACKAGES = (
     "flash-attn",
 )
 _FINISHED, _LOST = "finished", "lost: the process ended without a word"
+CLAIM = "claim"  # the name of a lock: a run that is about to start has chosen this folder
 _SECRET = "********"  # what stands for one in the settings
 
 
@@ -138,10 +139,41 @@ def choose_run_folder(base: str, resumption: Resumption | None) -> str:
         if is_used(folder):
             if resumption is not None and resumption.continues(read_run(folder)):
                 return name
-        elif free is None and not is_locked(folder, "--run-dir"):
+        elif free is None and not is_locked(folder, "--run-dir") and not is_locked(folder, CLAIM):
             free = name
         if free is not None and not folder.exists():
             return free
+
+
+@contextlib.contextmanager
+def claim_run_folder(base: str, resumption: Resumption | None) -> Iterator[str]:
+    """Choose a folder as `choose_run_folder` does, and keep other runs from choosing it meanwhile.
+
+    Runs that are started together look for a free folder before any of them has written to one.
+    """
+    with contextlib.ExitStack() as stack:
+        while True:
+            name = choose_run_folder(base, resumption)
+            record = read_run(Path(name))
+            if resumption is not None and record is not None and resumption.continues(record):
+                break  # the run that is resumed: whether it is active is found out when its folder is opened
+            try:
+                Path(name).mkdir(parents=True, exist_ok=True)
+                stack.callback(_remove_empty, Path(name))
+                stack.callback(FolderLock(Path(name), CLAIM).release)
+            except FolderTaken:
+                continue
+            except OSError:  # why the folder cannot be written is reported when it is opened
+                break
+            if not is_used(Path(name)) and not is_locked(Path(name), "--run-dir"):
+                break
+            stack.close()
+        yield name
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # it holds a run
+        folder.rmdir()
 
 
 # Settings in which two starts of one run may differ.
