@@ -24,6 +24,13 @@ touch ROOT/touched
 echo words > ROOT/written
 /usr/bin/touch ROOT/touched
 FOO=1 touch ROOT/touched
+FOO=$(date) touch ROOT/touched
+FOO=a"b c"'d' BAR=`date +%s` touch ROOT/touched
+FOO="$(echo ") ' \"x\"")" A[1]=2 touch ROOT/touched
+FOO=( 1 2 ) touch ROOT/touched
+FOO+=x touch ROOT/touched
+/usr/bin/env=x touch ROOT/touched
+command date > ROOT/written
 kill -9 $$
 set -ex
 NVLINK_COUNT=$(nvidia-smi topo -m 2>/dev/null | grep -o 'NV[0-9][0-9]*' | wc -l)
@@ -175,3 +182,143 @@ def test_a_python_launcher_runs_the_training(tmp_path, monkeypatch):
     )
     words = ["--train-backend", "megatron", "--lr", "1", "--wandb-key", "k", "--num-gpus-per-node", "8"]
     assert json.loads((tmp_path / "out").read_text()) == [words, "1", "2"]
+
+
+# -- what could not be evaluated is reported
+
+
+def reported(root, capsys, monkeypatch, text, *words, name="scripts/run.sh", start=None):
+    """Settings of a script, and what was said about it above them and on the terminal."""
+    monkeypatch.setattr("slime.cli.migrate._notes", lambda text: [])
+    file = root / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text.replace("ROOT", str(root)))
+    monkeypatch.chdir(start or root)
+    assert main(["migrate", str(file), *words]) == 0
+    shown = capsys.readouterr()
+    comments = [line for line in shown.out.splitlines()[1:] if line.startswith("#")]
+    assert [line.removeprefix("# ") for line in comments] == shown.err.splitlines(), "told in both places"
+    return yaml.safe_load(shown.out), "\n".join(comments)
+
+
+COMMANDS = {
+    "in the flag": ("--wandb-group a-$(git rev-parse HEAD)", "wandb-group", "a-$(git rev-parse HEAD)", "git"),
+    "in a variable": ("G=$(hostname)\n--wandb-group $G", "wandb-group", "$(hostname)", "hostname"),
+    "in backticks with words": ("G=`git log -1`\n--save /out/$G/x", "save", "/out/$(git log -1)/x", "git"),
+    "in backticks": ("G=`whoami`\n--save /out/$G/x", "save", "/out/$(whoami)/x", "whoami"),
+    "of python": (
+        'N=$(python3 -c "print(3)")\n--num-rollout $N',
+        *("num-rollout", '$(python3 -c "print(3)")', "python3"),
+    ),
+    "counted": (
+        "N=$(nvidia-smi -L | wc -l)\n--num-gpus-per-node $N",
+        "num-gpus-per-node",
+        "$(...)",
+        "nvidia-smi",
+    ),
+    "computed": (
+        "N=$(nproc)\nM=$((N * 2))\n--num-gpus-per-node $M",
+        *("num-gpus-per-node", "$(...)", "nproc"),
+    ),
+    "read": ("read -r G < <(git branch)\n--wandb-group $G", "wandb-group", "$(git branch)", "git"),
+    "decided": ('[ "$(nproc)" -gt 1 ] && S=5 || S=6\n--seed $S', "seed", "$(...)", "nproc"),
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("idiom", COMMANDS)
+def test_a_value_of_a_command_that_is_not_run_is_named(root, capsys, monkeypatch, idiom):
+    text, flag, value, command = COMMANDS[idiom]
+    *before, flags = text.split("\n")
+    script = "\n".join([*before, f"python3 train.py --lr 1e-6 {flags}"])
+    settings, comments = reported(root, capsys, monkeypatch, script)
+    assert settings == {"lr": "1e-6", flag: value}
+    assert f"{flag} could not be evaluated" in comments and f"`{command}" in comments and "line 1" in comments
+    assert "lr" not in comments.replace("url", "")
+
+
+def test_values_of_harmless_commands_are_known(root, capsys, monkeypatch):
+    script = (
+        'R=$((RANDOM % 100))\nD=$(basename "$(dirname /a/b/c)")-$(date +%s%N)-$R\nnvidia-smi | tee x\n'
+        "T=`cat /no/such/file 2>/dev/null || echo none`\nU=$(hostname)\n"
+        "python3 train.py --save /out/$D --wandb-group $T-$$"
+    )
+    settings, comments = reported(root, capsys, monkeypatch, script)
+    assert settings["save"].startswith("/out/b-1") and settings["wandb-group"].startswith("none-")
+    assert comments == ""
+
+
+USAGE = """
+usage() { echo "Usage: $0 MODEL SAVE" >&2; exit 1; }
+[[ $# -ne 2 ]] && usage
+python3 train.py --hf-checkpoint $1 --save ../$1/$2
+"""
+
+
+def test_a_script_that_ends_with_its_usage_asks_for_its_arguments(root, capsys, monkeypatch):
+    (root / "run.sh").write_text(USAGE)
+    with pytest.raises(SystemExit) as ended:
+        main(["migrate", str(root / "run.sh")])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and f"Usage: {root}/run.sh MODEL SAVE" in told
+    assert "line 2" in told and f"migrate {root}/run.sh A B" in told
+    settings, comments = reported(root, capsys, monkeypatch, USAGE, "a/b", "c")
+    assert settings == {"hf-checkpoint": "a/b", "save": "../a/b/c"} and comments == ""
+
+
+def test_arguments_that_nobody_checks_stay_as_they_are_written(root, capsys, monkeypatch):
+    script = 'python3 train.py --save ../$1/$2 --seed ${3:-5} --hf-checkpoint m "${@:4}"'
+    settings, comments = reported(root, capsys, monkeypatch, script)
+    assert settings == {"save": "../${1}/${2}", "seed": 5, "hf-checkpoint": "m"}
+    assert "save could not be evaluated" in comments and "slime migrate " in comments
+    assert reported(root, capsys, monkeypatch, script, "a", "b") == (
+        {"save": "../a/b", "seed": 5, "hf-checkpoint": "m"},
+        "",
+    )
+
+
+def test_an_end_that_depends_on_the_machine_is_told(root, capsys, monkeypatch):
+    script = "if [ ! -d /no/such/folder ]; then exit 3; fi\npython3 train.py --lr 1e-6"
+    settings, comments = reported(root, capsys, monkeypatch, script)
+    assert settings == {"lr": "1e-6"} and "line 1: the script ends here (exit 3) on this machine" in comments
+
+
+MODELS = "source scripts/models/m.sh\npython3 train.py ${MODEL_ARGS[@]} --lr 1e-6"
+
+
+@pytest.mark.parametrize("start", [".", "scripts", "elsewhere"])
+def test_model_files_are_found_from_the_folder_that_scripts_are_started_in(root, capsys, monkeypatch, start):
+    (root / "elsewhere").mkdir()
+    (root / "scripts" / "models").mkdir(parents=True)
+    (root / "scripts" / "models" / "m.sh").write_text("declare -a MODEL_ARGS=( --num-layers 4 )\n")
+    settings, comments = reported(root, capsys, monkeypatch, MODELS, start=root / start)
+    assert settings == {"num-layers": 4, "lr": "1e-6"} and comments == ""
+
+
+def test_a_model_file_that_is_nowhere_is_named(root, capsys, monkeypatch):
+    settings, comments = reported(root, capsys, monkeypatch, MODELS)
+    assert settings == {"lr": "1e-6"}
+    assert "line 1: scripts/models/m.sh could not be read" in comments
+
+
+def test_the_name_of_the_script_is_its_own(root, capsys, monkeypatch):
+    (root / "scripts" / "models").mkdir(parents=True)
+    (root / "scripts" / "models" / "m.sh").write_text("MODEL_ARGS=( --num-layers 4 )\n")
+    script = 'cd "$(dirname "$0")/.." && ' + MODELS
+    (root / "elsewhere").mkdir()
+    settings, comments = reported(root, capsys, monkeypatch, script, start=root / "elsewhere")
+    assert settings == {"num-layers": 4, "lr": "1e-6"} and comments == ""
+
+
+def test_a_launcher_that_runs_commands_by_any_name_runs_none(root, capsys):
+    text = "from slime.utils.misc import exec_command\nexec_command('touch ROOT/touched')\n" + LAUNCHER
+    code, _, settings = migrate(root, capsys, "run.py", text)
+    assert code == 0 and settings["rollout-batch-size"] == 16
+
+
+def test_a_script_that_never_ends_is_told(root, capsys, monkeypatch):
+    monkeypatch.setattr("slime.cli.bash_scripts._LIMIT_S", 1)
+    (root / "run.sh").write_text("while :; do :; done\npython3 train.py --lr 1\n")
+    with pytest.raises(SystemExit):
+        main(["migrate", str(root / "run.sh")])
+    assert "it may wait in a loop for a command" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Flags that scripts of slime carry along: translated, reported in one block, or refused."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -75,7 +77,7 @@ def test_a_flag_that_would_change_what_is_trained_is_refused_with_the_alternativ
 def test_the_folder_of_deltas_has_its_new_name(equals, tmp_path):
     old = ["--update-weight-delta-dir=shared"] if equals else ["--update-weight-delta-dir", "shared"]
     args = parse(*old, "--update-weight-delta-keep-files", update_weight_transport="disk")
-    assert (args.update_weight_disk_dir, args.update_weight_disk_keep_files) == ("shared", True)
+    assert (Path(args.update_weight_disk_dir).name, args.update_weight_disk_keep_files) == ("shared", True)
     assert not args.warnings
 
 
@@ -84,12 +86,12 @@ def test_older_names_are_read_from_a_file_of_settings_too(tmp_path):
     older = {"update-weight-delta-dir": "shared", "update_weight_transport": "disk"}
     file.write_text(yaml.safe_dump(older | {"gradient-checkpointing": True}))
     args = parse("--config", str(file))
-    assert (args.update_weight_disk_dir, args.activation_checkpointing) == ("shared", "full")
+    assert (Path(args.update_weight_disk_dir).name, args.activation_checkpointing) == ("shared", "full")
 
 
 def test_a_dump_without_a_number_keeps_the_last_rollout_and_says_so(tmp_path):
     args = parse(save_debug_rollout_data="dumps/last.pt")
-    assert args.save_debug_rollout_data == "dumps/last.pt"
+    assert args.save_debug_rollout_data.endswith("dumps/last.pt")
     assert any("dumps/last.pt" in w and "{rollout_id}" in w for w in args.warnings)
     assert dump_path("dumps/last.pt", 3).name == "last.pt"
     assert dump_path("dumps/last.pt", "eval_3").name == "eval_last.pt"

@@ -1,0 +1,306 @@
+"""What a bash launch script of slime would train, and what of it is not known; nothing of it is run.
+
+Bash evaluates the script, so that arrays, sourced model files and conditions count, but a guard skips every
+command that is not harmless. What a skipped command would have printed is not known: the script is evaluated
+again with other texts in its place, and a setting that changes with them depends on it.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.utils.machine.own_command import as_typed
+
+# Builtins and tools that only compute or read; other commands of a script are skipped.
+_HARMLESS = (
+    "echo printf source . export local declare readonly unset shift true false : test [ [[ cd pwd dirname "
+    "basename seq date tr cut head tail wc cat readlink realpath let read mapfile for case select return"
+)
+# Commands that start others, among which the training may be.
+_STARTERS = (
+    "python python3 slime nohup exec torchrun uv srun mpirun accelerate timeout env stdbuf setsid nice "
+    "numactl sudo conda poetry xargs docker"
+)
+_GUARD = r"""
+__found() {
+  local word
+  for word in "$@"; do
+    case "$word" in
+      *train.py|*train_async.py|train|train-async) printf '%s\0' "$@" >&3; exit 0;;
+      *train.py[[:space:]]*|*train_async.py[[:space:]]*|*slime\ train*) __script "$word";;
+    esac
+  done
+}
+__script() { builtin eval "$1"; }
+ray() { while [[ $# -gt 0 && $1 != -- ]]; do shift; done; __found "$@"; }
+# What a command that is skipped would have printed is not known: $SLIME_FILL stands for it.
+__skip() {
+  (( BASH_SUBSHELL > 0 )) || return 0
+  printf 'skipped\t%s\t%s\t%s\0' "${BASH_LINENO[1]}" "__${BASHPID}__" "$1" >&4
+  case "$SLIME_FILL" in "") ;; marker) echo "__${BASHPID}__";; *) echo "$SLIME_FILL";; esac
+}
+for word in $STARTERS; do
+  builtin eval "$word() { local written=\$__written; __found \"\$@\"; __skip \"\$written\"; }"
+done
+date() {
+  case " $* " in *" -d"*|*" --date"*) command date "$@";; *) command date -d "@$SLIME_NOW" "$@";; esac
+}
+eval() { __script "$*"; }
+bash() {
+  local script
+  while [[ ${1:-} == -* ]]; do [[ $1 == -*c ]] && script=1; shift; done
+  if [[ -n ${script:-} ]]; then __script "$1"; elif [[ -f ${1:-} ]]; then source "$@"; fi
+}
+sh() { bash "$@"; }
+cd() { builtin cd "$@" 2>/dev/null || true; }
+# What follows the first word of a command, which may hold quotes and substitutions in each other.
+__after_word() {
+  local text=$1 stack="" c top plain
+  while :; do
+    top=${stack: -1}
+    case "$top" in
+      "'") plain=${text%%\'*};;
+      "") plain=${text%%[\\\"\`\'\(\)[:space:]]*};;
+      *) plain=${text%%[\\\"\`\'\(\)]*};;
+    esac
+    text=${text:${#plain}}
+    c=${text:0:1}
+    [[ -z $c || ( -z $stack && $c == [[:space:]] ) ]] && break
+    text=${text:1}
+    case "$c" in
+      \\) text=${text:1};;
+      "'") if [[ $top == "'" ]]; then stack=${stack%?}; elif [[ $top != '"' ]]; then stack+=$c; fi;;
+      '"'|'`') if [[ $top == "$c" ]]; then stack=${stack%?}; else stack+=$c; fi;;
+      '(') [[ $top != '"' || ${plain: -1} == '$' ]] && stack+=$c;;
+      ')') [[ $top == '(' ]] && stack=${stack%?};;
+    esac
+  done
+  __rest=${text#"${text%%[![:space:]]*}"}
+}
+__guard() {
+  [[ ${FUNCNAME[1]:-} == __found && $BASH_COMMAND != '__script "$word"' ]] && return 0
+  [[ ${FUNCNAME[1]:-} == __skip || $BASH_COMMAND == 'command date '*'"$@"' ]] && return 0
+  [[ $BASH_COMMAND == 'builtin eval "$1"' || $BASH_COMMAND == 'builtin cd '* ]] && return 0
+  local command=$BASH_COMMAND kept
+  while [[ $command =~ ^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?= ]]; do
+    __after_word "$command"
+    [[ -z $__rest ]] && return 0
+    command=$__rest
+  done
+  local word=${command%%[[:space:]]*}
+  [[ $word == '(('* ]] && return 0
+  [[ " $STARTERS " == *" $word "* ]] && __written=$command
+  if [[ $word == '$'* || $word == '"$'* ]] && [[ $command != *'$('* && $command != *'`'* ]]; then
+    local -a words
+    command=${command%%[12&]>*}
+    builtin eval "words=( ${command%%>*} )"
+    __found "${words[@]}"
+    __skip "$command"
+    return 1
+  fi
+  if [[ $word == exit && $BASH_SUBSHELL == 0 && $command != 'exit 0' ]]; then
+    printf 'exit\t%s\t\t%s\0' "${BASH_LINENO[0]}" "$command" >&4
+    return 1
+  fi
+  if [[ " $HARMLESS " != *" $word "* && $(builtin type -t "$word") != function ]]; then
+    __skip "$command"
+    return 1
+  fi
+  [[ $word == '[['* ]] && return 0
+  for kept in '2>&1' '>&2' {'&>','2>','>'}{'',' '}/dev/null
+  do command=${command//"$kept"/}; done
+  [[ $command != *'>'* ]] && return 0
+  [[ $(builtin type -t "$word") == function ]] && builtin eval "${command%%>*}"  # without its log file
+  return 1
+}
+RANDOM=1
+shopt -s extdebug
+trap __guard DEBUG
+source "$SLIME_SCRIPT" "$@"
+"""
+
+_LIMIT_S = 60
+_ARGUMENTS = 9  # of a script, which are read as $1 to $9
+Settings = dict[str, object]
+SettingsOf = Callable[[Sequence[str]], Settings]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation of a script, from one folder and with one text for what skipped commands print."""
+
+    words: list[str]  # of the first training command; empty: none was found
+    skipped: list[tuple[int, str, str]]  # line, the marker that stands for it, command
+    exits: list[tuple[int, str]]  # line and command of an end before the training, which was passed over
+    printed: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Evaluates a script from one folder; every evaluation has the same time and the same random numbers."""
+
+    script: Path
+    start: Path
+    now: int
+
+    def evaluate(self, given: Sequence[str], fill: str = "") -> Evaluation:
+        env = _environment(self.script) | {"SLIME_FILL": fill, "SLIME_NOW": str(self.now)}
+        command = ["bash", "-c", _GUARD, str(self.script), *given]
+        found, log, printed = run_with_pipes(command, env, self.start)
+        rows = [row.split("\t", 3) for row in log.split("\0") if row]
+        return Evaluation(
+            [word for word in found.split("\0") if word],
+            [(int(line), marker, text) for kind, line, marker, text in rows if kind == "skipped"],
+            [(int(line), text) for kind, line, _, text in rows if kind == "exit"],
+            printed,
+        )
+
+    def given_is_missing(self, given: Sequence[str], base: Evaluation) -> int | None:
+        """How many arguments keep the script from ending with its usage; None: no number of them does."""
+        for count in range(len(given) + 1, _ARGUMENTS + 1) if base.exits else ():
+            more = self.evaluate([*given, *_placeholders(len(given), count)])
+            if len(more.exits) < len(base.exits):
+                return count
+        return None
+
+
+def words_of_script(script: Path, given: Sequence[str]) -> tuple[list[str], Evaluator, Evaluation]:
+    """The words of the training command, evaluated from the folder in which all sourced files are found.
+
+    Scripts are started from the current folder, their own, or the one above it (`bash scripts/run.sh`).
+    """
+    tried: list[tuple[int, Evaluator, Evaluation]] = []
+    for start in dict.fromkeys([Path.cwd(), *script.parents][:5]):
+        evaluator = Evaluator(script, start, tried[0][1].now if tried else int(time.time()))
+        base = evaluator.evaluate(given)
+        tried.append((len(unread_files(base)), evaluator, base))
+        if not tried[-1][0]:
+            break
+    _, evaluator, base = min(tried, key=lambda entry: (not entry[2].words, entry[0]))
+    count = evaluator.given_is_missing(given, base)
+    if count is not None:
+        line, command = base.exits[0]
+        usage = re.search(r"(?im)^.*\busage\b.*$", base.printed)
+        command_line = as_typed("migrate", script, *"ABCDEFGHI"[:count])
+        raise ValueError(
+            f"{script}, line {line}: the script ends here ({command}) without its arguments"
+            f"{': ' + usage[0].strip() if usage else ''}. Give them: {command_line}"
+        )
+    return base.words, evaluator, base
+
+
+def unread_files(base: Evaluation) -> list[tuple[int, str]]:
+    """Lines and files that the script sources or reads and that are not there."""
+    found = re.findall(r"(?m): line (\d+): (.+): No such file or directory$", base.printed)
+    return [(int(line), file) for line, file in found]
+
+
+def unknown_settings(
+    evaluator: Evaluator, given: Sequence[str], base: Evaluation, settings_of: SettingsOf
+) -> tuple[Settings, list[str]]:
+    """The settings, with `$(command)` and `${1}` for what is not known, and what is said about them."""
+    settings = settings_of(base.words)
+    notes = [f"line {line}: {file} could not be read; is it relative to another folder?"
+             for line, file in unread_files(base)]  # fmt: skip
+    notes += [f"line {line}: the script ends here ({text}) on this machine; what follows may not be meant."
+              for line, text in base.exits]  # fmt: skip
+    if base.skipped:
+        notes += _of_commands(settings, evaluator, given, settings_of)
+    more = evaluator.evaluate([*given, *_placeholders(len(given), _ARGUMENTS)])
+    for name, value in settings_of(more.words).items():
+        plain = re.sub(r"\$\{[1-9]\}", "", str(value))
+        if value != settings.get(name) and plain == str(settings.get(name)):
+            settings[name] = value
+            notes.append(
+                f"{name} could not be evaluated: it needs arguments of the script; give them: "
+                f"{as_typed('migrate', evaluator.script)} A B ..."
+            )
+    return settings, notes
+
+
+def _of_commands(
+    settings: Settings, evaluator: Evaluator, given: Sequence[str], settings_of: SettingsOf
+) -> list[str]:
+    """Put `$(command)` into settings that depend on what a skipped command prints, and name them."""
+    marked = evaluator.evaluate(given, "marker")
+    numbered = evaluator.evaluate(given, "3")
+    others = [settings_of(other.words) for other in (marked, numbered) if other.words]
+    again = settings_of(evaluator.evaluate(given).words)  # the id of a process is another each time
+    commands = {marker: text for _, marker, text in marked.skipped}
+    places = list(dict.fromkeys(f"`{text}` (line {line})" for line, _, text in marked.skipped))
+    notes = []
+    for name in dict.fromkeys(name for each in (settings, *others) for name in each):
+        before = settings.get(name)
+        if again.get(name) != before or all(other.get(name) == before for other in others):
+            continue
+        value = others[0].get(name)
+        used = [marker for marker in commands if marker in str(value)]
+        told = [f"`{commands[marker]}`" for marker in used]
+        if used and isinstance(value, str):
+            settings[name] = _named(value, commands)
+        elif used and isinstance(value, list) and isinstance(before, list) and len(value) == len(before):
+            settings[name] = [_named(each, commands) for each in value]
+        else:
+            settings[name] = "$(...)"
+        lines = [place for place in places if not used or any(place.startswith(text) for text in told)]
+        notes.append(
+            f"{name} could not be evaluated: it depends on {', '.join(lines)}, not run here; set it."
+        )
+    return notes
+
+
+def _named(value: object, commands: Mapping[str, str]) -> object:
+    """A value with `$(command)` in place of each marker."""
+    for marker, text in commands.items():
+        value = value.replace(marker, f"$({text})") if isinstance(value, str) else value
+    return value
+
+
+def _placeholders(first: int, last: int) -> list[str]:
+    return [f"${{{number}}}" for number in range(first + 1, last + 1)]
+
+
+def _environment(script: Path) -> dict[str, str]:
+    """Variables that nothing sets stay as they are written, unless the script asks whether they are set."""
+    text = script.read_text(encoding="utf-8", errors="replace")
+    names = set(re.findall(r"\$\{?([A-Z][A-Z0-9_]*)\b(?!\[|:?[-=])", text)) - set(os.environ)
+    names -= set(re.findall(r"\b([A-Z][A-Z0-9_]*)\+?=", text))
+    names -= set(re.findall(r"\$\{([A-Z][A-Z0-9_]*):?=", text))
+    names -= set(re.findall(r"-[nv]\s+\"?\$?\{?([A-Z][A-Z0-9_]*)", text))
+    names -= {"RANDOM", "SECONDS", "LINENO", "EPOCHSECONDS", "EPOCHREALTIME", "FUNCNAME", "PIPESTATUS"}
+    env = os.environ | {name: "${" + name + "}" for name in names if not name.startswith("BASH")}
+    return env | {"SLIME_SCRIPT": str(script), "HARMLESS": _HARMLESS, "STARTERS": _STARTERS}
+
+
+def run_with_pipes(command: list[str], env: dict[str, str], start: Path) -> tuple[str, str, str]:
+    """What a command writes to its file descriptors 3 and 4, and what it prints."""
+    with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as log:
+        shell = ["bash", "-c", f'exec 3>&{out.fileno()} 4>&{log.fileno()}; exec "$@"', "bash", *command]
+        try:
+            done = subprocess.run(
+                shell,
+                env=env,
+                cwd=start,
+                pass_fds=[out.fileno(), log.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(
+                f"the script was not evaluated within {_LIMIT_S} s: it may wait in a loop for a command that "
+                "is not run here; take the loop out of a copy of it, and migrate that."
+            ) from None
+        texts = []
+        for file in (out, log):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return texts[0], texts[1], done.stdout
