@@ -1,5 +1,6 @@
 """What the tests of runtimes put into workers; it imports nothing that takes long."""
 
+import logging
 import os
 import signal
 import threading
@@ -71,3 +72,23 @@ class Unreadable:
 def _refuse(sender):
     if os.getpid() != sender:
         raise ValueError("unreadable here")
+
+
+class Unmade:
+    """Its constructor fails, with a thread of its own that stays, as of an actor that waits for others."""
+
+    def __init__(self):
+        threading.Thread(target=threading.Event().wait, name="stays").start()
+        raise ValueError("--host-timeout-s 5: host1 did not answer")
+
+    def add(self, x):
+        return x
+
+
+class Reporting:
+    """Logs what a person at the driver's terminal should see."""
+
+    def evict(self):
+        logging.getLogger("slime.engines.fleet").error("engine-1 is evicted: %s", "no weights")
+        logging.getLogger("slime.engines.fleet").warning("engine-1 is restarted")
+        logging.getLogger("some.library").warning("not of ours")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,15 +69,28 @@ class Generated:
 
 
 class RolloutProcess:
-    """Has the engines from its start, and the manager once it is known where the data begins."""
+    """Has engines once they are launched, and the manager once it is known where the data begins.
+
+    The constructor waits for nobody: what may take long is a call, whose error reaches the driver.
+    """
 
     def __init__(self, args: Args, run: Run, placement: Placement, runtime: Runtime):
         configure_logger(level=args.log_level)
-        self._args, self._run = args, run
-        self._engines = EnginePlane(args, run, placement, runtime)
-        self._no_stacks = stacks.pass_on(self._engines.dump_stacks)
+        self._args, self._run, self._placement, self._runtime = args, run, placement, runtime
+        self._plane: EnginePlane | None = None
+        self._no_stacks: Callable[[], None] = lambda: None
         self._manager: RolloutManager | None = None
         self._recording = Recording(run, args)
+
+    def launch(self) -> None:
+        """Start the engines, without waiting until they serve."""
+        self._plane = EnginePlane(self._args, self._run, self._placement, self._runtime)
+        self._no_stacks = stacks.pass_on(self._plane.dump_stacks)
+
+    @property
+    def _engines(self) -> EnginePlane:
+        assert self._plane is not None, "the engines are not launched"
+        return self._plane
 
     def start(
         self, start_rollout_id: int, rollout_state: dict[str, Any] | None, resume: Resume
@@ -109,7 +123,8 @@ class RolloutProcess:
     def close(self) -> None:
         turnstile.forget_all()
         self._no_stacks()
-        self._engines.close()
+        if self._plane is not None:
+            self._plane.close()
         ledger.use(None)
         self._recording.close()
 

@@ -55,6 +55,7 @@ from slime.cluster.training.train_group import RankProcesses, Ranks, TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability import phases
 from slime.observability.advisories import Advisor, Advisory, Facts
+from slime.observability.incidents import keeping_incidents
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import log_to
 from slime.observability.tracking import Tracker
@@ -116,6 +117,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         log = run.run_dir / "logs" / "driver.log"
         folders.enter_context(log_to(log))
         folders.enter_context(stacks.answering(log))
+        folders.enter_context(keeping_incidents(run.run_dir))
         for finding in (*report.of("warning"), *report.of("note")):
             is_note = finding.kind == "note"
             shown = {"shown_elsewhere": True} if is_note and finding.subject == COST else None
@@ -209,6 +211,7 @@ def _start(
     spec = WorkerSpec(name="rollout", near_driver=True)
     process = runtime.spawn(spec, RolloutProcess, args, run, placement, runtime)
     closing.add(lambda: process.call_control(RolloutProcess.close).result(_ENGINES_CLOSE_DEADLINE_S))
+    launched = process.call(RolloutProcess.launch)
     ranks = RankProcesses(args, run, runtime, placement.trainer)
     checkpoint = _verify(args, checkpoint, ranks)  # while engines load
     beginning = begin_at(args, run, checkpoint, overlapped)
@@ -223,7 +226,9 @@ def _start(
         if placement.engines and placement.trainer and begins_as_served(args, folder):
             engines.call_control(EngineWeights.note_loaded).result(_READ_DEADLINE_S)
 
-    facts, trainer = _load_both(args, rollout, len(placement.engines), ranks, folder, residency, note_loaded)
+    facts, trainer = _load_both(
+        args, (launched, rollout), len(placement.engines), ranks, folder, residency, note_loaded
+    )
 
     def expect_rollouts() -> None:
         if args.num_rollout is None:
@@ -326,14 +331,15 @@ def _open_canary(
 
 def _load_both(
     args: Args,
-    rollout: Future[RolloutFacts],
+    starting: tuple[Future[None], Future[RolloutFacts]],
     num_engines: int,
     ranks: RankProcesses,
     folder: Path | None,
     residency: Residency,
     note_loaded: Callable[[], None],
 ) -> tuple[RolloutFacts, TrainGroup]:
-    """Engines and trainer, as soon as both stand; the first failure ends the wait."""
+    """Wait until engines and trainer are ready; the first failure ends the wait."""
+    launched, rollout = starting
 
     def when_served() -> None:
         rollout.result()
@@ -345,11 +351,11 @@ def _load_both(
 
     with waits.telling(progress):
         if args.colocate:  # engines size their memory first
-            first: list[Future[object]] = [rollout, in_background(ranks.warm_up, "trainer-warm-up")]
+            first: list[Future[object]] = [launched, rollout, in_background(ranks.warm_up, "trainer-warm-up")]
             gather(first)
             residency.make_room()
         loading = in_background(lambda: ranks.load(folder), "trainer-start")
-        both: list[Future[object]] = [rollout, loading, in_background(when_served, "engines-noted")]
+        both: list[Future[object]] = [launched, rollout, loading, in_background(when_served, "engines-noted")]
         gather(both)
     return rollout.result(), loading.result()
 

@@ -21,6 +21,7 @@ from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.runtime.notes import Notes
 from slime.runtime.placement import Placement, Slot
+from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
 from slime.utils import waits
 from slime.utils.files import tensor_pickle
@@ -144,6 +145,7 @@ class ProcessHandle(Handle[T]):
                 return
             if frame.startswith(BEAT):
                 self.notes = pickle.loads(frame[len(BEAT) :])
+                log_reports(self.name, self.notes.reports, warnings=False)
             else:
                 self._take_answer(frame)
             self._heard = True

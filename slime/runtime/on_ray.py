@@ -18,11 +18,14 @@ import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime.runtime import reports
 from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
 from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.runtime.notes import Notebook, Notes, working
 from slime.runtime.placement import Machine, Placement, Slot
-from slime.runtime.worker_main import BEAT_S, CONTROL, WORK, invoke
+from slime.runtime.ray_folder import short_folder
+from slime.runtime.reports import log_reports
+from slime.runtime.worker_main import BEAT_S, CONTROL, WORK, invoke, make_object
 from slime.utils import waits
 from slime.utils.errors import RunStopped
 from slime.utils.machine import stacks
@@ -38,8 +41,6 @@ _ANSWER_S = 30.0  # of a machine that is asked whether it is there
 _STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
 _PULSE, _FIRST_PULSE_S = "pulse", 10.0
 _LIFE = "life"
-_SOCKET_BYTES = 107  # of its name, at most
-_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # below a folder of Ray's
 _Found = tuple[str, str, tuple[int, ...], int]  # node, its address, our devices on it, its cores
 _DEATHS = (
     ray.exceptions.RayActorError,
@@ -58,7 +59,7 @@ def _join_or_start() -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="warning",
-                _temp_dir=None if address else _short_folder(),
+                _temp_dir=None if address else short_folder(),
             )
             return
         except Exception as error:  # Ray has no class for it
@@ -69,31 +70,31 @@ def _join_or_start() -> None:
             logger.warning("Ray did not start (%s); once more.", error)
 
 
-def _short_folder() -> str | None:
-    """A folder for Ray, where TMPDIR leaves no room for the names of its sockets. None: Ray's own choice."""
-    chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    if len(os.fsencode(chosen)) + len(_SOCKET) <= _SOCKET_BYTES:
-        return None
-    logger.warning("Ray's files are in /tmp/ray: %s is too long for the names of its sockets.", chosen)
-    return "/tmp/ray"
-
-
 class _Actor:
     """Holds the object. Callers name the concurrency group: one for each lane, two for its life."""
 
-    def __init__(
-        self, log: tuple[Path, str], cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ):
+    def __init__(self, log: tuple[Path, str], folder: str):
+        with contextlib.suppress(OSError):  # as in the driver, for code that opens relative paths
+            os.chdir(folder)
         with contextlib.suppress(OSError), open_log(*log) as file:  # else Ray's own logs have it
             for fd in (1, 2):
                 os.dup2(file.fileno(), fd)
         waits.name_process(log[1])
+        reports.keep_reports()
         self._notebook = Notebook()
-        self._target = cls(*args, **kwargs)
+        self._made: concurrent.futures.Future[Any] = concurrent.futures.Future()  # the object, or why not
+
+    def make(self, cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the object. A call and no constructor: Ray reports the error of a call at once, and that of
+        an actor's constructor only when its process has ended.
+        """
+        with working("start"):
+            make_object(self._made, lambda: cls(*args, **kwargs))
 
     def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = self._made.result()
         with working(method):
-            return invoke(self._target, method, args, kwargs)
+            return invoke(target, method, args, kwargs)
 
     def pulse(self) -> tuple[str, int, Notes]:
         """Where it lives: node and process; and what it waits for."""
@@ -147,13 +148,13 @@ def _slice_of(wait: waits.Wait) -> float:
 
 
 class RayHandle(Handle[T]):
-    """An actor on the node with that id. `make`: what it is made with, as `_Actor` takes it.
+    """An actor on the node with that id, which makes an object as `_Actor.make` takes it.
 
     `silence`: why it is given up.
     """
 
-    def __init__(self, spec: WorkerSpec, node_id: str, make: tuple[Any, ...]):
-        self.name, self._log = spec.name, make[0][0]
+    def __init__(self, spec: WorkerSpec, node_id: str, log: Path, make: tuple[Any, ...]):
+        self.name, self._log, self._near_driver = spec.name, log, spec.near_driver
         devices = spec.slot.env if spec.slot is not None else {}
         actor_class = ray.remote(concurrency_groups={WORK: 1, CONTROL: 1, _PULSE: 1, _LIFE: 1})(_Actor)
         options = actor_class.options(
@@ -163,7 +164,8 @@ class RayHandle(Handle[T]):
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             runtime_env={"env_vars": {**spec.env, **devices, **import_environment()}},
         )
-        self._actor = options.remote(*make)
+        self._actor = options.remote((log, spec.name), os.getcwd())
+        self._actor.make.options(concurrency_group=WORK).remote(*make)
         self._node: str | None = None  # where it was found; None: it has not answered yet
         self._pid = 0
         self._question: Any = None  # the heartbeat that is under way
@@ -193,6 +195,7 @@ class RayHandle(Handle[T]):
 
     def _place(self, found: tuple[str, int, Notes]) -> None:
         self._node, self._pid, self.notes = found
+        log_reports(self.name, self.notes.reports, warnings=self._near_driver)
 
     def dump_stacks(self) -> None:
         self._actor.dump_stacks.options(concurrency_group=_PULSE).remote()
@@ -411,7 +414,7 @@ class RayRuntime:
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
         log = self.log_folder / f"{spec.name}.log"  # on the machine where it runs
-        handle: RayHandle[T] = RayHandle(spec, node, ((log, spec.name), cls, args, kwargs))
+        handle: RayHandle[T] = RayHandle(spec, node, log, (cls, args, kwargs))
         self._heartbeats.add(handle)
         self._handles.append(handle)
         return handle

@@ -9,6 +9,7 @@ threads of their own.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import os
 import pickle
@@ -17,9 +18,11 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from slime.runtime import reports
 from slime.runtime.notes import Notebook, working
 from slime.utils import waits
 from slime.utils.machine import garbage, stacks
@@ -38,6 +41,15 @@ def invoke(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, An
     return getattr(target, name)(*args, **kwargs)
 
 
+def make_object(made: concurrent.futures.Future[Any], make: Callable[[], Any]) -> None:
+    """Make the object of a worker; calls wait for `made` and fail with its error."""
+    try:
+        made.set_result(make())
+    except BaseException as error:
+        made.set_exception(error)
+        raise
+
+
 class _Worker:
     """Reads calls, runs them on their lane, writes answers."""
 
@@ -49,7 +61,7 @@ class _Worker:
             WORK: queue.SimpleQueue(),
             CONTROL: queue.SimpleQueue(),
         }
-        self._target: Any = None
+        self._made: concurrent.futures.Future[Any] = concurrent.futures.Future()  # the object, or why not
 
     def run(self) -> None:
         threading.Thread(target=self._read, name="calls", daemon=True).start()
@@ -89,13 +101,14 @@ class _Worker:
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if method != MAKE:
+            target = self._made.result()  # every call has the cause where the object could not be made
             with working(method):
-                return invoke(self._target, method, args, kwargs)
+                return invoke(target, method, args, kwargs)
         from slime.utils.misc import load_function  # here the heartbeat is on: what it loads may take long
 
         path, *rest = args
         with working("start"):
-            self._target = load_function(path)(*rest, **kwargs)
+            make_object(self._made, lambda: load_function(path)(*rest, **kwargs))
         garbage.search_new_only()
         return None
 
@@ -130,6 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends us in order
     waits.name_process(options.name)
+    reports.keep_reports()
     stacks.answer_signal()
     garbage.search_seldom()
     _Worker(Connection(options.fd), options.shm_prefix).run()

@@ -152,6 +152,6 @@ def test_an_automatic_folder_is_found_again(tmp_path, monkeypatch):
     first = parse(save="save")
     stop(tmp_path / first.run_dir, first, before_this_change=True)
     again = parse(save="save")
-    assert (again.run_dir, again.load) == (first.run_dir, "save")
+    assert (again.run_dir, again.load) == (first.run_dir, str(tmp_path / "save"))
     assert packing(again) == OLD
     assert read_run(tmp_path / first.run_dir) is not None and (tmp_path / first.run_dir / RUN_FILE).is_file()

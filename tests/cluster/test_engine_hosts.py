@@ -16,14 +16,14 @@ from ray_nodes import SECOND_HOST, two_ray_nodes
 from tiny_model import make_tiny_model
 
 from slime.arguments.passthrough.sglang_flags import find_python
-from slime.cluster.serving.engine_host import host_engine
+from slime.cluster.serving.engine_host import HostedEngine, host_engine
 from slime.cluster.serving.served_model import make_servers
 from slime.engines.engine_process import EngineStartError, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.runtime.base import WorkerSpec
 from slime.runtime.local import LocalRuntime
 from slime.runtime.placement import Machine, Placement, Slot, cores_each, plan_placement
-from slime.utils import http_utils
+from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.run_identity import Run
@@ -74,7 +74,7 @@ class Fleet:
 
         name = f"engine-{slot.index}"
         plan = LaunchPlan(name, command, {}, folder / f"{name}.log", 60.0, host=slot.host)
-        return host_engine(runtime, plan, WorkerSpec(name, slot=slot, near_driver=True))
+        return host_engine(runtime, plan, WorkerSpec(name, slot=slot, near_driver=True), answer_s=600.0)
 
     def start(self) -> tuple[str, ...]:
         self.fleet.launch()
@@ -259,3 +259,25 @@ def test_processes_share_the_cores_of_the_machine_that_they_are_on(monkeypatch):
     assert cores_each(real.trainer) == 24
     assert cores_each(real.engines) == 64
     assert cores_each(()) == 1
+
+
+def test_a_host_that_starts_no_process_within_the_deadline_is_named_with_the_flag(tmp_path):
+    class NeverDone:
+        """The answer of a host that is still importing."""
+
+        def done(self):
+            return False
+
+        def result(self, deadline_s=None):
+            raise waits.WaitTimeout(f"engine-0.launch: not done after {deadline_s} s")
+
+    class SlowHost:
+        name = "engine-0"
+
+        def call(self, method, *args):
+            return NeverDone()
+
+    plan = LaunchPlan("engine-0", lambda *_: [], {}, tmp_path / "log", 60.0, host="10.0.0.9")
+    engine = HostedEngine(plan, lambda port: SlowHost(), answer_s=5.0)
+    with pytest.raises(EngineStartError, match=r"host 10.0.0.9 did not start a process within 5 s.*--host-t"):
+        engine.launch()

@@ -14,6 +14,7 @@ from slime.arguments import default_args
 from slime.backends.shared.host_memory import BLOCK_BYTES
 from slime.cluster import start
 from slime.cluster.training import warm_up
+from slime.runtime.base import Ready
 
 
 @contextlib.contextmanager
@@ -208,7 +209,7 @@ def test_a_colocated_trainer_warms_up_while_engines_start():
     room = types.SimpleNamespace(make_room=lambda: order.append("room"))
     found = start._load_both(
         types.SimpleNamespace(colocate=True),
-        Rollout(),
+        (Ready(None), Rollout()),
         1,
         Ranks(),
         None,

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import warm_start
 from patience import PATIENCE_S, eventually
-from worker_target import Target, Unreadable
+from worker_target import Reporting, Target, Unmade, Unreadable
 
 from slime.runtime import heartbeat
 from slime.runtime.base import Guarded, WorkerDied, WorkerSpec, gather
@@ -301,3 +301,31 @@ def test_closing_ends_every_process(tmp_path):
     ]
     runtime.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_constructor_that_fails_is_the_cause_of_every_call(runtime):
+    """Also where the process that was made for it stays: whoever waits is not left waiting."""
+    handle = runtime.spawn(WorkerSpec("unmade"), Unmade)
+    for call in (handle.call, handle.call_control):
+        with pytest.raises(ValueError, match="host1 did not answer"):
+            call(Unmade.add, 1).result(PATIENCE_S)
+    handle.kill()
+
+
+def test_errors_of_a_worker_reach_the_log_of_the_driver_with_its_name(runtime, caplog):
+    handle = runtime.spawn(WorkerSpec("far"), Reporting)
+    handle.call(Reporting.evict).result(PATIENCE_S)
+    eventually(lambda: "far: engine-1 is evicted: no weights" in caplog.text)
+    assert "restarted" not in caplog.text, "warnings of ranks stay in their logs"
+    [record] = [record for record in caplog.records if "is evicted" in record.getMessage()]
+    assert (record.name, record.levelname) == ("slime.engines.fleet", "ERROR")
+    handle.kill()
+
+
+def test_warnings_of_a_worker_that_may_live_in_the_driver_reach_its_log_too(made, caplog):
+    """Under Ray it lives elsewhere; what it reports does not depend on that."""
+    handle = made.runtime("ray").spawn(WorkerSpec("rollout", near_driver=True), Reporting)
+    handle.call(Reporting.evict).result(PATIENCE_S)
+    eventually(lambda: "rollout: engine-1 is restarted" in caplog.text)
+    assert "not of ours" not in caplog.text
+    handle.kill()

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
+from slime.observability.incidents import describe_incidents, read_incidents
 from slime.observability.terminal.progress import Progress, duration, short, sparkline
 from slime.observability.terminal.terminal import Terminal
 from slime.observability.tracking import read_metrics
@@ -190,6 +191,7 @@ def _lines(
         )
     lines += [f"  {key} {values[key]:.4g}" for key in progress.evals]
     lines += [f"  wasted: {progress.waste_words()}"] if progress.waste_words() else []
+    lines += [f"  {line}" for line in describe_incidents(read_incidents(run, started.timestamp()))]
     if record.last.restarts:
         lines.append(f"  {record.last.told_restarts}")
     if record.last.checkpoints:

@@ -10,21 +10,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from slime.engines.engine_process import EngineServer, LaunchPlan, MachineLost, Serving
+from slime.engines.engine_process import EngineServer, EngineStartError, LaunchPlan, MachineLost, Serving
 from slime.runtime.base import Future, Handle, Runtime, WorkerDied, WorkerSpec
 from slime.utils import http_utils, waits
 from slime.utils.machine.vital_signs import Signs
 from slime.wire.protocol import EngineInfo
 
-_ANSWER_DEADLINE_S = 120.0
+_STOP_DEADLINE_S = 120.0
 _SIGNS_DEADLINE_S = 5.0
 
 
 class HostedEngine:
-    """Stands in a fleet for an engine. `own`: places an owner for a port (0: any), again when one is lost."""
+    """Represents an engine in a fleet. `own`: places an owner for a port (0: any), again when one is lost.
 
-    def __init__(self, plan: LaunchPlan, own: Callable[[int], Handle[EngineServer]]):
-        self.plan, self._own = plan, own
+    `answer_s`: how long its host may take to start the owner, and to answer.
+    """
+
+    def __init__(self, plan: LaunchPlan, own: Callable[[int], Handle[EngineServer]], answer_s: float):
+        self.plan, self._own, self._answer_s = plan, own, answer_s
         self._owner = own(0)  # now, so that all come up beside each other
         self._ready: Future[Serving] | None = None
         self._end: Future[str] | None = None  # done when the process is, or its owner
@@ -52,7 +55,13 @@ class HostedEngine:
             self._owner.kill()  # one that only keeps silent still has the engine, and its port
             self._owner = self._own(self._serving.port)
         try:
-            self._owner.call(EngineServer.launch).result(_ANSWER_DEADLINE_S)
+            self._owner.call(EngineServer.launch).result(self._answer_s)
+        except waits.WaitTimeout as error:
+            raise EngineStartError(
+                f"{self.plan.name}: its host {self.plan.host} did not start a process within "
+                f"{self._answer_s:g} s; a host that loads Python from a cold network file system may need "
+                "more: raise --host-timeout-s"
+            ) from error
         except WorkerDied as error:
             raise MachineLost(
                 f"the machine of {self.plan.name} ({self.plan.host}) is lost: {error}"
@@ -82,7 +91,7 @@ class HostedEngine:
         if self._end is None:
             return "was never started"
         try:
-            return self._end.result(_ANSWER_DEADLINE_S)
+            return self._end.result(self._answer_s)
         except WorkerDied as error:
             return f"went with the process that owned it: {error}"
 
@@ -91,23 +100,23 @@ class HostedEngine:
 
     def _owner_is_lost(self) -> bool:
         try:
-            self._owner.call_control(EngineServer.is_there).result(_ANSWER_DEADLINE_S)
+            self._owner.call_control(EngineServer.is_there).result(self._answer_s)
         except WorkerDied:
             return True
         return False
 
     def kill(self) -> None:
         with contextlib.suppress(WorkerDied):
-            self._owner.call_control(EngineServer.kill).result(_ANSWER_DEADLINE_S)
+            self._owner.call_control(EngineServer.kill).result(self._answer_s)
             if self._end is not None:
-                self._end.result(_ANSWER_DEADLINE_S)
+                self._end.result(self._answer_s)
 
     def stop(self) -> None:
         with contextlib.suppress(WorkerDied, waits.WaitTimeout):
-            self._owner.call_control(EngineServer.stop).result(_ANSWER_DEADLINE_S)
+            self._owner.call_control(EngineServer.stop).result(_STOP_DEADLINE_S)
         self._owner.kill()
 
 
-def host_engine(runtime: Runtime, plan: LaunchPlan, spec: WorkerSpec) -> HostedEngine:
+def host_engine(runtime: Runtime, plan: LaunchPlan, spec: WorkerSpec, answer_s: float) -> HostedEngine:
     """An engine whose owner the runtime places as `spec` says."""
-    return HostedEngine(plan, lambda port: runtime.spawn(spec, EngineServer, plan, port))
+    return HostedEngine(plan, lambda port: runtime.spawn(spec, EngineServer, plan, port), answer_s)

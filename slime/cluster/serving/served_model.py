@@ -104,7 +104,7 @@ def make_servers(
     plans = plan_engines(args, run_, slots)
     for place, plan, slot in zip(place_engines(args.engine_topology), plans, slots, strict=True):
         spec = WorkerSpec(plan.name, slot=slot, near_driver=True)
-        servers.setdefault(place.model, []).append(host_engine(runtime, plan, spec))
+        servers.setdefault(place.model, []).append(host_engine(runtime, plan, spec, args.host_timeout_s))
     return servers
 
 
