@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+
 from slime.utils.machine import shm
 from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import BucketManifest, WeightManifest, fill_bucket, plan_bucket
 from slime.wire.protocol import EngineInfo
 
+logger = logging.getLogger(__name__)
+
+_CHECK_S = 1.0
+
 
 class SharedMemorySender:
-    """Two sets of segments take turns: one holds the version that engines serve, the other takes the next."""
+    """Two sets of segments take turns: one holds the version that engines serve, the other takes the next.
+
+    A thread publishes them again where somebody has emptied the shared memory: an engine that restarts would
+    otherwise never get the weights that it must have before it serves.
+    """
 
     transport = "shared_memory"
 
@@ -21,6 +32,30 @@ class SharedMemorySender:
         self._sets: list[list[shm.Segment]] = [[], []]
         self._turn = 0
         self._buckets: list[BucketManifest] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._keep_published, name="weights-published", daemon=True).start()
+
+    def _keep_published(self) -> None:
+        while not self._closed.wait(_CHECK_S):
+            try:
+                self._publish_missing()
+            except OSError as error:  # no room now: it may come
+                logger.warning(
+                    "Weights that were removed from %s cannot be written again: %s", shm.FOLDER, error
+                )
+
+    def _publish_missing(self) -> None:
+        with self._lock:
+            held = [segment for segments in self._sets for segment in segments]
+            lost = [segment for segment in held if not segment.is_published() and not self._closed.is_set()]
+            for segment in lost:
+                segment.publish_again()
+        if lost:
+            logger.error(
+                "The weights of a push were removed from %s by another program; they were published again.",
+                shm.FOLDER,
+            )
 
     def send(self, bucket: NamedTensors) -> None:
         if self._turn and self._left:
@@ -28,12 +63,13 @@ class SharedMemorySender:
                 (shm.FOLDER / name).unlink(missing_ok=True)
             self._left = []
         _, nbytes = plan_bucket(bucket)
-        segment = self._segment(len(self._buckets), nbytes)
-        self._buckets.append(fill_bucket(segment.name, segment.buffer, bucket))
+        with self._lock:
+            segment = self._segment(len(self._buckets), nbytes)
+            self._buckets.append(fill_bucket(segment.name, segment.buffer, bucket))
 
     def _segment(self, position: int, nbytes: int) -> shm.Segment:
         held = self._sets[self._turn]
-        if position < len(held) and held[position].nbytes >= nbytes:
+        if position < len(held) and held[position].nbytes >= nbytes and held[position].is_published():
             return held[position]
         for stale in held[position:]:
             stale.unlink()
@@ -49,10 +85,12 @@ class SharedMemorySender:
         return Parcel(version, self.transport, num_tensors, nbytes, manifest.checksum, manifest)
 
     def close(self) -> None:
-        for segment in (segment for held in self._sets for segment in held):
-            segment.close()
-            segment.unlink()
-        self._sets = [[], []]
+        self._closed.set()
+        with self._lock:
+            for segment in (segment for held in self._sets for segment in held):
+                segment.close()
+                segment.unlink()
+            self._sets = [[], []]
 
 
 async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
