@@ -29,7 +29,7 @@ PARALLEL := $(PYTEST) --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install quickstart test test-fast ci test-slow test-trackers test-browser test-gpu test-megatron
 .PHONY: test-agents test-sandbox test-environments test-examples agents-env bubblewrap test-sglang sglang-env
-.PHONY: test-crash lint format docs docs-site clean
+.PHONY: test-crash test-hosts lint format docs docs-site clean
 
 install: $(STAMP)
 	@echo "slime is installed. Try: $(BIN)/slime quickstart"
@@ -61,6 +61,10 @@ ci: test
 
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not megatron and not sglang and not gpu and not agents" --timeout 3600
+
+# Runs on two hosts, made of network namespaces: needs root and iproute2.
+test-hosts: $(STAMP)
+	$(PYTEST) -m hosts --timeout 3600 tests/hosts
 
 # Kills at random points of tiny runs, each held against an undisturbed one; `make test-crash KILLS=1000`.
 KILLS ?= 200

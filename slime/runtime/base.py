@@ -244,8 +244,8 @@ class Guarded(Generic[R]):
             try:
                 return self._inner.result(_LOOK_S if left is None else max(0.0, min(_LOOK_S, left)))
             except waits.WaitTimeout:
-                if self._inner.done():
-                    raise  # of the call itself
+                if self._inner.done():  # it came as the look ended, or the call itself timed out
+                    return self._inner.result(0)
                 if left is not None and left <= _LOOK_S:
                     raise
 

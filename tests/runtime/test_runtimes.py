@@ -303,6 +303,25 @@ def test_closing_ends_every_process(tmp_path):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_an_answer_that_comes_as_a_look_ends_is_the_answer():
+    class JustInTime:
+        """An answer that arrives between the end of a look and the question whether it is there."""
+
+        def __init__(self):
+            self.looks = 0
+
+        def done(self):
+            return self.looks > 0
+
+        def result(self, deadline_s=None):
+            self.looks += 1
+            if self.looks == 1:
+                raise waits.WaitTimeout(f"generate: not done after {deadline_s} s")
+            return "batch"
+
+    assert Guarded(JustInTime(), concurrent.futures.Future()).result() == "batch"
+
+
 def test_a_constructor_that_fails_is_the_cause_of_every_call(runtime):
     """Also where the process that was made for it stays: whoever waits is not left waiting."""
     handle = runtime.spawn(WorkerSpec("unmade"), Unmade)

@@ -1,0 +1,61 @@
+"""Runs on two hosts, each with its own address, /tmp and /dev/shm: with a shared folder, and without."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loop_helpers import flags, make_world, wait_for
+from network_hosts import ROOT, environment, network_hosts, ray_on
+
+from slime.utils.files.step_folders import by_content, find_step
+
+pytestmark = pytest.mark.hosts
+
+SIZES = {"rollout_num_gpus": 2, "actor_num_nodes": 2, "actor_num_gpus_per_node": 1, "runtime": "ray"}
+
+
+def relative_flags(world: Path, run: str, **changes) -> list[str]:
+    """The command line as a user types it in the folder above the task."""
+    return [word.replace(f"{world.parent}/", "") for word in flags(world, run, **SIZES, **changes)]
+
+
+def test_a_run_without_a_shared_folder_ends_before_it_starts_and_names_host_and_folders():
+    with network_hosts(2) as hosts, ray_on(hosts) as address:
+        for host in hosts:  # a copy on each host: enough for what is only read
+            code = "import sys; sys.path.insert(0, sys.argv[1]); import loop_helpers, pathlib; "
+            code += "p = pathlib.Path('/tmp/a/task'); p.mkdir(parents=True); loop_helpers.make_world(p)"
+            made = host.run(sys.executable, "-c", code, str(ROOT / "tests"), **environment())
+            assert made.returncode == 0, made.stdout
+        words = relative_flags(Path("/tmp/a/task"), "run", save="task/ckpt", num_rollout=1)
+        train = (sys.executable, str(ROOT / "train.py"), *words)
+        done = hosts[0].run(*train, cwd="/tmp/a", RAY_ADDRESS=address, **environment())
+        assert done.returncode not in (0, 124), done.stdout
+        assert f"Host host1 ({hosts[1].address}) does not see all files of this run:" in done.stdout
+        assert "\n  --run-dir: /tmp/a/task/run: " in done.stdout
+        assert "\n  --save: /tmp/a/task/ckpt: " in done.stdout
+        assert "--hf-checkpoint" not in done.stdout.partition("Host host1")[2]
+
+
+def test_a_shared_folder_is_enough_and_a_lost_engine_of_another_host_is_reported(tmp_path):
+    world = tmp_path / "task"
+    world.mkdir()
+    make_world(world)
+    with network_hosts(2, shared=tmp_path) as hosts, ray_on(hosts) as address:
+        words = relative_flags(world, "run", save="task/ckpt", num_rollout=60)
+        env = [f"{name}={value}" for name, value in {**environment(), "RAY_ADDRESS": address}.items()]
+        line = hosts[0].command("env", "-C", str(tmp_path), *env, sys.executable, str(ROOT / "train.py"))
+        with open(tmp_path / "out", "w") as out:
+            process = subprocess.Popen([*line, *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        wait_for(lambda: "step 2/" in (tmp_path / "out").read_text(), process)
+        killed = hosts[1].run("pkill", "-9", "-f", "slime.engines.embedded")
+        assert killed.returncode == 0, "there was no engine on the second host"
+        code = process.wait()
+        shown = (tmp_path / "out").read_text()
+        assert code == 0, shown[-6000:]
+        status = hosts[0].run(sys.executable, "-m", "slime", "status", str(world / "run"), **environment())
+        for where in (shown, (world / "run/logs/driver.log").read_text(), status.stdout):
+            assert "engine-1 was killed by signal 9" in where
+    step = find_step(world / "ckpt")
+    assert step is not None and by_content(step) == []
+    assert {"trainer/__0_0.distcp", "trainer/__1_0.distcp"} <= set(step.manifest.files)
