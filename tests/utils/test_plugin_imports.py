@@ -211,3 +211,19 @@ def test_a_broken_or_missing_source_is_no_finding(project):
     )
     assert found == []
     assert missing_imports("math.sqrt") == [] and missing_imports("slime.rollout.rm_hub.async_rm") == []
+
+
+def test_the_imports_of_an_environment_are_looked_up_too(project, tmp_path):
+    from slime.agent.environments import own
+
+    project(
+        "ROOT/maze.py:Maze",
+        maze="""
+        class Maze:
+            def reset(self, item): ...
+            def step(self, action):
+                from slime.utils.mics import x
+        """,
+    )
+    with pytest.raises(ValueError, match=r"--env .*maze.py:Maze: .*maze.py:5 has .*slime.utils.misc"):
+        own.check(f"{tmp_path}/maze.py:Maze")

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.catalog.environments import ENVIRONMENTS
 from slime.utils.misc import load_function
+from slime.utils.plugin_imports import missing_imports
 
 
 def task_names() -> None:
@@ -32,6 +33,9 @@ def check(task: str) -> None:
         raise ValueError(f"--env {task}: the class has no method {' and no method '.join(missing)}")
     if not callable(found):
         raise ValueError(f"--env {task}: it is a {type(found).__name__}, and not a class")
+    failing = [str(each) for each in missing_imports(task) if each.certain]
+    if failing:
+        raise ValueError(f"--env {task}: {' '.join(failing)}")
 
 
 def make(task: str, options: Mapping[str, Any]) -> Any:
