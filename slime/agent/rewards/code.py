@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
+import shlex
 
-from slime.agent.rewards.programs import RUNNER, Checks, program_in, read_checks, same_output
-from slime.agent.sandbox import Sandbox, SandboxError, SandboxUnavailable, open_sandbox
+from slime.agent.rewards.programs import Checks, grader_text, program_in, read_checks, same_output
+from slime.agent.sandbox import Sandbox, SandboxDied, SandboxError, SandboxUnavailable, open_sandbox
 from slime.arguments import PluginArgs
 from slime.utils.reward_failure import RewardFailure, infra_error, invalid
 from slime.utils.types import Sample
@@ -15,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TESTS = 100  # of one label; more are left out, told once
 MAX_TESTS_S = 120.0  # for all tests of an answer together
+_UNPROTECTED = "cannot protect the grader"
 
 
 async def code_reward(args: PluginArgs, sample: Sample, *, response: str) -> float | RewardFailure:
@@ -43,17 +46,24 @@ async def code_reward(args: PluginArgs, sample: Sample, *, response: str) -> flo
 
 
 async def count_passed(box: Sandbox, program: str, tests: Checks, timeout_s: float) -> int:
-    """How many of the tests a program passes in this box."""
+    """Return how many of the tests a program passes in this sandbox."""
     if tests.asserts:
         return await _asserts(box, program, tests.asserts[:MAX_TESTS], timeout_s)
-    await box.write_file("/work/answer.py", program)
+    await box.write_file(f"{box.workdir}/answer.py", program)
     passed, spent = 0, 0.0
-    for given, expected in tests.pairs[:MAX_TESTS]:
+    for number, (given, expected) in enumerate(tests.pairs[:MAX_TESTS]):
         if spent >= MAX_TESTS_S:
             break
-        await box.write_file("/work/input", given)
+        try:
+            await box.write_file(f"{box.workdir}/input", given)
+        except SandboxDied:
+            raise
+        except SandboxError:
+            if number == 0:
+                raise
+            continue  # the program has spoiled its own sandbox, which is no failure of the reward
         code, out, _ = await box.exec(
-            "cd /work && python3 -I answer.py < input", timeout=timeout_s, user="agent"
+            f"cd {shlex.quote(box.workdir)} && python3 -I answer.py < input", timeout=timeout_s, user="agent"
         )
         spent += timeout_s if code == 124 else 0.0
         passed += code == 0 and same_output(out, expected)
@@ -62,13 +72,17 @@ async def count_passed(box: Sandbox, program: str, tests: Checks, timeout_s: flo
 
 async def _asserts(box: Sandbox, program: str, asserts: tuple[str, ...], timeout_s: float) -> int:
     word = secrets.token_hex(16)
-    await box.write_file("/tmp/runner.py", RUNNER)
-    await box.write_file("/tmp/tests", ascii((word, program, asserts, timeout_s)))
-    # The file is gone before the program runs: it holds the word that counts as passed.
-    command = "exec 3< /tmp/tests; rm -f /tmp/tests; cd /work; python3 -I /tmp/runner.py <&3"
+    grader, worker = grader_text()
+    given = {"word": word, "program": program, "tests": asserts, "seconds": timeout_s, "worker": worker}
+    await box.write_file(f"{box.workdir}/.grader.py", grader)
+    await box.write_file(f"{box.workdir}/.tests", json.dumps(given))
+    # The shell becomes the grader, which removes the file of tests before the program runs anywhere.
+    command = f"cd {shlex.quote(box.workdir)} && exec python3 -I .grader.py .tests"
     most = min(MAX_TESTS_S, timeout_s * len(asserts)) + 10
-    code, out, _ = await box.exec(command, timeout=most, user="agent")
-    said, _, results = out.strip().rpartition("\n")[2].partition(" ")
-    if code != 0 or not secrets.compare_digest(said, word):
+    code, out, err = await box.exec(command, timeout=most, user="agent")
+    if code == 1 and _UNPROTECTED in err:
+        raise SandboxError(err[-300:].strip())
+    said, _, results = out.partition(" ")
+    if code != 0 or not secrets.compare_digest(said.encode(), word.encode()):
         return 0
     return results.split()[: len(asserts)].count("1")

@@ -1,11 +1,13 @@
-"""What the code reward reads and runs: the program of an answer, the tests of a label, their runner."""
+"""What the code reward reads and runs: the program of a response, the tests of a label, their grader."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -13,7 +15,7 @@ _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Either asserts, run behind the program, or pairs of standard input and expected output."""
+    """Either asserts about the program's names, or pairs of standard input and expected output."""
 
     asserts: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
@@ -85,47 +87,14 @@ def same_output(printed: str, expected: str) -> bool:
     ]
 
 
-# Runs each assert behind the program in a process of its own: one that hangs, exits or spoils a global takes
-# no other with it. A test counts when its process comes to the end and says the word that only the runner
-# knows; leaving early, with any exit code, does not count. It imports nothing that takes long: `json` and
-# `signal` would be a third of its seconds.
-RUNNER = """
-import os, select, sys, time
-word, program, tests, seconds = eval(sys.stdin.read())
-results = []
-for test in tests:
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):
-            os.dup2(null, fd)
-        os.close(reader)
-        say, leave, said = os.write, os._exit, word.encode()
-        try:
-            space = {"__name__": "answer"}
-            exec(compile(program, "answer", "exec"), space)
-            exec(compile(test, "test", "exec"), space)
-            say(writer, said)
-        except BaseException:
-            pass
-        leave(0)
-    os.close(writer)
-    heard, deadline = b"", time.monotonic() + seconds
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([reader], [], [], left)[0]:
-            break
-        more = os.read(reader, 64)
-        heard += more
-        if not more:
-            break
-    os.close(reader)
-    try:
-        os.kill(pid, 9)
-    except ProcessLookupError:
-        pass
-    os.waitpid(pid, 0)
-    results.append(heard == word.encode())
-print(word, *map(int, results))
-"""
+@functools.cache
+def grader_text() -> tuple[str, str]:
+    """Return the programs of the grader and of its worker, as they are sent to a sandbox."""
+
+    def text(names: tuple[str, ...], start: str) -> str:
+        here = Path(__file__)
+        sources = [here.with_name(name).read_text() for name in names]
+        return "\n".join([*(f"exec(compile({source!r}, 'box', 'exec'))" for source in sources), start])
+
+    worker = text(("box_values.py", "box_worker.py"), "work()")
+    return text(("box_values.py", "box_grader.py"), "main(sys.argv[1])"), worker

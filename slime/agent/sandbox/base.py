@@ -70,6 +70,11 @@ class Sandbox(Protocol):
 
     sandbox_id: str
 
+    @property
+    def workdir(self) -> str:
+        """The folder in which commands start, where their files are."""
+        ...
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(

@@ -205,8 +205,8 @@ class LocalSandbox:
         """Like `exec`, but with bytes and the limit that ended the command. A list is run without a shell."""
         argv = [_shell(), "-c", cmd] if isinstance(cmd, str) else cmd
         home = self._folder or ("/root" if user == "root" else f"/home/{user}")
-        given = {"PATH": _PATH, "HOME": home, "USER": user, "LANG": "C.UTF-8", "PWD": cwd or self._workdir}
-        request = {"op": "exec", "argv": argv, "env": {**given, **(env or {})}, "cwd": cwd or self._workdir}
+        given = {"PATH": _PATH, "HOME": home, "USER": user, "LANG": "C.UTF-8", "PWD": cwd or self.workdir}
+        request = {"op": "exec", "argv": argv, "env": {**given, **(env or {})}, "cwd": cwd or self.workdir}
         header, blob = await self._ask({**request, "timeout": timeout}, stdin, timeout + _GRACE_S)
         if "error" in header:
             raise SandboxError(f"{argv[0]} cannot be started: {header['error']}")
@@ -240,11 +240,11 @@ class LocalSandbox:
     # -- the pipe
 
     @property
-    def _workdir(self) -> str:
+    def workdir(self) -> str:
         return self._folder or "/work"
 
     def _path(self, path: str) -> str:
-        return path if path.startswith("/") else f"{self._workdir}/{path}"
+        return path if path.startswith("/") else f"{self.workdir}/{path}"
 
     def _why(self, done: FinishedCommand, timeout: float) -> str:
         limits = self.limits

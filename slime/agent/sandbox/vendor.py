@@ -47,6 +47,7 @@ _BROKEN = (
 class VendorSandbox(abc.ABC):
     """A box that a vendor runs. A kind of it says how the vendor's package starts, ends and uses one."""
 
+    workdir = "/work"
     kind: ClassVar[str]  # its --sandbox, its package and the extra of slime that installs it
 
     def __init__(

@@ -16,8 +16,6 @@ from typing import Annotated, Self
 from slime.agent.sandbox import Limits, Sandbox, SandboxDied, SandboxError, open_sandbox
 from slime.agent.tools.registry import ToolError, ToolServerDied
 
-_WORK = "/work"
-
 
 class BoxTools:
     """Methods to be given to a `ToolSet`. Files stay from call to call; what runs in a call ends with it."""
@@ -52,12 +50,12 @@ class BoxTools:
     async def python(self, code: Annotated[str, "a whole program; print what you want to see"]) -> str:
         """Runs a Python program and returns what it prints."""
         box = await self.box()
-        await box.write_file(f"{_WORK}/program.py", code)
-        return await self._run(f"cd {_WORK} && python3 -I program.py")
+        await box.write_file(f"{box.workdir}/program.py", code)
+        return await self._run("python3 -I program.py")
 
     async def shell(self, command: Annotated[str, "for bash"]) -> str:
         """Runs a shell command in the work folder and returns what it prints."""
-        return await self._run(f"cd {_WORK} && {{ {command}\n}}")
+        return await self._run(f"{{ {command}\n}}")
 
     async def read_file(
         self,
@@ -76,7 +74,7 @@ class BoxTools:
         """Writes a whole file; one that exists is replaced."""
         box = await self.box()
         with _told_to_the_model():
-            await box.write_file(_absolute(path), content)
+            await box.write_file(_absolute(box, path), content)
         return f"{path} has {len(content.splitlines())} lines now"
 
     async def edit_file(
@@ -95,15 +93,15 @@ class BoxTools:
             )
         box = await self.box()
         with _told_to_the_model():
-            await box.write_file(_absolute(path), text.replace(old, new))
+            await box.write_file(_absolute(box, path), text.replace(old, new))
         return f"{path} is changed"
 
     async def _text(self, path: str) -> str:
         box = await self.box()
         with _told_to_the_model():
-            text = await box.read_file(_absolute(path))
-        if not text and (await self._exec(box, f"test -e {_quoted(_absolute(path))}"))[0] != 0:
-            listing = (await self._exec(box, f"cd {_WORK} && find . -type f | head -20"))[1].split()
+            text = await box.read_file(_absolute(box, path))
+        if not text and (await self._exec(box, f"test -e {_quoted(_absolute(box, path))}"))[0] != 0:
+            listing = (await self._exec(box, "find . -type f | head -20"))[1].split()
             raise ToolError(f"there is no file {path}; files here: {', '.join(listing) or 'none'}")
         return text
 
@@ -116,7 +114,9 @@ class BoxTools:
 
     async def _exec(self, box: Sandbox, command: str) -> tuple[int, str, str]:
         with _told_to_the_model():
-            return await box.exec(command, timeout=self._timeout_s, user="agent")
+            return await box.exec(
+                f"cd {_quoted(box.workdir)} && {command}", timeout=self._timeout_s, user="agent"
+            )
 
 
 @contextlib.contextmanager
@@ -130,8 +130,8 @@ def _told_to_the_model() -> Iterator[None]:
         raise ToolError(str(error)) from error
 
 
-def _absolute(path: str) -> str:
-    return path if path.startswith("/") else f"{_WORK}/{path}"
+def _absolute(box: Sandbox, path: str) -> str:
+    return path if path.startswith("/") else f"{box.workdir}/{path}"
 
 
 def _quoted(path: str) -> str:

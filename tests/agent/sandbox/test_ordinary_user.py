@@ -15,6 +15,7 @@ NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--")
 ATTACKS = (
     "tests/agent/sandbox/test_forged_replies.py",
     "tests/agent/sandbox/test_hostile_commands.py",
+    "tests/agent/rewards/test_cheating_programs.py",
 )
 
 pytestmark = pytest.mark.skipif(
