@@ -244,6 +244,68 @@ def test_dapo_takes_float_labels_of_whole_numbers_and_keeps_fractions():
     assert not compute_score(r"Answer: \text{}", r"\text{cm}")["acc"]
 
 
+def test_graders_that_are_called_directly_take_special_tokens_off_the_end():
+    assert compute_score("so\nAnswer: 42<|im_end|>", "42") == {"score": 1.0, "acc": True, "pred": "42"}
+    assert compute_score("Answer: 42</s>\n", "42")["acc"] and verify("Answer: 42<|eot_id|>", "42")[0]
+    assert is_correct_minerva("Answer: 42<|im_end|>", "42") == (True, "42")
+    assert f1_score("42<|im_end|>", "42") == (1.0, 1.0, 1.0)
+    assert compute_gpqa_reward("B<|im_end|>", "B") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "right"),
+    [
+        ("n", "n!", False),
+        ("n!", "n!", True),
+        ("$n!$.", "n!", True),
+        ("n!", "n", False),
+        ("5", "5!", False),
+        ("5!", "5!", True),
+        ("(n-1)", "(n-1)!", False),
+        ("(n-1)!", "(n-1)!", True),
+        ("42!", "42", True),  # an exclamation
+        ("(3,4)!", "(3,4)", True),
+        ("B!", "B", True),
+        ("1e3", "1000", True),
+        ("x<=3", r"x\le 3", True),
+        (r"\mathrm{e}^2", "e^2", True),
+    ],
+)
+def test_dapo_tells_factorials_from_exclamations_and_knows_common_signs(answer, label, right):
+    assert compute_score(f"so\nAnswer: {answer}", label)["acc"] is right
+
+
+SIGNS = [
+    ("1e3", "1000", True),
+    ("1000", "1e3", True),
+    ("1.5e-3", "0.0015", True),
+    ("1e4", "1000", False),
+    (r"x\le 3", r"x\leq 3", True),
+    ("x ≤ 3", r"x\le 3", True),
+    (r"x\geqslant 3", r"x\ge 3", True),
+    (r"x\ge 3", r"x\le 3", False),
+    ("x<3", r"x\le 3", False),
+    (r"\mathrm{e}^2", "e^2", True),
+    ("e^{2}", r"\mathrm{e}^{2}", True),
+    (r"2\mathrm{e}^{2}", "2e^2", True),
+    (r"\mathrm{e}^2", r"\mathrm{e}^3", False),
+    (r"\mathrm{m}^2", r"\mathrm{e}^2", False),
+    (r"2+3\mathrm{i}", "2+3i", True),
+    (r"\pi\mathrm{i}", r"\pi{i}", True),
+    (r"5\mathrm{cm}^2", "5", True),
+]
+
+
+@pytest.mark.parametrize(("answer", "label", "right"), SIGNS)
+def test_signs_that_mean_the_same_are_equal(answer, label, right):
+    from slime.rollout.rm_hub.math_check import check_math
+
+    boxed = f"\\boxed{{{answer}}}"
+    assert check_math(boxed, label) == right
+    assert get_deepscaler_rule_based_reward(f"</think>{boxed}", label) == right
+    assert grade_answer_verl(boxed, label) is right
+
+
 def test_dapo_uses_the_last_answer_within_the_tail():
     assert compute_score("Answer: 1\nAnswer: 2", "2")["acc"]
     assert not compute_score("Answer: 2\n" + "x" * 400, "2")["acc"]

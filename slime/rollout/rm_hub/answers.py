@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from slime.arguments import PluginArgs
-from slime.utils.processing_utils import load_tokenizer
-from slime.utils.types import Sample
+if TYPE_CHECKING:  # graders that are called directly import this module
+    from slime.arguments import PluginArgs
+    from slime.utils.types import Sample
 
 # What reasoning models write between; rewards look for them even where a tokenizer calls them special.
 _KEPT = frozenset({"<think>", "</think>"})
@@ -86,6 +87,8 @@ def special_tokens_of(hf_checkpoint: str | None) -> frozenset[str]:
     """What decoding with skip_special_tokens leaves out; empty without a tokenizer."""
     if hf_checkpoint is None:
         return frozenset()
+    from slime.utils.processing_utils import load_tokenizer  # slow to import, and most graders need none
+
     try:
         tokenizer = load_tokenizer(hf_checkpoint)
     except (OSError, ValueError):

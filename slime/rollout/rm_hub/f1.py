@@ -6,6 +6,8 @@ import re
 import string
 from collections import Counter
 
+from slime.rollout.rm_hub.answers import without_special_tokens
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED_ANSWERS = {"yes", "no", "noanswer"}
@@ -26,7 +28,7 @@ def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, f
     nothing = (0.0, 0.0, 0.0)
     if prediction is None:
         return nothing
-    predicted, truth = normalize_answer(prediction), normalize_answer(ground_truth)
+    predicted, truth = normalize_answer(without_special_tokens(prediction)), normalize_answer(ground_truth)
     if predicted != truth and (predicted in _CLOSED_ANSWERS or truth in _CLOSED_ANSWERS):
         return nothing
     predicted_words, truth_words = predicted.split(), truth.split()

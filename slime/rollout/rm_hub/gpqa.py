@@ -7,6 +7,8 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime.rollout.rm_hub.answers import without_special_tokens
+
 _DEFAULT_LETTERS = "ABCDEFGH"
 _TAIL_CHARS = 20_000  # what was settled on stands at the end
 
@@ -20,7 +22,7 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str,
     choices = _choices_by_letter(metadata.get("choices"))
     letters = _letters(metadata.get("valid_letters"), choices)
     correct = _correct_letter(metadata.get("correct_letter"), label, choices, letters)
-    answer = (response or "").rpartition("</think>")[2].strip()
+    answer = without_special_tokens(response or "").rpartition("</think>")[2].strip()
     if correct is None:
         # Free text without choices: the only comparison left is the text itself.
         return float(label is not None and _plain(str(label)) != "" and _plain(answer) == _plain(str(label)))

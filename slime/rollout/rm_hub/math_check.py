@@ -8,7 +8,7 @@ import re
 from math_verify import parse, verify
 
 from slime.rollout.rm_hub.expressions import parse_expression
-from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_mathd
+from slime.rollout.rm_hub.math_utils import common_signs, extract_boxed_answer, grade_answer_mathd
 from slime.rollout.rm_hub.workers.limits import TooLarge, check_text, note, refuse
 from slime.rollout.rm_hub.workers.patches import limit_sympy
 
@@ -52,6 +52,7 @@ def check_math(response: str, label: str) -> int:
         return 1
     if _WHOLE.fullmatch(truth) and _UNEVALUATED.fullmatch(given):
         return 0  # the question itself (12*34 for 408)
+    given, truth = common_signs(given), common_signs(truth)
     try:
         _check_size(given)
         # No timeouts of its own: they need SIGALRM, and the pool's deadline already bounds this process.

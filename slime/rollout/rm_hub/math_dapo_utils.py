@@ -6,9 +6,12 @@ import re
 from typing import Any
 
 from slime.rollout.rm_hub import math_utils
+from slime.rollout.rm_hub.answers import without_special_tokens
 
 _TAIL_CHARS = 300  # the answer stands at the end; looking no further keeps the pattern cheap
 _ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
+_PUNCTUATION = ".,;:!?*\"'`"
+_VARIABLE = re.compile(r"(?<![a-zA-Z])[a-z]$")  # no word, and no letter of a choice
 # Words that follow a number as its unit, and so say nothing about its value.
 _UNIT_WORDS = re.compile(rf"(?<![a-zA-Z\\])(?:{math_utils.UNITS})(?![a-zA-Z])")
 
@@ -26,9 +29,13 @@ def remove_boxed(s: str) -> str:
     return content
 
 
-def normalize_final_answer(final_answer: str) -> str:
-    """One spelling for a final answer: right of the last '=', without units, LaTeX and commas."""
-    text = math_utils.extract_boxed_answer(final_answer) or final_answer
+def normalize_final_answer(final_answer: str, *, factorials: bool = False) -> str:
+    """One spelling for a final answer: right of the last '=', without units, LaTeX and commas.
+
+    `factorials`: an exclamation mark at the end is a factorial, as it always is after a variable; otherwise
+    it is punctuation.
+    """
+    text = math_utils.common_signs(math_utils.extract_boxed_answer(final_answer) or final_answer)
     text = math_utils.plain_spelling(text.split("=")[-1])
     text = re.sub(r"\\(?:boxed|text|textbf|mathrm|overline)\s*\{([^{}]*)\}", r"\1", text)
     math_span = re.search(r"\$([^$]*)\$", text)
@@ -41,7 +48,7 @@ def normalize_final_answer(final_answer: str) -> str:
     text = re.sub(r"\s+", "", text)
     text = re.sub(r"\\?frac([^{\\])([^{\\])", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\?sqrt([^{\\\[])", r"\\sqrt{\1}", text)
-    text = math_utils.plain_spelling(text.strip(".,;:!?*\"'`"))
+    text = math_utils.plain_spelling(_without_punctuation(text, factorials))
     if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?", text):
         text = text.replace(",", "")
     number = re.fullmatch(r"([+-]?)0*(\d+)(?:(\.\d*?)0*)?", text)  # +7, 007 and 7.00 are 7
@@ -51,16 +58,25 @@ def normalize_final_answer(final_answer: str) -> str:
     return text
 
 
+def _without_punctuation(text: str, factorials: bool) -> str:
+    inner = text.strip(_PUNCTUATION)
+    after = text[text.find(inner) + len(inner) :]
+    kept = factorials or _VARIABLE.search(inner) is not None
+    return f"{inner}!" if inner and after.startswith("!") and kept else inner
+
+
 def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = _ANSWER_PATTERN
 ) -> tuple[bool, str]:
     """(correct, prediction) by the last match of `answer_pattern`; "[INVALID]" when there is none."""
-    matches = re.findall(answer_pattern, solution_str)
-    prediction = normalize_final_answer(matches[-1]) if matches else "[INVALID]"
     if gt_need_extract:
         boxed = last_boxed_only_string(gt)
         gt = remove_boxed(boxed) if boxed is not None else gt
-    return prediction != "" and prediction == normalize_final_answer(str(gt)), prediction
+    factorials = "!" in str(gt)  # no label ends in an exclamation
+    matches = re.findall(answer_pattern, without_special_tokens(solution_str))
+    prediction = normalize_final_answer(matches[-1], factorials=factorials) if matches else "[INVALID]"
+    truth = normalize_final_answer(str(gt), factorials=factorials)
+    return prediction != "" and prediction == truth, prediction
 
 
 def is_correct_strict_box(
@@ -98,6 +114,6 @@ def compute_score(
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
     """{"score": 1.0 or -1.0, "acc": bool, "pred": text}; train on it with `--reward-key score`."""
-    tail = solution_str[-_TAIL_CHARS:]
+    tail = without_special_tokens(solution_str)[-_TAIL_CHARS:]
     correct, prediction = verify(tail, str(ground_truth), strict_box_verify, pause_tokens_index)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}

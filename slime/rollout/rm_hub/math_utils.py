@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from slime.rollout.rm_hub.expressions import expressions_equal
 from slime.rollout.rm_hub.workers.limits import MAX_ANSWER_CHARS, note
@@ -18,6 +19,18 @@ _SPACING = re.compile(r"(?<!\\)\\(?:(?:display|text)style(?![a-zA-Z])|q?quad(?![
 _FACE = re.compile(
     r"(?:\\(?:boxed|fbox|underline|mbox|text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|boldsymbol|bm)\s*)?\{"
 )
+# Commands and signs that mean the same, and the one that stands for all.
+_RELATIONS = (
+    (re.compile(r"\\(?:leqslant|leqq|le)(?![a-zA-Z])|≤|⩽|<="), r"\\leq "),
+    (re.compile(r"\\(?:geqslant|geqq|ge)(?![a-zA-Z])|≥|⩾|>="), r"\\geq "),
+    (re.compile(r"\\ne(?![a-zA-Z])|≠"), r"\\neq "),
+    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+)
+_CONSTANT = re.compile(  # \mathrm{e}, which is no unit
+    r"(?P<before>[a-zA-Z])?\\(?:mathrm|operatorname|text|rm)(?:\s*\{\s*(?P<in>[ei])\s*\}|\s+(?P<bare>[ei])(?![a-zA-Z]))"
+)
+_SCIENTIFIC = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,2})\s*")
 UNITS = (
     "square units|square|units|unit|degrees|degree|dollars|dollar|cents|cent|percent|points|point|miles|mile|"
     "feet|foot|ft|inches|inch|meters|meter|cm|mm|km|hours|hour|hrs|minutes|minute|seconds|second|days|day|weeks|"
@@ -60,9 +73,24 @@ def extract_answer(passage: str) -> str | None:
     return extract_boxed_answer(passage)
 
 
+def common_signs(answer: str) -> str:
+    """The answer with one sign for each meaning: \\le is \\leq, \\mathrm{e} is e, and 1e3 is 1000."""
+    text = answer
+    for pattern, sign in _RELATIONS:
+        text = pattern.sub(sign, text)
+    text = _CONSTANT.sub(_bare_constant, text)
+    number = _SCIENTIFIC.fullmatch(text)
+    return text if number is None else format(Decimal(number[1]).normalize(), "f")
+
+
+def _bare_constant(match: re.Match[str]) -> str:
+    name = match["in"] or match["bare"]
+    return name if match["before"] is None else f"{match['before']}{{{name}}}"  # \\pi\\mathrm{i}
+
+
 def plain_spelling(answer: str) -> str:
     """The answer without its type-setting: faces, spaces, braces around the whole, signs that look alike."""
-    text = answer.translate(_LOOKALIKES).replace("{,}", ",")
+    text = common_signs(answer).translate(_LOOKALIKES).replace("{,}", ",")
     text = re.sub(r"(?:\\\\)+\s*$", "", _SPACING.sub(" ", text)).strip()
     while (face := _FACE.match(text)) and _closing_braces(text).get(face.end() - 1) == len(text) - 1:
         text = text[face.end() : -1].strip()
@@ -76,7 +104,8 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
     text = plain_spelling(answer)
     text = re.sub(r"\\left|\\right|\\!|\\[,;:]|\\\$|\$|\^\{?\\circ\}?|°|\\degree|\\?%", "", text)
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
-    text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?[23]\}?)?\s*$", "", text)  # trailing unit
+    # A unit after a value; alone it is the answer itself.
+    text = re.sub(r"(?<=\S)\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?[23]\}?)?\s*$", "", text)
     text = re.sub(rf"(?<=\d)\s+(?:{UNITS})\.?\s*$", "", text)
     text = re.sub(r"^[a-zA-Z]{1,2}\s*(?:=|\\in(?![a-zA-Z]))\s*", "", text)  # "x = 3" answers with 3
     text = re.sub(r"^\+(?=[\d.\\])", "", text).replace(r"\varnothing", r"\emptyset")
