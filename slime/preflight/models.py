@@ -10,6 +10,7 @@ from slime.agent.rendering import Renderer
 from slime.arguments import Args
 from slime.backends.families import COMPUTED_AS
 from slime.catalog.engines import ENGINES
+from slime.catalog.families import is_verified, refusal
 from slime.preflight.findings import Finding, error_of
 from slime.rollout.prompt_formats import is_conversation
 from slime.utils.files.safetensors_files import model_files, why_not_whole
@@ -40,7 +41,23 @@ def check_model_files(args: Args) -> Iterator[Finding]:
         except ValueError as error:
             yield error_of(flag, error)
     if found and args.hf_checkpoint is not None:
-        yield from _check_config(args.hf_checkpoint)
+        problems = list(_check_config(args.hf_checkpoint))
+        yield from problems or _check_families(args)
+
+
+def _check_families(args: Args) -> Iterator[Finding]:
+    """Refuse to train families that nobody compared with transformers.
+
+    A model of the hub whose config is not here is checked where the trainer builds it.
+    """
+    if args.debug_rollout_only or args.allow_unverified_model or args.custom_model_provider_path:
+        return
+    trained = {FLAG: args.hf_checkpoint, "--critic-load": args.critic_load}
+    trained |= {"--opd-teacher-load": args.opd_teacher_load}
+    for flag, path in trained.items():
+        kind = None if path is None else read_config(path).get("model_type")
+        if kind is not None and not is_verified(kind, args.train_backend):
+            yield Finding("error", flag, refusal(path, kind))
 
 
 def check_weights(args: Args) -> Iterator[Finding]:

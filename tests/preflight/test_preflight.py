@@ -131,6 +131,15 @@ def test_an_unknown_architecture(look, changed_model):
     assert any("knows no model_type 'never_heard_of'" in e for e in errors(look(hf_checkpoint=str(folder))))
 
 
+def test_a_family_that_was_not_compared_needs_a_flag(look, changed_model):
+    folder = changed_model(model_type="doge")
+    [error] = errors(look(hf_checkpoint=str(folder)))
+    assert f"--hf-checkpoint: {folder} is a doge, a family whose training here was never compared" in error
+    assert f"slime verify-model --hf-checkpoint {folder}" in error and "--allow-unverified-model" in error
+    assert errors(look(hf_checkpoint=str(folder), allow_unverified_model=True)) == []
+    assert errors(look(hf_checkpoint=str(folder), debug_rollout_only=True)) == []
+
+
 def test_a_tokenizer_of_another_model(look, changed_model):
     [error] = errors(look(hf_checkpoint=str(changed_model(vocab_size=3))))
     assert "vocabulary ends at 2" in error

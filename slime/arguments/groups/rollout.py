@@ -32,6 +32,11 @@ class RolloutFlags:
     hf_checkpoint: str | None = flag(
         None, "Hugging Face folder or hub id of the model and tokenizer", metavar="MODEL"
     )
+    allow_unverified_model: bool = flag(
+        False,
+        "train a model of a family that was not compared with transformers (docs/model_families.md); compare "
+        "yours with slime verify-model first",
+    )
     rollout_function_path: str = flag(
         DEFAULT_ROLLOUT_FUNCTION, "function that makes one rollout", metavar="PATH"
     )

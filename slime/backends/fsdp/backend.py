@@ -56,6 +56,7 @@ from slime.backends.shared.trainer_base import TrainerBase
 from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
+from slime.catalog.families import is_verified, refusal
 from slime.utils.files.torch_dist_folder import is_torch_dist
 from slime.utils.models.norms import fuse_norms
 
@@ -139,6 +140,9 @@ class FSDPBackend(TrainerBase):
     def _build_model(self) -> PackedLM:
         """A policy, a critic that reads before each token, or a reward model that reads after; no storage."""
         lm = loading.empty_model(self.hf_checkpoint)
+        kind = lm.config.model_type
+        if not (self.args.allow_unverified_model or is_verified(kind, self.args.train_backend)):
+            raise families.NotTrainable(f"--hf-checkpoint {refusal(self.hf_checkpoint, kind)}")
         if self.args.context_parallel_size > 1 and families.needs_whole_documents(lm):
             raise ValueError(
                 f"--context-parallel-size {self.args.context_parallel_size}: {lm.config.model_type} has "

@@ -1,18 +1,19 @@
 """HF weights into a sharded model, without a full copy on each rank.
 
-A model is built without storage, sharded, given storage for its shards, and then every rank reads from the
-safetensors files only the rows and columns that it holds; FP8 weights become the fp32 ones that they stand
-for. Families whose tensors transformers fuses in memory are converted on the first rank and broadcast tensor
-by tensor.
+A model is built without storage for its parameters, sharded, and given storage for its shards. Then every
+rank reads from the safetensors files only the rows and columns that it holds; FP8 weights become the fp32
+ones that they stand for. Families whose tensors transformers fuses in memory are converted on the first rank
+and broadcast tensor by tensor.
 """
 
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,9 +45,28 @@ def empty_model(path: str | Path) -> HFModel:
         raise ValueError(
             f"--hf-checkpoint {path}: no config.json there, so it is not a Hugging Face model folder."
         )
-    with torch.device("meta"):
-        # Once more: a few families draw parameters in ways that pass the device by.
-        return families.build(AutoConfig.from_pretrained(path)).to("meta")
+    with without_storage():
+        return families.build(AutoConfig.from_pretrained(path))
+
+
+@contextmanager
+def without_storage() -> Iterator[None]:
+    """Around the construction of a model: its parameters get no storage, and its buffers are computed.
+
+    No file holds most buffers, and any module may compute those of another one, as Falcon-H1's decoder does
+    for its layers. So none can be computed later without the code that constructs the whole model.
+    """
+    register = nn.Module.register_parameter
+
+    def registerwithout_storage(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            empty = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+            vars(empty).update(vars(parameter))
+            module._parameters[name] = empty
+
+    with mock.patch.object(nn.Module, "register_parameter", registerwithout_storage):
+        yield
 
 
 def known_values(lm: HFModel) -> dict[str, Tensor]:
@@ -55,24 +75,18 @@ def known_values(lm: HFModel) -> dict[str, Tensor]:
 
 
 def allocate(model: Any, device: torch.device, *, compute: torch.device | None = None) -> None:
-    """Storage for this rank's shards on `device`; buffers, computed where no file has them, on `compute`."""
-    compute = compute or device
+    """Give this rank's shards storage on `device`, and move the buffers to `compute`."""
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     model.to_empty(device=device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device=compute)
+    for module, name, buffer in buffers:
+        assert not buffer.is_meta, f"buffer {name} of {type(module).__name__} was never computed"
+        module._buffers[name] = buffer.to(compute or device)
     # Each place of a tied matrix got storage of its own.
     model.lm.tie_weights()
-    for module in model.lm.modules():
-        if not module._non_persistent_buffers_set:
-            continue
-        try:
-            fresh = type(module)(module.config)
-        except (AttributeError, TypeError):  # it has no config, or takes more than that
-            model.lm._init_weights(module)  # which knows buffers too; parameters are read afterwards
-            continue
-        for key in module._non_persistent_buffers_set:
-            module._buffers[key] = fresh._buffers[key].to(compute)
 
 
 @torch.no_grad()

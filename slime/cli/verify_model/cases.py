@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.backends.base import Denominators, Loss, MicroBatch, TokenOutputs
 from slime.utils.types import RolloutBatch
@@ -30,6 +30,12 @@ class CaseOutcome:
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     activations: Activations = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # of a model of transformers; {}: it is another
+
+
+def buffers_of(lm: nn.Module) -> dict[str, Tensor]:
+    """Copies of all buffers of a model, those that no file holds included."""
+    return {name: buffer.detach().cpu().clone() for name, buffer in lm.named_buffers()}
 
 
 def documents(vocabulary: int, chosen: Sequence[int] = range(NUM_DOCUMENTS)) -> RolloutBatch:

@@ -12,6 +12,7 @@ from slime.cli.verify_model.cases import LEARNING_RATE, CaseOutcome
 
 COLUMNS = ("log-probs", "entropy", "loss", "grad norm", "gradients", "SGD step", "round trip")
 EXACT = "round trip"
+_BUFFER = "buffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,9 @@ def compare(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> Ver
         name: _differing(reference.before.get(name), found.before.get(name))
         for name in _names(reference, found)
     }
+    if found.buffers:
+        theirs = reference.buffers
+        trip |= {f"{_BUFFER} {n}": _differing(b, found.buffers.get(n)) for n, b in theirs.items()}
     errors = {
         "log-probs": _of_documents(reference.log_probs, found.log_probs),
         # Of a distribution that is nearly certain it is a difference of large numbers.
@@ -60,6 +64,8 @@ def _first_divergence(
     """Names the earliest cause: a weight that came in wrong, else an activation, else a gradient."""
     if EXACT in wrong:
         tensor = next(name for name, differing in trip.items() if differing)
+        if tensor.startswith(f"{_BUFFER} "):
+            return f"{tensor} does not have the values that transformers computes for it"
         if tensor not in found.before:
             return f"tensor {tensor} is missing from the trainer's export"
         if tensor not in reference.before:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slime.backends.fsdp.layer_execution import decoder_layers
 from slime.cli.verify_model import layer_capture
-from slime.cli.verify_model.cases import LEARNING_RATE, Activations, CaseOutcome, documents
+from slime.cli.verify_model.cases import LEARNING_RATE, Activations, CaseOutcome, buffers_of, documents
 from slime.utils.files.safetensors_files import all_files, read_tensors
 
 
@@ -29,7 +29,7 @@ def compute(model: Path, after: Path, vocabulary: int) -> CaseOutcome:
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     batch = documents(vocabulary)
-    before = read_weights(model)
+    before, buffers = read_weights(model), buffers_of(lm)
     activations: Activations = {}
     log_probs, entropy, total = [], [], 0.0
     for number, tokens in enumerate(batch["tokens"]):
@@ -48,7 +48,7 @@ def compute(model: Path, after: Path, vocabulary: int) -> CaseOutcome:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
     lm.save_pretrained(after)
-    return CaseOutcome(log_probs, entropy, total, norm, before, read_weights(after), activations)
+    return CaseOutcome(log_probs, entropy, total, norm, before, read_weights(after), activations, buffers)
 
 
 def token_values(logits: Tensor, tokens: Tensor, responses: int) -> tuple[Tensor, Tensor]:

@@ -185,6 +185,8 @@ def _narrower(values: dict[str, Any], layers: int) -> dict[str, Any]:
     for name, size in _STATES.items():
         if isinstance(values.get(name), int):
             changes[name] = min(values[name], size)
+    if isinstance(values.get("mamba_d_ssm"), int):
+        changes["mamba_d_ssm"] = values["mamba_expand"] * width
     if isinstance(values.get("mamba_d_head"), int):
         changes["mamba_d_head"] = values["mamba_expand"] * width // changes["mamba_n_heads"]
     return changes

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from slime.backends.fsdp import families
 from slime.catalog.backends import BACKENDS
+from slime.catalog.families import BY_STATE, PACKED, PADDED
 from slime.cli.verify_model import reference, shrink, trainer_job
 from slime.cli.verify_model.compare import compare
 from slime.cli.verify_model.layouts import CheckTarget
 
 EXACT, DIFFERS, REFUSED, NO_REFERENCE = "exact", "DIFFERS", "refused", "not built"
-PACKED, BY_STATE, PADDED = "packed", "packed, states by document", "padded"
 
 # Layers, and what the defaults of a config leave out or switch off.
 DEFAULTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -131,7 +131,10 @@ def _told(error: Exception) -> str:
 
 
 def summary(rows: Sequence[SurveyRow]) -> str:
-    """The same as Markdown lists, by what became of the families: docs/model_families.md holds it."""
+    """The same as Markdown lists, by what became of the families: docs/model_families.md holds it.
+
+    A family that becomes exact is added to `slime.catalog.families` too, which lets it train.
+    """
     from transformers import __version__
 
     worst = [max((getattr(r, n) or 0.0 for r in rows), default=0.0) for n in ("log_probs", "gradients")]

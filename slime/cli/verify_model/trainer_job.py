@@ -27,6 +27,7 @@ from slime.cli.verify_model.cases import (
     LEARNING_RATE,
     NUM_DOCUMENTS,
     CaseOutcome,
+    buffers_of,
     documents,
     linear_loss,
 )
@@ -82,6 +83,7 @@ def settings(model: str, target: CheckTarget) -> Args:
     """Every flag at its default but for plain SGD and the flags of the layout."""
     return default_args(
         hf_checkpoint=model,
+        allow_unverified_model=True,
         train_backend=target.backend,
         dtype="float32",
         optimizer="sgd",
@@ -131,6 +133,7 @@ def compute(rank: int, job: TrainerJob) -> CaseOutcome | None:
     create_backend = importlib.import_module(f"slime.backends.{target.backend}").create_backend
     args = settings(job.model, target)
     backend = create_backend(args, rank=rank, world_size=target.ranks, device="cpu")
+    buffers = buffers_of(backend.model.lm) if BACKENDS[target.backend].trains_transformers_model else {}
     layout = backend.layout
     ids = list(range(NUM_DOCUMENTS))[layout.dp_rank :: layout.dp_size]
     batch = documents(job.vocabulary, ids)
@@ -152,7 +155,7 @@ def compute(rank: int, job: TrainerJob) -> CaseOutcome | None:
     if rank != 0:
         return None
     loss = stats.metrics["loss"]
-    return CaseOutcome(log_probs, entropy, loss, stats.grad_norm, before, after, activations or {})
+    return CaseOutcome(log_probs, entropy, loss, stats.grad_norm, before, after, activations or {}, buffers)
 
 
 def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], layer_capture.Share]:

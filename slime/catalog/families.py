@@ -1,0 +1,51 @@
+"""Model families whose training was compared with transformers, and how each runs on the FSDP trainer.
+
+`slime verify-model --families all` makes the comparison; docs/model_families.md says what is compared.
+"""
+
+from slime.catalog.backends import BACKENDS
+from slime.catalog.vision import VISION_FAMILIES
+
+PACKED, BY_STATE, PADDED = "packed", "packed, states by document", "padded"
+
+_PACKED = """
+afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2
+deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2
+gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_assistant
+gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss
+granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense
+hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna lfm2 llama llama4 llama4_text mellum
+mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi
+moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
+qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
+"""
+_BY_STATE = """
+bailing_hybrid falcon_h1 jamba kimi_linear olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+qwen3_next
+"""
+_PADDED = """
+axk2 bamba biogpt bloom codegen deepseek_v32 deepseek_v4 falcon falcon_mamba git glm_moe_dsa gpt_neo
+gpt_neox_japanese gptj granitemoehybrid hy_v4 inkling_text mamba minimax mpt openai-gpt phi4_multimodal
+recurrent_gemma rwkv stablelm xglm
+"""
+# Types that are exact, by how documents run.
+VERIFIED: dict[str, tuple[str, ...]] = {
+    how: tuple(names.split()) for how, names in ((PACKED, _PACKED), (BY_STATE, _BY_STATE), (PADDED, _PADDED))
+}
+
+
+def is_verified(model_type: str, backend: str) -> bool:
+    """Whether the trainer `backend` was seen to compute what transformers computes for such a model."""
+    built = BACKENDS[backend].families
+    if built is not None:
+        return model_type in built
+    return model_type in VISION_FAMILIES or any(model_type in kinds for kinds in VERIFIED.values())
+
+
+def refusal(path: object, model_type: str) -> str:
+    """Return the error for a model of a family that was not compared."""
+    return (
+        f"{path} is a {model_type}, a family whose training here was never compared with "
+        "transformers, so that its numbers may be wrong. Compare it with `slime verify-model --hf-checkpoint "
+        f"{path}`; if all numbers agree, add --allow-unverified-model."
+    )
