@@ -11,7 +11,7 @@ import inspect
 import itertools
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
@@ -185,8 +185,7 @@ async def _call_function(
             PolicyRequests(args).entered() as requests,
             plugin_call(CUSTOM_GENERATE, path, lambda: describe_fully(sample), keep=kept),
         ):
-            call = function(args, sample, sampling_params, **options)
-            result = await loop_watch.run(f"{CUSTOM_GENERATE} {path}", call)
+            result = await _within_deadline(args, path, function(args, sample, sampling_params, **options))
     except EpisodeEnded as ended:
         return without_a_score(path, sample, ended)
     made = check_returned(path, source, result, args.vocab_size)
@@ -194,6 +193,22 @@ async def _call_function(
         name_versions(one, requests.versions)
         requests.check_nucleus(one)
     return made
+
+
+async def _within_deadline(args: PluginArgs, path: str, call: Awaitable[Any]) -> Any:
+    """The result of a user's generate function; one that does not return in time fails its group."""
+    name, limit_s = f"{CUSTOM_GENERATE} {path}", args.custom_generate_timeout_s
+    try:
+        with waits.waiting(name, owner="rollout", deadline_s=limit_s):
+            async with asyncio.timeout(limit_s) as deadline:
+                return await loop_watch.run(name, call)
+    except TimeoutError:
+        if not deadline.expired():
+            raise  # a timeout of the function's own
+        raise GroupFailed(
+            f"{name} did not return within --custom-generate-timeout-s {limit_s:g}: give what it waits for a "
+            "timeout, or raise the limit if its episodes take longer."
+        ) from None
 
 
 async def _score(args: PluginArgs, samples: Sequence[Sample], evaluation: bool) -> None:

@@ -1,11 +1,14 @@
 """What becomes of a group when one of its samples cannot be generated: --group-failure-action."""
 
+import asyncio
+
 import pytest
 import rollout_plugins
 from fake_engine import FakeEngine, sample_index
 from rollout_helpers import assert_conserved, counts, make_args, make_source
 
 from slime.batch.convert import samples_to_batch
+from slime.observability.wait_table import collapse, rows_of_this_process
 from slime.rollout.collection.collector import MAX_FAILED_IN_A_ROW, GroupFailed
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout
@@ -93,4 +96,24 @@ def test_groups_that_all_fail_stop_the_run_although_each_could_be_dropped(tmp_pa
         source = make_source(args)
         with pytest.raises(GroupFailed, match=f"{MAX_FAILED_IN_A_ROW} groups in a row failed.*answered 400"):
             generate_rollout(args, 0, source)
+    assert_conserved(source)
+
+
+SEEN: list = []  # what the table of waits holds while a generate function runs
+
+
+async def never_returns(args, sample, sampling_params):
+    SEEN.extend(collapse(rows_of_this_process()))
+    await asyncio.Event().wait()
+
+
+def test_a_generate_function_that_never_returns_is_named_with_its_deadline(tmp_path):
+    name = f"--custom-generate-function-path {__name__}.never_returns"
+    with FakeEngine() as engine:
+        args = make_args(tmp_path, engine, *name.split(), "--custom-generate-timeout-s", "0.2")
+        source = make_source(args)
+        with pytest.raises(GroupFailed, match=r"never_returns did not return within .*-timeout-s 0\.2"):
+            generate_rollout(args, 0, source)
+    [row] = [row for row in SEEN if row.what == name][:1]
+    assert (row.owner, row.deadline_s) == ("rollout", 0.2)
     assert_conserved(source)
