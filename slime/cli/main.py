@@ -46,10 +46,6 @@ COMMANDS = {
         "look at the flags, model, data and reward of a run without starting it",
         goal="look before you start",
     ),
-    "track": Command(
-        "slime.cli.inspect.track", "send a run to TensorBoard, W&B, trackio or MLflow after its end"
-    ),
-    "migrate": Command("slime.cli.migrate", "print the run.yaml that a launch script of slime amounts to"),
     "plan": Command(
         "slime.cli.plan",
         "show which engine would run on which GPUs, and what a trainer layout would cost",
@@ -96,11 +92,20 @@ COMMANDS = {
         "the page of one run or several: curves, samples, timeline, actions, in a browser",
         goal="see what a run does",
     ),
+    "ask": Command(
+        "slime.cli.inspect.ask",
+        "pause or stop a run, save or evaluate it now, change its learning rate, from any terminal",
+        goal="see what a run does",
+    ),
     "trace": Command(
         "slime.cli.inspect.trace",
         "what of each step took how long, as a file for Perfetto",
         goal="see what a run does",
     ),
+    "track": Command(
+        "slime.cli.inspect.track", "send a run to TensorBoard, W&B, trackio or MLflow after its end"
+    ),
+    "migrate": Command("slime.cli.migrate", "print the run.yaml that a launch script of slime amounts to"),
     "weight-agent": Command(
         "slime.cli.weight_agent",
         "keep a copy of the weights beside an engine, and have it load what is asked for",

@@ -33,8 +33,9 @@ class ActionRow:
     answer: str | None
 
 
-def ask(run_dir: Path, name: str, value: float | None, who: str) -> int:
+def ask(run_dir: str | Path, name: str, value: float | None, who: str) -> int:
     """Write a row for a run to find; its number. ValueError: nobody could answer that."""
+    run_dir = Path(run_dir)
     if name not in ACTIONS:
         raise ValueError(f"{name!r} is no action; there are {', '.join(ACTIONS)}")
     wrong = ACTIONS[name].wrong_value(value)
