@@ -114,7 +114,9 @@ def _train(
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    (asynchronous if loop_async else synchronous).run_loop(args)
+    in_terminal = sys.stdout is not None and sys.stdout.isatty()  # a notebook or a file gets plain log lines
+    with synchronous.shown(args, screen=in_terminal):
+        (asynchronous if loop_async else synchronous).run_loop(args)
     return Result(folder, _model_path(args), read_metrics(folder))
 
 

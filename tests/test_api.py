@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from processes import mortal_children
+from terminal import run_in_terminal
 from tiny_model import make_tiny_model
 
 from slime import train
@@ -150,3 +151,50 @@ def test_an_interrupt_ends_every_process_and_the_next_call_works(tmp_path, monke
     result = train("model", lambda args, sample: float(len(sample.response)), ROWS, **LENGTHS)
     assert len(result.curve()) == 2 and result.model_path is not None
     assert mortal_children() == others
+
+
+SCRIPT = """
+import json, logging, sys
+from pathlib import Path
+
+import slime, slime.cli.train
+from slime.observability.logging_utils import configure_logger
+
+
+def stand_in(args):
+    # In place of the loop: logs as it does, and writes the metrics of one step.
+    configure_logger(level=args.log_level)
+    logging.getLogger("slime.loop").info("a line of the log")
+    row = {"time": 1.0, "step": 0, "rollout/raw_reward": 0.5, "perf/step_time": 1.0}
+    (Path(args.run_dir) / "metrics.jsonl").write_text(json.dumps(row) + chr(10))
+
+
+slime.cli.train.run_loop = stand_in
+result = slime.train("model", lambda args, sample: 1.0, ["a"], **json.loads(sys.argv[1]))
+print("the reward was", result.curve())
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    return "mine.py", json.dumps(LENGTHS)
+
+
+def test_a_script_in_a_terminal_has_the_live_view_of_the_command(script):
+    shown = run_in_terminal(*script, columns=100, rows=30)
+    text = "\n".join(shown.lines())
+    assert shown.code == 0, text
+    assert "a line of the log" not in text
+    assert "model-1234: finished" in text and "0.5 at the start" in text
+    assert "the reward was {0: 0.5}" in text  # what the script prints afterwards
+
+
+def test_a_script_whose_output_goes_elsewhere_has_plain_log_lines(script):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "INFO: a line of the log" in done.stderr and "finished" not in done.stdout

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,23 @@ def _run(args: Args, train: Callable[[Args], Any]) -> int:
         if args.save is not None:
             refuse_locked(Path(args.save), "--save")
         refuse_taken(args)
-    with user_errors(traceback_file=Path(args.run_dir) / "error.txt"):
-        # Here, because --help and a misspelt flag need no screen.
-        from slime.cli.inspect.page_process import page_beside
-        from slime.cli.screen import RunScreen
-
-        with RunScreen(args), page_beside(args.run_dir) if args.dashboard else contextlib.nullcontext():
-            train(args)
+    with user_errors(traceback_file=Path(args.run_dir) / "error.txt"), shown(args):
+        train(args)
     return 0
+
+
+@contextlib.contextmanager
+def shown(args: Args, *, screen: bool = True) -> Iterator[None]:
+    """Show a run while it goes on: on this terminal, and with --dashboard in a browser."""
+    # Here, because --help and a misspelt flag need no screen.
+    from slime.cli.inspect.page_process import page_beside
+    from slime.cli.screen import RunScreen
+
+    with (
+        RunScreen(args) if screen else contextlib.nullcontext(),
+        page_beside(args.run_dir) if args.dashboard else contextlib.nullcontext(),
+    ):
+        yield
 
 
 def dry_run(args: Args, *, overlapped: bool = False) -> int:
