@@ -326,7 +326,9 @@ def _apply_config_file(
     """Sets what the file says; returns SGLang's own flags in it, as words."""
     server_flags: dict[str, list[str]] = {}
     without_megatron: list[str] = []
-    for key, value in read_yaml_mapping(path, "--config").items():
+    content = read_yaml_mapping(path, "--config")
+    _refuse_groups(content, path, custom)
+    for key, value in content.items():
         name, value = renamed_key(str(key).replace("-", "_").removeprefix("__"), value)
         option = "--" + name.replace("_", "-")
         ours = name in all_specs() or name in custom
@@ -342,6 +344,24 @@ def _apply_config_file(
     if without_megatron:
         refusals.add("--config", why_missing(without_megatron, f"{path}: "))
     return server_flags
+
+
+def _refuse_groups(content: dict[str, Any], path: str, custom: dict[str, CustomFlag]) -> None:
+    """Settings below headings, as other programs have them: every key in them would seem to be missing."""
+    groups = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        spec = all_specs().get(name)
+        takes_object = spec is not None and spec.kind is dict
+        others = name in custom or name.startswith(("sglang_", "router_")) or is_megatron_flag(f"--{key}")
+        if isinstance(value, dict) and value and not takes_object and not others:
+            groups[str(key)] = next(iter(value.items()))
+    if groups:
+        example = "; ".join(f"`{key}: {value}`" for key, value in list(groups.values())[:3])
+        raise ValueError(
+            f"{path}: {', '.join(map(repr, groups))} {'hold' if len(groups) > 1 else 'holds'} keys of their "
+            f"own, but keys are flat here: write {example} and so on at the left margin, without headings."
+        )
 
 
 def _apply_roles(draft: Draft, path: str, custom: dict[str, CustomFlag]) -> None:
@@ -394,8 +414,9 @@ def _find_key(key: str, name: str, path: str) -> tuple[FlagSpec, bool]:
         return spellings[name]
     if is_unbuilt(name.replace("_", "-")):
         raise ValueError(f"{path}: {why_unbuilt(key)}")
-    near = get_close_matches(name, spellings, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    known = SYNONYMS.get(name.replace("_", "-"))
+    near = [known] if known else get_close_matches(name, spellings, n=1)
+    hint = f"; it is called {known!r} here." if known else f"; did you mean {near[0]!r}?" if near else "."
     install = (
         "" if near or megatron_fields() else " (Keys of Megatron's need it: pip install 'slime[megatron]'.)"
     )

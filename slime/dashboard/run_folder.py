@@ -19,7 +19,7 @@ from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import read_actions
 from slime.record.schema import open_for_reading
 from slime.utils.files.folder_lock import is_locked
-from slime.utils.files.run_file import RUN_FILE, RunRecord, read_run
+from slime.utils.files.run_file import RUN_FILE, RunRecord, name_of_run, read_run
 
 RUNNING, LOST = "running", "lost: the process ended without a word"
 _LOOK_S = 1.0  # how long the state of a run is believed
@@ -200,9 +200,10 @@ def open_runs(paths: list[Path]) -> dict[str, RunFolder]:
         folders += inside
     runs: dict[str, RunFolder] = {}
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
-        key, number = folder.name or "run", 2
+        name = name_of_run(folder) or "run"
+        key, number = name, 2
         while key in runs:
-            key, number = f"{folder.name}-{number}", number + 1
+            key, number = f"{name}-{number}", number + 1
         runs[key] = RunFolder(folder, key)
     return runs
 

@@ -25,6 +25,7 @@ from slime.utils.http_utils import is_loopback
 
 _THREADS = 4
 _MAX_CURVES = 64
+_SHOWN_RUNS = 8
 _MAX_BODY = 4096
 _WORTH_PACKING = 2000  # bytes
 Answer = Callable[["Page", RunFolder, web.Request], Any]
@@ -56,6 +57,10 @@ class Page:
         for run in self.runs.values():
             self._threads.submit(run.curves.read)
 
+    def shown_at_first(self) -> list[str]:
+        """The runs that are ticked until somebody chooses: all of them, up to what a chart can show."""
+        return list(self.runs)[:_SHOWN_RUNS]
+
     async def _file(self, request: web.Request) -> web.Response:
         return respond(request, self.static[request.path])
 
@@ -64,6 +69,7 @@ class Page:
             return {
                 "version": __version__,
                 "runs": [run.summary() for run in self.runs.values()],
+                "shown": self.shown_at_first(),
                 "may_act": self.may_act,
                 "actions": {name: {**asdict(row), "high": None} for name, row in ACTIONS.items()},
             }

@@ -149,7 +149,20 @@ def render_prompt(
             f"{where}: the chat template drops message {dropped}, whose role {messages[dropped]['role']!r} "
             "it does not know; write a role it knows (system, user, assistant, tool)."
         )
+    left_out = next((name for name in map(_tool_name, tools or ()) if name and name not in text), None)
+    if left_out is not None:
+        raise ValueError(
+            f"{where}: the chat template of the tokenizer leaves out the tool {left_out!r}: it has no place "
+            "for tools; describe them in a system message, use a model whose template has one, or name no "
+            "column of tools (--tool-key)."
+        )
     return text
+
+
+def _tool_name(tool: Any) -> str | None:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _get(row: Row, key: str, flag: str, where: object) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from slime.catalog.families import is_verified, refusal
 from slime.preflight.findings import Finding, error_of
 from slime.rollout.prompt_formats import is_conversation
 from slime.utils.files.safetensors_files import model_files, why_not_whole
+from slime.utils.misc import load_function
 from slime.utils.models.model_config import read_config, vocabulary_of
 from slime.utils.models.model_files import check_model
 from slime.utils.processing_utils import load_tokenizer
@@ -144,6 +147,37 @@ def check_tokenizer(args: Args) -> Iterator[Finding]:
         )
     if args.custom_generate_function_path is not None:
         yield from template_notes(tokenizer)
+        yield from _check_tools(args.custom_generate_function_path, args.hf_checkpoint, tokenizer)
+
+
+def _check_tools(path: str, model: str, tokenizer: Any) -> Iterator[Finding]:
+    """Refuse an agent with tools where the template leaves them out, which would end every episode."""
+    if not getattr(tokenizer, "chat_template", None) or not _hands_out_tools(path):
+        return
+    if "tools" in Renderer(tokenizer).report().refuses:
+        yield Finding(
+            "error",
+            "--custom-generate-function-path",
+            f"{path} gives tools to a session, and the chat template of {model} has no place for tools; use "
+            "a model whose template has one, put such a chat_template.jinja into the folder, or describe the "
+            "tools in a system message.",
+        )
+
+
+def _hands_out_tools(path: str) -> bool:
+    """Whether the file of a generate function calls a session with tools; it is read, not run."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(load_function(path)))
+        tree = ast.parse(Path(file or "").read_text(encoding="utf-8"))
+    except Exception:  # a module of the user's may raise anything; the check of plug-ins reports it
+        return False
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        given = [word.value for word in call.keywords if word.arg == "tools"]
+        is_none = bool(given) and isinstance(given[0], ast.Constant) and given[0].value is None
+        if name == "answer_with_tools" or (name == "turn" and given and not is_none):
+            return True
+    return False
 
 
 def template_notes(tokenizer: Any) -> Iterator[Finding]:

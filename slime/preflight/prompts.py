@@ -38,6 +38,20 @@ def check_rows(args: Args) -> Iterator[Finding]:
                 check_prompt_file(path, fmt, max_rows=EARLY_ROWS)
         except (ValueError, FileNotFoundError) as error:
             yield error_of(subject, error)
+        else:
+            if subject == "--prompt-data" and not missing:
+                yield from _few_rows(path, args.rollout_batch_size)
+
+
+def _few_rows(path: str | list[str], batch: int) -> Iterator[Finding]:
+    rows = sum(1 for _ in itertools.islice(read_rows(path), batch))
+    if rows < batch:
+        yield Finding(
+            "warning",
+            "--rollout-batch-size",
+            f"a step takes {batch} prompts, and the data has {rows} prompts: every step has some of them "
+            "more than once; use fewer, or more data.",
+        )
 
 
 def _missing_keys(place: object, row: dict[str, object], fmt: PromptFormat) -> Iterator[Finding]:

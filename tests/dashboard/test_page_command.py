@@ -68,7 +68,7 @@ def test_the_dashboard_of_a_run_prints_its_address_without_the_token_and_ends_wi
                 for path in tmp_path.rglob("*")
                 if path.is_file() and path != file
             )
-            sent = urllib.request.Request(f"{address}api/runs/run/actions", b'{"name": "pause"}')
+            sent = urllib.request.Request(f"{address}api/runs/{tmp_path.name}/actions", b'{"name": "pause"}')
             sent.add_header("Authorization", f"Bearer {token}")
             with urllib.request.urlopen(sent, timeout=60) as response:
                 assert json.loads(response.read()) == {"id": 1}

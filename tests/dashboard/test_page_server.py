@@ -216,7 +216,7 @@ def test_other_machines_need_the_token_to_read(tmp_path):
     make_run(tmp_path / "run", 1)
     with serving(tmp_path / "run", host="0.0.0.0") as (url, token):
         assert status_of(f"{url}/api/runs") == 401
-        assert status_of(f"{url}/api/runs/run/samples") == 401
+        assert status_of(f"{url}/api/runs/{tmp_path.name}/samples") == 401
         assert status_of(f"{url}/") == 200  # which asks for it
         assert len(answer(f"{url}/api/runs", token=token)["runs"]) == 1
 
@@ -247,7 +247,7 @@ def test_restarts_of_the_trainer_are_told(tmp_path):
     make_run(tmp_path / "run", 2)
     add_restart(tmp_path / "run", {"step": 2, "cause": "rank 1 was killed", "begins_from": "step 1"})
     with serving(tmp_path / "run") as (url, _):
-        trouble = answer(f"{url}/api/runs/run")["trouble"]
+        trouble = answer(f"{url}/api/runs/{tmp_path.name}")["trouble"]
     assert trouble[0]["severity"] == "warning" and "rank 1 was killed" in trouble[0]["title"]
 
 

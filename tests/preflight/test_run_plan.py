@@ -90,7 +90,7 @@ def test_more_samples_take_longer(planned):
 
 
 def test_what_a_micro_batch_costs_is_counted_by_micro_batches(planned):
-    by_sample = planned(rollout_batch_size=128)
+    by_sample = planned(rollout_batch_size=128, micro_batch_size=1)
     packed = planned("--use-dynamic-batch-size", "--max-tokens-per-gpu", "1048576", rollout_batch_size=128)
     # Of 128 prompts with two answers; passes take the same, 255 starts are saved in each of four.
     assert by_sample.train_s - packed.train_s == pytest.approx(4 * 255 * 0.005, rel=0.01)

@@ -124,7 +124,7 @@ PLUGIN_FLAGS = ("rollout-buffer-url", "fetch-trajectory-retry-times", "rollout-t
 
 # What flags of TRL, verl and transformers are called here: ours -> theirs.
 _SYNONYMS = {
-    "lr": "learning-rate",
+    "lr": "learning-rate learningrate",
     "n-samples-per-prompt": "num-generations rollout-n",
     "rollout-max-response-len": "max-completion-length max-response-length max-new-tokens max-tokens",
     "rollout-max-prompt-len": "max-prompt-length",
@@ -135,7 +135,7 @@ _SYNONYMS = {
     "hf-checkpoint": "model model-path model-name-or-path",
     "prompt-data": "train-files dataset dataset-name",
     "eval-prompt-data": "val-files",
-    "rollout-batch-size": "train-batch-size",
+    "rollout-batch-size": "train-batch-size batch-size num-prompts",
     "global-batch-size": "ppo-mini-batch-size",
     "micro-batch-size": "per-device-train-batch-size",
     "max-tokens-per-gpu": "ppo-max-token-len-per-gpu",
@@ -149,8 +149,8 @@ _SYNONYMS = {
     "entropy-coef": "entropy-coeff",
     "loss-reduction": "loss-agg-mode",
     "disable-grpo-std-normalization": "scale-rewards",
-    "num-epoch": "num-train-epochs total-epochs",
-    "num-rollout": "max-steps total-training-steps",
+    "num-epoch": "num-train-epochs total-epochs epochs num-epochs max-epochs",
+    "num-rollout": "max-steps total-training-steps steps num-steps num-train-steps",
     "lr-warmup-iters": "warmup-steps",
     "lr-warmup-fraction": "warmup-ratio",
     "lr-decay-style": "lr-scheduler-type",

@@ -121,6 +121,12 @@ def resumption_of(load: str | None, step: int | None, finetune: bool) -> Resumpt
     return Resumption(load, None)
 
 
+def name_of_run(folder: Path) -> str:
+    """The name of a folder's run: that of the folder, or of the one around it where it is just called run."""
+    folder = folder.absolute()
+    return folder.parent.name or folder.name if folder.name == "run" else folder.name
+
+
 def is_used(folder: Path) -> bool:
     """Whether a run has logged something here. One that ended before that has left nothing to mix with."""
     file = folder / METRICS_FILE
@@ -304,7 +310,7 @@ def open_run_file(
         record = replace(before, last=start, earlier=(*before.earlier, _as_ended(before.last)))
     else:
         run_id = run_of_folder(folder, resumption) or secrets.token_hex(4)
-        record = RunRecord(run_id, folder.name, start)
+        record = RunRecord(run_id, name_of_run(folder), start)
     write_run(folder, record)
     with contextlib.suppress(OSError):  # without it the last words need room of their own
         (folder / _RESERVE).write_bytes(bytes((folder / RUN_FILE).stat().st_size + _RESERVE_BYTES))

@@ -20,7 +20,7 @@ let info = { runs: [] }, shown = null, drawing = 0;
 function keysOf(params) {
   const known = new Set(info.runs.map((run) => run.key));
   const wanted = (params.runs || "").split(",").filter((key) => known.has(key));
-  return wanted.length ? wanted : info.runs.slice(0, 1).map((run) => run.key);
+  return wanted.length ? wanted : info.shown || [];
 }
 
 function frame(view, params, keys) {
