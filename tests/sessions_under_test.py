@@ -86,3 +86,26 @@ async def stops_when_full(args, sample, sampling_params):
             messages += [answer.message, {"role": "user", "content": "on"}]
     except SessionError:
         return session.samples(sample, reward=1.0)
+
+
+BODIES = {
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/responses": lambda text: {"input": text},
+    "/v1/messages": lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 20},
+}
+client_asks: list[tuple[str, dict]] = []  # (path, fields of the body) of each turn of the next episodes
+client_statuses: set[int] = set()
+
+
+async def client_that_chooses(args, sample, sampling_params):
+    """An agent program that sends the sampling of `client_asks` and takes what it gets."""
+    adapter = await adapter_of(args)
+    adapter.open_session(sample.session_id, sampling_params)
+    headers = {"Authorization": f"Bearer {sample.session_id}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        for number, (path, fields) in enumerate(client_asks):
+            body = {"model": "m", **BODIES[path](f"{sample.prompt} {number}"), **fields}
+            async with http.post(f"{adapter.url}{path}", json=body) as response:
+                client_statuses.add(response.status)
+                await response.read()
+    return await adapter.finish_session(sample.session_id, base_sample=sample, reward=1.0, args=args)

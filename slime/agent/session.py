@@ -20,7 +20,7 @@ import logging
 import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
@@ -44,6 +44,7 @@ from slime.agent.trajectory import TurnNode, TurnRecord, TurnTree, samples_of
 from slime.arguments import PluginArgs
 from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
+from slime.rollout.generation.client_requests import ClientRequests
 from slime.rollout.generation.turnstile import RolloutEnded, turnstile_for_session
 from slime.rollout.prompt_groups import without_response
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -80,6 +81,7 @@ class Asked:
     number: int  # of the turn, from 1; retries count
     changed: dict[str, Any]  # sampling that the turn asked for itself
     images: list[Placed]  # of the whole prompt
+    untrained: str | None = None  # sampling of a client for which the turn is not trained
     at: float = field(default_factory=time.monotonic)
 
     @property
@@ -129,6 +131,7 @@ class Session:
         self.seed = seed  # None: the engine draws one for each turn
         self.args: PluginArgs | None = None  # of the run, which expert choices need
         self.turnstile = turnstile_for_session()  # of the rollout that this is made in
+        self.client: ClientRequests | None = None  # a program that asks, whose requests cannot end the run
         self.tree = TurnTree()
         self.outcome: Outcome = "open"
         self.reason: str | None = None  # of the outcome, in words
@@ -195,14 +198,14 @@ class Session:
 
     async def complete(self, asked: Asked) -> Made:
         """The whole answer, which the caller records; RolloutEnded where the episode is cut short."""
-        with self._within_rollout():
+        with self._within_rollout(asked):
             return await self.policy.complete(
                 asked.prompt_ids, asked.sampling, session=self.session_id, images=self._images_of(asked)
             )
 
     async def stream(self, asked: Asked) -> AsyncGenerator[Made, None]:
         """The answer as it is made; the caller records the last value, or drops all of it."""
-        with self._within_rollout():
+        with self._within_rollout(asked):
             answers = self.policy.stream(
                 asked.prompt_ids, asked.sampling, session=self.session_id, images=self._images_of(asked)
             )
@@ -214,9 +217,11 @@ class Session:
         return images_of(asked.prompt_ids, asked.images, self.renderer.processor)
 
     @contextmanager
-    def _within_rollout(self) -> Iterator[None]:
+    def _within_rollout(self, asked: Asked) -> Iterator[None]:
+        client = self.client
+        sent = client.sending(trained=asked.untrained is None) if client is not None else nullcontext()
         try:
-            with self.turnstile.entered():
+            with self.turnstile.entered(), sent:
                 yield
         except RolloutEnded as ended:
             self.end("aborted", str(ended))
@@ -235,15 +240,19 @@ class Session:
         try:
             self._check_open()
             ids, parent, new, fork, images = self._prompt(messages, tools, after)
+            sampling = self.client.used(sampling or {}) if self.client is not None else sampling or {}
             params = self._sampling_for(len(ids), sampling)
         except SessionError as error:
             self._refused = self._refused or error
             raise
         self._num_asked += 1
-        changed = {k: v for k, v in (sampling or {}).items() if v != self.sampling.get(k)}
+        changed = {k: v for k, v in sampling.items() if v != self.sampling.get(k)}
         opens_thought = self.renderer.opens_thought(ids)
         number = self._num_asked
-        return Asked(ids, params, parent, new, tools, opens_thought, fork, len(ids), number, changed, images)
+        untrained = self.client.untrained(changed, params) if self.client is not None else None
+        return Asked(
+            ids, params, parent, new, tools, opens_thought, fork, len(ids), number, changed, images, untrained
+        )
 
     def conversation(self, node: TurnNode) -> list[Message]:
         """All messages up to and including the answer of one of the turns."""
@@ -326,7 +335,7 @@ class Session:
             asked.prompt_ids,
             made.ids,
             made.finish or "abort",
-            made.log_probs,
+            made.log_probs if asked.untrained is None else [],
             parsed.ill_formed,
             made.meta_info(),
         )
@@ -341,6 +350,8 @@ class Session:
         }
         if asked.changed:
             node.details["sampling"] = asked.changed
+        if asked.untrained is not None:
+            node.details["untrained"] = asked.untrained
         if asked.fork is not None:
             node.details["fork"] = asked.fork
         self._last_answer_at = now
@@ -437,6 +448,7 @@ class Session:
             "tool_calls": sum(len(turn.details["tool_calls"]) for turn in turns),
             "tool_errors": self.num_tool_errors + sum(turn.ill_formed for turn in turns),
             "forks": self.tree.num_forks,
+            "untrained_turns": sum("untrained" in turn.details for turn in turns),
             "env_seconds": sum(turn.details["other_s"] for turn in turns),
             "engine_seconds": sum(turn.details["engine_s"] for turn in turns),
         }

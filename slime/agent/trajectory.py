@@ -212,12 +212,15 @@ def samples_of(
 ) -> list[Sample]:
     """One sample for each leaf, in the order of their last turns; those without a trained token are left out.
 
+    Where no token is trained since a client chose the sampling of every turn, one sample keeps the reward.
+
     All share `rollout_id` (the base sample's, else its index) and the reward. Their response begins
     after the first prompt. `args` is needed where the engine's answers hold expert choices, `processor`
     where turns show pictures.
     """
     trained: set[int] = set()
-    samples = []
+    samples: list[Sample] = []
+    untrained: list[Sample] = []
     for leaf in tree.leaves():
         sample = _blank(base_sample, reward, extra_metadata)
         chain = leaf.chain()
@@ -234,7 +237,9 @@ def samples_of(
             add_to_sample(sample, images, processor)
         if any(sample.loss_mask or ()):
             samples.append(sample)
-    return samples
+        elif any("untrained" in node.details for node in chain):
+            untrained.append(sample)
+    return samples or untrained[:1]
 
 
 def _blank(

@@ -74,6 +74,7 @@ rollout/agent/turns: turns of the policy in an episode, on average (this and the
 rollout/agent/tool_calls: tools that it called
 rollout/agent/tool_errors: calls that failed, or could not be read = falls as the policy learns the format
 rollout/agent/forks: samples beyond the first that an episode became, since its history was edited = 0
+rollout/agent/untrained_turns: turns not trained since a client asked for other sampling than the run's = 0
 rollout/agent/env_seconds: time in the environment or its tools, per episode
 rollout/agent/engine_seconds: time for the engine's answers, per episode, waiting for them included
 rollout/agent/env_share: the first of these as a share of both = small; else engines wait for environments

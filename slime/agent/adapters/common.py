@@ -30,8 +30,11 @@ from slime.agent.rendering import History, Message, Renderer
 from slime.agent.session import Asked, Budget, Session
 from slime.agent.trajectory import TurnNode
 from slime.arguments import PluginArgs
+from slime.rollout.generation.client_requests import ClientRequests
 from slime.utils import http_utils
+from slime.utils.browser_guard import browser_guard
 from slime.utils.types import Sample
+from slime.wire.openai_shapes import model_list
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +126,9 @@ class BaseAdapter:
         self.app = self._make_app()
 
     def _make_app(self) -> web.Application:
-        app = web.Application(client_max_size=self.max_body_bytes)
+        # Programs in sandboxes may know this machine by any name, and name no type; a session has a key.
+        guard = browser_guard(known=None, json_only=False)
+        app = web.Application(client_max_size=self.max_body_bytes, middlewares=[guard])
         app.on_cleanup.append(_close_connections)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/v1/models", self._models)
@@ -163,6 +168,7 @@ class BaseAdapter:
             parser=self.parser,
             seed=seed,
         )
+        session.client = ClientRequests()
         self._sessions[sid] = _Open(session)
         return session
 
@@ -434,8 +440,7 @@ class BaseAdapter:
         return web.json_response(self.protocols[0].error(error), status=404, headers=error.headers)
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "slime"}
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response(model_list([self.model_name]))
 
 
 async def _close_connections(app: web.Application) -> None:

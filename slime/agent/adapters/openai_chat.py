@@ -14,6 +14,7 @@ from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
 from slime.agent.adapters.unused import CHAT, CHAT_MESSAGE, FUNCTION, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
+from slime.wire.openai_shapes import error_json, log_prob_entries
 
 _ROLES = ("developer", "system", "user", "assistant", "tool")
 _ERROR_TYPES = {
@@ -29,7 +30,7 @@ _ERROR_TYPES = {
 
 def openai_error(error: ApiError) -> dict[str, Any]:
     kind, code = _ERROR_TYPES.get(error.kind, ("invalid_request_error", None))
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
+    return error_json(error.message, kind, param=error.param, code=code)
 
 
 def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, Any]:
@@ -218,13 +219,7 @@ def log_probs_of(tokenizer: Any, made: Made, wanted: bool) -> dict[str, Any] | N
 
 
 def _entries(tokenizer: Any, made: Made) -> list[dict[str, Any]]:
-    """One for each token, the one that ended the answer too."""
-    out = []
-    for token, log_prob in zip(made.ids, made.log_probs, strict=True):
-        text = tokenizer.decode([token])
-        entry = {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
-        out.append({**entry, "token_id": token})
-    return out
+    return log_prob_entries(tokenizer.decode, made.ids, made.log_probs)
 
 
 def _as_json_text(call: dict[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,12 @@ class AgentFlags:
         choices=("continue", "restart"),
         only_with=CONTINUES,
     )
+    agent_client_sampling: str = flag(
+        "asked",
+        "how the engine samples a turn for which a client of the agent endpoint asks for a temperature, "
+        "top_p or the like of its own: as asked, and then the turn is not trained, or as the run samples",
+        choices=("asked", "run"),
+    )
     turn_discount: float | None = flag(
         None,
         "credit by turn: a turn gets its own reward and, discounted by this for each turn between, the later "

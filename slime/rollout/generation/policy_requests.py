@@ -41,10 +41,11 @@ class not_trained:  # used like a function: with not_trained()
     """Within this block nobody trains on what engines answer: evaluation, rewards, baselines."""
 
     def __enter__(self) -> None:
-        self._token = _trained.set(False)
+        self._before = _trained.get()
+        _trained.set(False)
 
     def __exit__(self, *_: object) -> None:
-        _trained.reset(self._token)
+        _trained.set(self._before)  # no reset: a stream may be closed in another context than it began in
 
 
 def is_trained() -> bool:
@@ -52,21 +53,16 @@ def is_trained() -> bool:
     return _trained.get()
 
 
+def requests_of_call() -> "PolicyRequests | None":
+    """Return what watches the requests of the running generate call; None outside of one."""
+    return _current.get()
+
+
 def check_sampling(args: PluginArgs, params: Mapping[str, Any]) -> None:
     """Raise SamplingRefused where trained tokens must not be drawn with `params`; warn of a temperature."""
     if not _trained.get() or args.allow_sampling_mismatch or args.debug_rollout_only:
         return
-    can_tell = engines_tell_nucleus(args)
-    custom = params.get("custom_params") or {}
-    told = can_tell and isinstance(custom, Mapping) and bool(custom.get(top_p.REQUEST_FIELD))
-    ask = f"ask for the kept ids with sampling_params['custom_params'] = {{{top_p.REQUEST_FIELD!r}: True}}"
-    why = refusal(
-        params,
-        spelling=lambda name: f"sampling_params[{name!r}]",
-        vocab_size=args.vocab_size,
-        nucleus_told=told,
-        to_be_told=ask if can_tell else "use --rollout-engine embedded, which tells",
-    )
+    why = refusal_of(args, params)
     if why is not None:
         error = SamplingRefused(f"a request of the generate function for training: {why}")
         requests = _current.get()
@@ -76,6 +72,20 @@ def check_sampling(args: PluginArgs, params: Mapping[str, Any]) -> None:
     temperature = params.get("temperature", 1.0)  # an engine's default
     if isinstance(temperature, (int, float)) and temperature != args.rollout_temperature:
         _warn_of_temperature(temperature, args.rollout_temperature)
+
+
+def refusal_of(args: PluginArgs, params: Mapping[str, Any]) -> str | None:
+    can_tell = engines_tell_nucleus(args)
+    custom = params.get("custom_params") or {}
+    told = can_tell and isinstance(custom, Mapping) and bool(custom.get(top_p.REQUEST_FIELD))
+    ask = f"ask for the kept ids with sampling_params['custom_params'] = {{{top_p.REQUEST_FIELD!r}: True}}"
+    return refusal(
+        params,
+        spelling=lambda name: f"sampling_params[{name!r}]",
+        vocab_size=args.vocab_size,
+        nucleus_told=told,
+        to_be_told=ask if can_tell else "use --rollout-engine embedded, which tells",
+    )
 
 
 @functools.cache
@@ -92,7 +102,7 @@ class PolicyRequests:
     """What one call of a generate function may ask, what it was refused, and which weights answered."""
 
     def __init__(self, args: PluginArgs) -> None:
-        self._args = args
+        self.args = args
         self._addresses = _policy_addresses(args)
         self.refused: SamplingRefused | None = None
         self.versions: set[str] = set()  # whose weights made the answers
@@ -114,22 +124,35 @@ class PolicyRequests:
         if self.refused is not None:
             raise self.refused
 
+    @contextlib.contextmanager
+    def elsewhere(self, *, trained: bool) -> Iterator[None]:
+        """Watch requests that another thread sends for this call, as an endpoint for agents does."""
+        before, was_trained = _current.get(), _trained.get()
+        _current.set(self)
+        _trained.set(trained)
+        try:
+            with http_utils.observed(self):
+                yield
+        finally:  # no reset: a stream may be closed in another context than it began in
+            _current.set(before)
+            _trained.set(was_trained)
+
     def sending(self, url: str, payload: Any) -> None:
         """`http_utils` is about to post."""
         if self._generates(url) and isinstance(payload, Mapping):
             self._check_ids(url, payload.get("input_ids"))
         for params in self._sampling_of(url, payload):
-            check_sampling(self._args, params)
+            check_sampling(self.args, params)
 
     def _check_ids(self, url: str, ids: Any) -> None:
         """A token id outside the vocabulary takes some engines down, so it must not leave this process."""
         prompts = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
         for prompt in prompts:
             wrong = (
-                wrong_token_id(prompt, self._args.vocab_size) if isinstance(prompt, (list, tuple)) else None
+                wrong_token_id(prompt, self.args.vocab_size) if isinstance(prompt, (list, tuple)) else None
             )
             if wrong is not None:
-                size = self._args.vocab_size
+                size = self.args.vocab_size
                 told = f"not sent: input_ids has token id {wrong}, the vocabulary has {size} ids"
                 raise http_utils.HttpError(400, told, url)
 

@@ -1,0 +1,77 @@
+"""Turns that a program asks for through an endpoint for agents: whatever it asks for, the run continues."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from slime.arguments.groups.trained_sampling import CONSTRAINTS, NEUTRAL
+from slime.rollout.generation.policy_requests import PolicyRequests, is_trained, refusal_of, requests_of_call
+
+logger = logging.getLogger(__name__)
+
+# Sampling parameters that change the distribution which tokens are drawn from.
+SHAPING = frozenset({"temperature", *NEUTRAL, *CONSTRAINTS})
+
+
+class ClientRequests:
+    """The requests of a program for one generate call. Outside of a call nothing is trained, nor changed.
+
+    It is made in the call, and used by the thread of the endpoint, whose context is that of another call.
+    """
+
+    def __init__(self) -> None:
+        self._call: PolicyRequests | None = requests_of_call()
+        self._is_trained = is_trained()
+
+    def used(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what of a client's sampling is used: all, or with `--agent-client-sampling run` only what
+        leaves the distribution as it is.
+        """
+        if self._call is None or not self._is_trained or self._call.args.agent_client_sampling != "run":
+            return sampling
+        return {name: value for name, value in sampling.items() if name not in SHAPING}
+
+    def untrained(self, asked: Mapping[str, Any], params: Mapping[str, Any]) -> str | None:
+        """Name the sampling that a client asked for and that training cannot use; None: it can use all.
+
+        `params` are those of the whole request. What the generate function chose is not the client's doing.
+        """
+        if self._call is None or not self._is_trained:
+            return None
+        args = self._call.args
+        if args.allow_sampling_mismatch or args.debug_rollout_only:
+            return None
+        rest = {name: value for name, value in params.items() if name not in SHAPING}
+        for name in sorted(asked.keys() & SHAPING):
+            differs = name == "temperature" and asked[name] != args.rollout_temperature
+            if differs or refusal_of(args, {**rest, name: asked[name]}) is not None:
+                _warn(name, asked[name])
+                return name
+        return None
+
+    def sending(self, *, trained: bool) -> contextlib.AbstractContextManager[None]:
+        """Send a request for the call that this was made in."""
+        if self._call is None:
+            return contextlib.nullcontext()
+        return self._call.elsewhere(trained=trained and self._is_trained)
+
+
+_warned: set[str] = set()
+
+
+def _warn(name: str, value: Any) -> None:
+    """Warn once of each parameter: clients may send thousands of values."""
+    if name in _warned:
+        return
+    _warned.add(name)
+    logger.warning(
+        "A client of the agent endpoint asks for %s %s, which is not how this run samples. Such turns are "
+        "generated as asked and not trained; rollout/agent/untrained_turns counts them. To train on them, "
+        "use the run's own sampling (--agent-client-sampling run) or accept the mismatch "
+        "(--allow-sampling-mismatch).",
+        name,
+        value,
+    )

@@ -1,0 +1,87 @@
+"""What web pages make a browser send to servers on this machine is refused; programs are served.
+
+A page of any site can send requests to loopback. It cannot choose every header: browsers name the page's
+origin, ask first before they send JSON, and name in `Host` what they looked up. So requests are refused that
+have a foreign origin, a body of another kind than JSON, or a host name that is not this machine's: a site may
+let a name of its own lead to 127.0.0.1 (DNS rebinding). An address as host is no such name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+ALLOWED_HOSTS_VARIABLE = "SLIME_ALLOWED_HOSTS"
+_FROM_THIS_SITE = ("same-origin", "none")  # "none": somebody typed the address
+
+
+def names_of_this_machine(more: Iterable[str] = ()) -> frozenset[str]:
+    """Return the host names that requests may use: this machine's, those of the variable, and `more`."""
+    own = socket.gethostname()
+    given = os.environ.get(ALLOWED_HOSTS_VARIABLE, "").split(",")
+    names = ("localhost", own, own.partition(".")[0], *given, *more)
+    return frozenset(_plain(name) for name in names if name.strip())
+
+
+def is_known_host(header: str, known: frozenset[str]) -> bool:
+    """Whether a `Host` header is one of `known`, an address, or below `localhost`."""
+    name = _plain(header.partition("]")[0] if header.startswith("[") else header.rsplit(":", 1)[0])
+    if name in known or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return not name  # HTTP/1.0 has none; browsers do not speak it
+    return True
+
+
+def _plain(name: str) -> str:
+    return name.strip().strip("[]").rstrip(".").lower()
+
+
+def browser_guard(*, known: frozenset[str] | None, json_only: bool = True) -> Middleware:
+    """Return a middleware that refuses requests of web pages.
+
+    `known` None: any host, since every request needs a token. `json_only` False: bodies of any kind.
+    """
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refused = _refusal(request, known) or (_wrong_kind(request) if json_only else None)
+        if refused is not None:
+            status, message = refused
+            return web.json_response({"error": {"message": message}}, status=status)
+        return await handler(request)
+
+    return guard
+
+
+def _refusal(request: web.Request, known: frozenset[str] | None) -> tuple[int, str] | None:
+    headers = request.headers
+    host, origin = headers.get("Host", ""), headers.get("Origin")
+    if known is not None and not is_known_host(host, known):
+        return 403, (
+            f"Host is {host[:100]!r}, which is no name of this machine. Use its address, or add the name to "
+            f"{ALLOWED_HOSTS_VARIABLE} where the server is started."
+        )
+    if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        return 403, f"Origin is {origin[:100]!r}: requests of web pages of other sites are refused."
+    if headers.get("Sec-Fetch-Site", "none") not in _FROM_THIS_SITE:
+        return 403, "Sec-Fetch-Site names another site: requests of web pages of other sites are refused."
+    return None
+
+
+def _wrong_kind(request: web.Request) -> tuple[int, str] | None:
+    if request.body_exists and not _is_json(request.content_type):
+        kind = request.headers.get("Content-Type", "missing")
+        return 415, f"Content-Type is {kind[:100]}: send the body with Content-Type: application/json."
+    return None
+
+
+def _is_json(kind: str) -> bool:
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
