@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from slime.utils.browser_guard import is_known_host, names_of_this_machine
 from slime.utils.http_utils import is_loopback
 
 POLICY = (
@@ -22,7 +23,6 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,9 @@ class Access:
 
     def known_host(self, request: web.Request) -> bool:
         """A page of another site cannot reach this one by a name of its own that leads to loopback."""
-        name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
-        return self.asks_everybody or name in _LOOPBACK_NAMES or name == self.host
+        return self.asks_everybody or is_known_host(
+            request.headers.get("Host", ""), names_of_this_machine([self.host])
+        )
 
     def middleware(self) -> Middleware:
         @web.middleware

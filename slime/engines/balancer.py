@@ -32,6 +32,7 @@ from aiohttp import web
 from slime.engines.fleet import FleetServer
 from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, chain
 from slime.utils.async_utils import run
+from slime.utils.browser_guard import browser_guard, names_of_this_machine
 from slime.utils.http_utils import (
     ANSWERED_BY,
     ForwardedAnswer,
@@ -69,7 +70,7 @@ _DYING_PAUSE_S = 1.0  # an engine on its way out may take a connection for a mom
 _LAST_WORDS_S = 0.05
 _RETURN_PATIENCE_S = 30.0  # of requests that were in company when their engine broke
 _HOP_HEADERS = frozenset(
-    {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "expect"}
+    {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "expect", "origin"}
 )
 # This engine is down. A generation has no side effect, so it may be sent again; where to is the question.
 _BROKEN = (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
@@ -176,9 +177,11 @@ class Balancer:
         """Serves; returns the port that was bound."""
         raise_limit()
         tell_of_scarcity(asyncio.get_running_loop())
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        guard = browser_guard(known=names_of_this_machine([host]))
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[guard])
         app.router.add_get("/workers", self._workers)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
         app.router.add_post("/{path:.*}", refusing_too_many(self._handle, files_each=2))
         self._runner = web.AppRunner(app, access_log=None, auto_decompress=False)
         await self._runner.setup()
@@ -350,6 +353,19 @@ class Balancer:
 
     async def _workers(self, request: web.Request) -> web.Response:
         return web.json_response({"workers": [{"id": url, "url": url} for url in self._running]})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        """What the first engine that answers serves: all serve the same."""
+        for url in list(self._running):
+            target = f"{url}/v1/models"
+            try:
+                async with get_session().get(target, headers=with_token(target, {})) as response:
+                    return web.Response(
+                        body=await response.read(), status=response.status, content_type=response.content_type
+                    )
+            except _BROKEN:
+                continue
+        return web.json_response({"error": {"message": "no engine answers"}}, status=503)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()

@@ -115,7 +115,7 @@ def _make_server(args: argparse.Namespace) -> "Server":
         awaiting_weights=args.await_weights,
     )
     info = make_static_info(engine, args.model_path, slime.__version__)
-    return Server(engine, info, args.seed, os.environ.get(TOKEN_VARIABLE))
+    return Server(engine, info, args.seed, os.environ.get(TOKEN_VARIABLE), args.host)
 
 
 async def _serve(args: argparse.Namespace) -> None:

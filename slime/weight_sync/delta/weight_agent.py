@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from slime.utils import http_utils, waits
+from slime.utils.browser_guard import browser_guard, names_of_this_machine
 from slime.utils.errors import RunStopped
 from slime.weight_sync.delta.codec import DeltaError
 from slime.weight_sync.delta.local_copy import LocalCopy
@@ -103,7 +104,9 @@ def serve(app: web.Application, host: str, port: int) -> None:
 
     Where other machines reach it, only those are served that have the token of the run's engines.
     """
-    if not http_utils.is_loopback(host):
+    is_open = not http_utils.is_loopback(host)
+    app.middlewares.append(browser_guard(known=None if is_open else names_of_this_machine()))
+    if is_open:
         token = os.environ.get(http_utils.TOKEN_VARIABLE)
         if not token:
             raise ValueError(
