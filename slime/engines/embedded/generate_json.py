@@ -28,6 +28,27 @@ class BadRequest(ValueError):
     """The client's mistake: answered with 400."""
 
 
+class RequestFailed(Exception):
+    """The engine could not serve a request that was in order: `status` and why."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+def raise_failure(sequences: list[Sequence]) -> None:
+    """One answer for all of a request: the first that failed is it."""
+    for sequence in sequences:
+        if sequence.failed and sequence.finish is not None:
+            why = sequence.finish
+            raise RequestFailed(why["status_code"], f"request {sequence.rid}: {why['message']}")
+
+
+def seed_of_copy(seed: int, index: int) -> int:
+    """Return the seed of one of the n samples of a request: they differ, and are still reproducible."""
+    return (seed + index * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """What this engine can take."""
@@ -99,9 +120,7 @@ class RequestReader:
         if (ids is None) == (text is None):
             raise BadRequest("give exactly one of input_ids and text")
         if ids is None:
-            if self.detokenizer.tokenizer is None:
-                raise BadRequest("text needs a tokenizer and the model folder has none: send input_ids")
-            return [self._encode(text)], False
+            return [self.encode(text)], False
         if not isinstance(ids, list) or not ids:
             raise BadRequest("input_ids must be a list of token ids, or a list of such lists, and not empty")
         is_batch = isinstance(ids[0], list)
@@ -128,18 +147,20 @@ class RequestReader:
             self._check_prompt(prompt.ids)
         return made
 
-    def _encode(self, text: Any) -> list[int]:
+    def encode(self, text: Any, *, special: bool = True, name: str = "text") -> list[int]:
         """The ids of a text; one that cannot fit the context is refused before it is split into tokens."""
         if not isinstance(text, str) or not text:
-            raise BadRequest("text must be a string that is not empty")
+            raise BadRequest(f"{name} must be a string that is not empty")
+        if self.detokenizer.tokenizer is None:
+            raise BadRequest(f"{name} needs a tokenizer and the model folder has none: send token ids")
         if len(text) > self.limits.max_tokens * self.detokenizer.longest_token:
             raise BadRequest(
                 f"The input ({len(text)} characters) is longer than {self._bound} whatever its tokens"
             )
         try:
-            prompt = self.detokenizer.encode(text)
+            prompt = self.detokenizer.encode(text, special=special)
         except (TypeError, ValueError, UnicodeError) as error:  # half a character, say
-            raise BadRequest(f"text cannot be split into tokens: {shown(str(error))}") from error
+            raise BadRequest(f"{name} cannot be split into tokens: {shown(str(error))}") from error
         self._check_prompt(prompt)
         return prompt
 
@@ -225,8 +246,7 @@ class RequestReader:
             rid=rid,
             prompt=prompt,
             sampling=sampling,
-            # the n samples of a seeded request differ from each other and are still reproducible
-            seed=(seed + index * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63,
+            seed=seed_of_copy(seed, index),
             max_new_tokens=wanted,
             stop_ids=self._stop_ids(sampling),
             return_logprob=return_logprob,

@@ -19,7 +19,16 @@ from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.body_reading import MAX_BODY_BYTES, read_json, read_manifest, read_tags
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.engine_thread import EngineLoop
-from slime.engines.embedded.generate_json import BadRequest, RequestLimits, RequestReader, answer_json
+from slime.engines.embedded.generate_json import (
+    BadRequest,
+    RequestFailed,
+    RequestLimits,
+    RequestReader,
+    answer_json,
+    raise_failure,
+)
+from slime.engines.embedded.openai_api import OpenAIApi
+from slime.engines.embedded.openai_requests import OpenAIReader
 from slime.engines.embedded.request_images import ImageReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.update_groups import GroupPlace, UpdateGroups, read_bucket
@@ -31,11 +40,13 @@ from slime.engines.embedded.weight_update import (
     Source,
     WeightStore,
 )
+from slime.utils.browser_guard import browser_guard, names_of_this_machine
 from slime.utils.http_utils import CLIENT
 from slime.utils.machine.open_files import refusing_too_many
 from slime.utils.media.image_tokens import encoder_of
 from slime.utils.processing_utils import load_processor
 from slime.wire.control import PAUSE_MODES
+from slime.wire.openai_shapes import error_json, model_list
 from slime.wire.protocol import shown
 
 logger = logging.getLogger(__name__)
@@ -49,22 +60,21 @@ _SMALL_BODY_BYTES = 1 << 18  # requests of up to so many bytes, and without text
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class RequestFailed(Exception):
-    """The engine could not serve a request that was in order: `status` and why."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
 class Server:
     """Handlers of requests; made on the asyncio thread, and the engine runs from then on.
 
     Each lets the engine's thread do the work; what takes long before that (text, weights) has threads too.
     """
 
-    def __init__(self, engine: Engine, static_info: dict[str, Any], seed: int, token: str | None = None):
-        self.engine, self._token = engine, token
+    def __init__(
+        self,
+        engine: Engine,
+        static_info: dict[str, Any],
+        seed: int,
+        token: str | None = None,
+        host: str = "127.0.0.1",
+    ):
+        self.engine, self._token, self._host = engine, token, host
         self.static_info = static_info
         eos = engine.runner.eos_token_ids
         if engine.detokenizer.eos_token_id is not None:
@@ -80,9 +90,9 @@ class Server:
         self._reading = ThreadPoolExecutor(1, "requests")
 
     def make_app(self) -> web.Application:
-        app = web.Application(
-            client_max_size=MAX_BODY_BYTES, middlewares=[self._ask_for_token, _errors_as_json]
-        )
+        known = names_of_this_machine([self._host]) if self._token is None else None
+        guards = [browser_guard(known=known), self._ask_for_token, _errors_as_json]
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=guards)
         both: dict[str, Handler] = {
             "/health": self.health,
             "/health_generate": self.health_generate,
@@ -93,9 +103,13 @@ class Server:
             "/get_model_info": self.model_info,
             "/get_weight_version": self.model_info,
             "/v1/loads": self.loads,
+            "/v1/models": self.models,
         }
+        openai = OpenAIApi(self.loop, OpenAIReader(self.reader, self._reading, self.model_path), self._accept)
         post: dict[str, Handler] = {
             "/generate": refusing_too_many(self.generate),
+            "/v1/chat/completions": refusing_too_many(openai.chat),
+            "/v1/completions": refusing_too_many(openai.completions),
             "/abort_request": self.abort_request,
             "/pause_generation": self.pause_generation,
             "/continue_generation": self.continue_generation,
@@ -129,21 +143,24 @@ class Server:
     # -- generation ------------------------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        if self.engine.awaiting_weights:
-            return _error(503, "the engine waits for its first weights")
-        if self.engine.released:
-            return _error(
-                503, f"memory is released ({sorted(self.engine.released)}): call /resume_memory_occupation"
-            )
-        body = await read_json(request)
-        self._check_adapter(body.pop("lora_path", None))
-        sequences, is_list = await self._read(body, request.content_length)
-        if request.headers.get("User-Agent") != CLIENT:
-            self._note_bent(sequences)
+        sequences, is_list = await self._accept(request, await read_json(request))
         if sequences[0].stream:
             return await self._stream(request, sequences, is_list)
         answers = await self._finish(sequences)
         return web.json_response(answers if is_list else answers[0])
+
+    async def _accept(self, request: web.Request, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
+        """The sequences that a body of /generate asks for; RequestFailed where none can be served now."""
+        if self.engine.awaiting_weights:
+            raise RequestFailed(503, "the engine waits for its first weights")
+        if self.engine.released:
+            released = sorted(self.engine.released)
+            raise RequestFailed(503, f"memory is released ({released}): call /resume_memory_occupation")
+        self._check_adapter(body.pop("lora_path", None))
+        sequences, is_list = await self._read(body, request.content_length)
+        if request.headers.get("User-Agent") != CLIENT:
+            self._note_bent(sequences)
+        return sequences, is_list
 
     async def _read(self, body: dict[str, Any], nbytes: int | None) -> tuple[list[Sequence], bool]:
         if (
@@ -175,7 +192,7 @@ class Server:
         try:
             while not all(sequence.done for sequence in sequences):
                 await listener.wait()
-            _raise_failure(sequences)
+            raise_failure(sequences)
             return [answer_json(sequence, self.engine.detokenizer) for sequence in sequences]
         finally:
             for sequence in sequences:
@@ -208,7 +225,7 @@ class Server:
                     continue
                 if not response.prepared:
                     if not chunks:
-                        _raise_failure(sequences)
+                        raise_failure(sequences)
                     await response.prepare(request)
                 elif not chunks and not is_list:  # what was sent cannot be taken back
                     if request.transport is not None:
@@ -284,6 +301,11 @@ class Server:
     async def model_info(self, request: web.Request) -> web.Response:
         info = {"model_path": self.model_path, "weight_version": self.engine.version, "is_generation": True}
         return web.json_response(info)
+
+    async def models(self, request: web.Request) -> web.Response:
+        names = [self.model_path, *([self.engine.adapters.name] if self.engine.adapters.name else ())]
+        limits = {"root": self.model_path, "max_model_len": self.engine.runner.context_len}
+        return web.json_response(model_list(names, **limits))
 
     async def loads(self, request: web.Request) -> web.Response:
         state = await self.loop.call(self.engine.state)
@@ -446,14 +468,6 @@ def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str,
     }
 
 
-def _raise_failure(sequences: list[Sequence]) -> None:
-    """One answer for all of a request: the first that failed is it."""
-    for sequence in sequences:
-        if sequence.failed and sequence.finish is not None:
-            why = sequence.finish
-            raise RequestFailed(why["status_code"], f"request {sequence.rid}: {why['message']}")
-
-
 def _updated(version: str, count: int, nbytes: int, checksum: int | None) -> web.Response:
     message = f"{count} tensors are now version {version}"
     answer = {
@@ -467,7 +481,8 @@ def _updated(version: str, count: int, nbytes: int, checksum: int | None) -> web
 
 
 def _error(status: int, message: str, /, **more: Any) -> web.Response:
-    return web.json_response({"error": {"message": message}, **more}, status=status)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.json_response({**error_json(message, kind), **more}, status=status)
 
 
 @web.middleware

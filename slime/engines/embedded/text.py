@@ -34,9 +34,9 @@ class Detokenizer:
     def eos_token_id(self) -> int | None:
         return None if self.tokenizer is None else self.tokenizer.eos_token_id
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         assert self.tokenizer is not None, "text is refused where there is no tokenizer"
-        ids: list[int] = self.tokenizer(text)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
     def decode(self, ids: Ids[int], sampling: SamplingParams) -> str:
