@@ -18,6 +18,7 @@ IDS = [5, 6, 7]
 def send(engine, endpoint: str, body: bytes | dict, **headers) -> tuple[int, str]:
     """(status, text) of whatever is answered."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **headers}
 
     async def post():
         timeout = aiohttp.ClientTimeout(total=120)

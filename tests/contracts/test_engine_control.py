@@ -349,7 +349,7 @@ def test_a_body_that_is_not_json_is_a_400(engine):
         url = f"{engine.url}/generate"
         async with (
             aiohttp.ClientSession(headers=engine.headers) as session,
-            session.post(url, data=b"{no") as response,
+            session.post(url, data=b"{no", headers={"Content-Type": "application/json"}) as response,
         ):
             return response.status, await response.text()
 

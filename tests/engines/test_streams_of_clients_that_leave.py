@@ -15,7 +15,8 @@ from slime.utils.async_utils import run
 CHUNK = 1 << 16
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 BODY = b'{"input_ids": [5], "stream": true}'
-ASK = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+POST = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+ASK = POST + b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 
 
 async def engine_of(num_chunks: int, may_end: asyncio.Event, breaks: bool) -> tuple[asyncio.Server, str]:

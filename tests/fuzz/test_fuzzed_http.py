@@ -43,6 +43,7 @@ HEADERS = st.dictionaries(
 def send(url, body=None, method="POST", headers=None):
     """(status, text) of whatever is answered; a body that is no bytes goes as JSON."""
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    headers = {**({"Content-Type": "application/json"} if data is not None else {}), **(headers or {})}
 
     async def ask():
         timeout = aiohttp.ClientTimeout(total=60)
