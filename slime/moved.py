@@ -1,4 +1,4 @@
-"""Old module paths of slime users, resolved to their new homes; the only compatibility code there is.
+"""Old module paths of slime users, resolved to their new homes.
 
 A moved module is the same module object under both names, so what is patched or pickled under one is found
 under the other. A module that was split into several is a facade: it re-exports the names listed here, and

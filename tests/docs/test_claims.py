@@ -1,0 +1,105 @@
+"""What pages claim of the code is compared with the code: lists, and what is said to be missing."""
+
+import re
+
+import pytest
+from docs_world import ROOT
+
+from slime.catalog.backends import BACKENDS
+from slime.catalog.datasets import DATASET_FORMATS
+from slime.catalog.transports import TRANSPORTS
+from slime.catalog.vision import VISION_FAMILIES
+
+DOCS = ROOT / "docs"
+NUMBERS = [
+    "no",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+]
+
+
+def section(page, title):
+    """The text of a page from a heading to the next one of its kind."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^\1 |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"{page} has no section {title!r}"
+    return found[2]
+
+
+def sources():
+    """All Python files of the package, as one text for each."""
+    return {path: path.read_text(encoding="utf-8") for path in (ROOT / "slime").rglob("*.py")}
+
+
+def test_the_rollout_page_names_every_kind_of_prompt_file():
+    text = section("rollout.md", "Prompt files")
+    missing = [kind for kind in DATASET_FORMATS if f"`{kind}" not in text]
+    assert not missing
+
+
+def test_the_megatron_page_and_the_readme_name_every_family():
+    families, text = BACKENDS["megatron"].families, section("megatron.md", "Families")
+    assert [name for name in families if f"`{name}`" not in text] == []
+    said = re.search(r"\| (\w+) model families", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert said and NUMBERS.index(said[1]) == len(families)
+
+
+# What comparison.md says is missing here -> whether the code has it after all.
+MISSING = {
+    "larger models shown": lambda: False,  # a matter of runs, not of code
+    "runs on several GPUs shown": lambda: False,  # the same
+    "vision-language models on a GPU, or with Megatron": lambda: any(
+        name in BACKENDS["megatron"].families for name in VISION_FAMILIES
+    ),
+    "published times of weight sync between machines": lambda: False,
+    "RDMA": lambda: any("rdma" in name.lower() for name in TRANSPORTS),
+    "KTO, ORPO and their like": lambda: any(
+        re.search(r"['\"](kto|orpo|simpo)(_loss)?['\"]", text) for text in sources().values()
+    ),
+    "AMD, Ascend or TPU": lambda: any(
+        re.search(r"torch\.version\.hip|torch_npu|torch_xla", text) for text in sources().values()
+    ),
+}
+
+
+def test_what_the_comparison_calls_missing_is_missing():
+    text = (DOCS / "comparison.md").read_text(encoding="utf-8")
+    listed = text[text.index("this repository has not") :].partition("\n## ")[0]
+    claims = re.findall(r"^- ([^:]+):", listed, re.MULTILINE)
+    assert claims == list(MISSING)
+    assert [claim for claim in claims if MISSING[claim]()] == []
+
+
+def test_the_comparison_names_every_vision_family_that_trains():
+    text = (DOCS / "comparison.md").read_text(encoding="utf-8").lower()
+    plain = re.sub(r"[^a-z0-9]", "", text)
+    assert [name for name in VISION_FAMILIES if re.sub(r"[^a-z0-9]", "", name) not in plain] == []
+
+
+# Sentences that were true once -> what in the repository makes them untrue.
+OUTDATED = [
+    ("engines.md", "no CUDA graphs", "slime/engines/embedded/graphs.py"),
+    ("megatron.md", "experts run one after the other:", "slime/backends/megatron/modules/grouped_experts.py"),
+    ("topology.md", "a lost trainer rank ends the run", "slime/cluster/restart"),
+    ("architecture.md", "only compatibility", "slime/moved.py"),
+    ("../README.md", "three hops", "slime/loop.py"),
+    ("../slime/moved.py", "only compatibility", "slime/moved.py"),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence", "because"), OUTDATED)
+def test_a_page_does_not_say_what_the_code_has_outgrown(page, sentence, because):
+    assert (ROOT / because).exists()
+    assert sentence not in (DOCS / page).read_text(encoding="utf-8")
