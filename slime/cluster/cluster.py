@@ -263,6 +263,10 @@ class Cluster:
             folder = step_path(self.args.save, rollout_id) / TRAINER
             self.redo.begin_save(SafeState(args, folder, rollout_id, memories))
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count these seconds as part of a step: the run was paused."""
+        self._step_started += seconds
+
     def end_step(
         self, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None = None
     ) -> bool:

@@ -18,8 +18,10 @@ from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import TrainGroup
+from slime.observability import phases
 from slime.record.actions import ASKED, DONE, REFUSED, ActionRow
 from slime.runtime.base import Future, Handle
+from slime.utils import waits
 from slime.utils.files.run_file import read_run
 from slime.utils.machine.run_identity import Run
 
@@ -44,6 +46,8 @@ class SteeredRun(Protocol):
 
     def change_trainer(self, name: str, value: float, rollout_id: int) -> None: ...
 
+    def leave_out(self, seconds: float) -> None: ...
+
     def evaluate(self, rollout_id: int) -> None: ...
 
     def save(
@@ -66,30 +70,48 @@ class Requests:
     def take(
         self, cluster: SteeredRun, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None
     ) -> str | None:
-        """Does all that was asked for since the last step. A str: the run is to end, and why."""
-        paused, stop = False, None
+        """Do all that was asked for since the last step. A str: the run is to end, and why."""
         done: set[str] = set()  # what needs no second time at one boundary
-        while True:
-            for row in self._asked():
-                try:
-                    answer = self._do(cluster, row, rollout_id, rollout, in_flight, done)
-                    state = DONE
-                except RequestRefused as refusal:
-                    answer, state = str(refusal), REFUSED
-                logger.info("asked by %s after rollout %d: %s: %s", row.who, rollout_id, row.name, answer)
-                self._answer(row, state, rollout_id, answer)
-                if state == DONE:
-                    paused = row.name == "pause" or (paused and row.name != "resume")
-                    stop = (
-                        f"stopped after step {rollout_id + 1}, as asked by {row.who}"
-                        if row.name == "stop"
-                        else stop
-                    )
-            if stop or not paused:
-                return stop
-            cluster.recovery.look(rollout_id)
-            with cluster.timeline.doing("paused", rollout_id):
-                time.sleep(_POLL_S)
+        paused, stop = self._take_asked(cluster, rollout_id, rollout, in_flight, done, paused=False)
+        if stop or not paused:
+            return stop
+        started = time.monotonic()
+        with cluster.timeline.doing(phases.PAUSED, rollout_id):
+            while paused and not stop:
+                cluster.recovery.look(rollout_id)
+                with waits.waiting(
+                    "the next look for actions"
+                ):  # it ends: a run that is paused does not hang
+                    time.sleep(_POLL_S)
+                paused, stop = self._take_asked(cluster, rollout_id, rollout, in_flight, done, paused=True)
+        cluster.leave_out(time.monotonic() - started)
+        return stop
+
+    def _take_asked(
+        self,
+        cluster: SteeredRun,
+        rollout_id: int,
+        rollout: Generated,
+        in_flight: Future[Generated] | None,
+        done: set[str],
+        *,
+        paused: bool,
+    ) -> tuple[bool, str | None]:
+        """Do what is asked for now; whether the run is paused afterwards, and why it is to end."""
+        stop = None
+        for row in self._asked():
+            try:
+                answer = self._do(cluster, row, rollout_id, rollout, in_flight, done)
+                state = DONE
+            except RequestRefused as refusal:
+                answer, state = str(refusal), REFUSED
+            logger.info("asked by %s after rollout %d: %s: %s", row.who, rollout_id, row.name, answer)
+            self._answer(row, state, rollout_id, answer)
+            if state == DONE:
+                paused = row.name == "pause" or (paused and row.name != "resume")
+                if row.name == "stop":
+                    stop = f"stopped after step {rollout_id + 1}, as asked by {row.who}"
+        return paused, stop
 
     def before_training(self, cluster: SteeredRun, rollout_id: int) -> None:
         """What this batch was sampled with is known to the trainer."""

@@ -15,6 +15,8 @@ from slime.catalog.metrics import find_metric, is_eval_score
 from slime.dashboard.curves import Curves
 from slime.dashboard.logs import LogTrouble
 from slime.dashboard.sample_pages import Positions
+from slime.observability import phases
+from slime.observability.wait_table import read_table
 from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import read_actions
 from slime.record.schema import open_for_reading
@@ -76,6 +78,12 @@ class RunFolder:
             self._state = (time.monotonic(), state)
         return state
 
+    @property
+    def shown_state(self) -> str:
+        """The state as a person sees it: a run that is paused is running, too."""
+        table = read_table(self.path) if self.state == RUNNING else None
+        return phases.PAUSED if table is not None and table.is_paused else self.state
+
     def summary(self) -> dict[str, Any]:
         """A line in the list of runs; a long run's metrics are not read for it."""
         run = self.run
@@ -86,7 +94,7 @@ class RunFolder:
             "name": run.name if run is not None else self.path.name,
             "folder": str(self.path),
             "id": run.id if run is not None else None,
-            "state": self.state,
+            "state": self.shown_state,
             "start": run.last.start if run is not None else None,
             "end": run.last.end if run is not None else None,
             "starts": run.num_starts if run is not None else 1,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from slime.utils import waits
 
-_START, _RUN = "start of the run", "run"
+_START, RUN = "start of the run", "run"
+PAUSED = "paused"  # between two steps, until somebody resumes the run
 CHECKS, FIRST_PUSH = "checks", "first push"  # the first and the last part of a start
 
 logger = logging.getLogger(__name__)
@@ -47,13 +48,13 @@ def starting(name: str) -> Iterator[Ended]:
 
 def doing(name: str) -> contextlib.AbstractContextManager[waits.Wait]:
     """A part of every step."""
-    return waits.waiting(name, owner=_RUN)
+    return waits.waiting(name, owner=RUN)
 
 
 def active() -> list[waits.Wait]:
     """What is being done now, in this process; oldest first."""
-    return [wait for wait in waits.active() if wait.owner in (_START, _RUN)]
+    return [wait for wait in waits.active() if wait.owner in (_START, RUN)]
 
 
 def is_part_of_a_step(wait: waits.Wait) -> bool:
-    return wait.owner == _RUN
+    return wait.owner == RUN

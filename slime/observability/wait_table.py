@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from slime.observability import phases
 from slime.utils import waits
 
 WAITS_FILE = "waits.json"
@@ -118,6 +119,11 @@ class WaitTable:
     @property
     def overdue(self) -> list[WaitRow]:
         return [row for row in self.rows if row.is_overdue(self.time)]
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the run waits between two steps until somebody resumes it."""
+        return any(row.owner == phases.RUN and row.what == phases.PAUSED for row in self.rows)
 
     @property
     def silent(self) -> list[WaitRow]:

@@ -119,6 +119,19 @@ def test_a_folder_of_no_run_is_one_line(tmp_path, capsys, command):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_run_that_is_paused_says_so_and_for_how_long(run_dir, capsys):
+    lock, now = FolderLock(run_dir, "--run-dir"), time.time()
+    write_table(run_dir, [WaitRow("run", "paused", "", now - 95, None)])
+    log(run_dir, 1)
+    assert main(["status", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(": paused") and "so far" in lines[1]
+    assert any("paused, for 95 s" in line or "paused, for 96 s" in line for line in lines)
+    assert main(["status", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "paused"
+    lock.release()
+
+
 def test_waits_are_shown_overdue_first_and_as_json(run_dir, capsys):
     lock, now = FolderLock(run_dir, "--run-dir"), time.time()
     rows = [

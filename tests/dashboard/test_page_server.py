@@ -212,6 +212,19 @@ def test_an_action_on_a_running_run_becomes_a_row_that_waits(tmp_path):
         lock.release()
 
 
+def test_a_run_that_is_paused_has_that_badge_and_takes_actions(tmp_path):
+    make_run(tmp_path / "live", 2, exit=None)
+    lock = FolderLock(tmp_path / "live", "--run-dir")
+    try:
+        write_table(tmp_path / "live", [WaitRow("run", "paused", "", time.time() - 95, None)])
+        with serving(tmp_path / "live") as (url, token):
+            assert [run["state"] for run in answer(f"{url}/api/runs")["runs"]] == ["paused"]
+            assert answer(f"{url}/api/runs/live")["state"] == "paused"
+            assert answer(f"{url}/api/runs/live/actions", body={"name": "resume"}, token=token) == {"id": 1}
+    finally:
+        lock.release()
+
+
 def test_other_machines_need_the_token_to_read(tmp_path):
     make_run(tmp_path / "run", 1)
     with serving(tmp_path / "run", host="0.0.0.0") as (url, token):

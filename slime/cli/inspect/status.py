@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
+from slime.observability import phases
 from slime.observability.incidents import describe_incidents, read_incidents
 from slime.observability.terminal.progress import Progress, duration, short, sparkline
 from slime.observability.terminal.terminal import Terminal
@@ -25,6 +26,7 @@ from slime.utils.machine.vital_signs import signs_of
 from slime.utils.printable import printable
 
 _EVERY_S = 2.0
+_LIVE = ("running", phases.PAUSED)
 _LATE_S = 10.0  # from then on the table of waits is said to be old
 _SHOWN_WAITS = 12
 _SHOWN = (
@@ -44,7 +46,7 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the folder of a run says: `state` is running, finished, or how it ended.
+    """What the folder of a run says: `state` is running, paused, finished, or how it ended.
 
     `values`: the last of each metric. `waits` None: nobody waited for anything, or it is not known.
     """
@@ -57,7 +59,7 @@ class Status:
 
     @property
     def is_over(self) -> bool:
-        return self.state != "running"
+        return self.state not in _LIVE
 
 
 def status_main(argv: Sequence[str]) -> int:
@@ -133,6 +135,8 @@ def _read(run: Path) -> Status | str:
     state = "running" if running else record.last.exit or "lost: the process ended without a word"
     # A run that came to its end waits for nothing; of one that was stopped it is told why it was.
     table = read_table(run) if state != "finished" else None
+    if running and table is not None and table.is_paused:
+        state = phases.PAUSED
     lines, values = _lines(run, record, state, rows)
     lines[1:1] = _stopped_lines(run) if running else []
     lines += _wait_lines(table, running) if table is not None else []
@@ -166,10 +170,10 @@ def _lines(
     started = datetime.datetime.fromisoformat(record.last.start)
     ended = datetime.datetime.fromisoformat(record.last.end) if record.last.end else None
     last = max((row["time"] for row in rows if "time" in row), default=None)
-    until = ended.timestamp() if ended else time.time() if state == "running" else last or started.timestamp()
+    until = ended.timestamp() if ended else time.time() if state in _LIVE else last or started.timestamp()
     took = datetime.timedelta(seconds=round(max(0.0, until - started.timestamp())))
     again = f", start {record.num_starts}" if record.num_starts > 1 else ""
-    so_far = "so far" if state == "running" else "in all"
+    so_far = "so far" if state in _LIVE else "in all"
     lines = [
         f"{record.name} ({record.id}{again}): {state}",
         f"  started {record.last.start}, {took} {so_far}",
@@ -179,7 +183,7 @@ def _lines(
         progress.add(row)
     values = progress.latest
     lines.append(f"  {_how_far(progress, state)}")
-    if last is not None and state == "running":
+    if last is not None and state in _LIVE:
         lines.append(f"  last logged {datetime.timedelta(seconds=round(time.time() - last))} ago")
     shown = [f"{title} {form.format(values[key])}" for title, key, form in _SHOWN if key in values]
     lines += [f"  {', '.join(shown[i : i + 3])}" for i in range(0, len(shown), 3)]
@@ -209,7 +213,7 @@ def _how_far(progress: Progress, state: str) -> str:
         return "no step yet"
     text = f"step {progress.done}/{progress.total}" if progress.total else f"step {progress.done}"
     left = progress.seconds_left()
-    return f"{text}, about {duration(left)} left" if state == "running" and left is not None else text
+    return f"{text}, about {duration(left)} left" if state in _LIVE and left is not None else text
 
 
 def _speed(progress: Progress) -> str:

@@ -26,8 +26,10 @@ export function clock(time) {
   return time ? new Date(time * 1000).toLocaleString("sv") : "–";
 }
 
+export const isLive = (state) => state === "running" || state === "paused";
+
 export function stateName(state) {
-  return state === "running" ? "running" : state === "finished" || state.startsWith("stopped") ? "finished" : "ended";
+  return isLive(state) ? state : state === "finished" || state.startsWith("stopped") ? "finished" : "ended";
 }
 
 export function plainValue(value) {

@@ -1,7 +1,7 @@
 // Asks something of a run; the loop answers between two steps. Every request and answer stays in the record.
 import * as api from "../api.js";
 import { h, fill, empty, say } from "../dom.js";
-import { clock, num } from "../format.js";
+import { clock, isLive, num } from "../format.js";
 
 export const title = "Actions";
 const NO_TOKEN = "Actions need the token: paste the address from the file that `slime dashboard` named when it started.";
@@ -32,9 +32,9 @@ export async function render(main, context) {
   async function refresh() {
     const [details, rows] = await Promise.all([api.get(api.run(key)), api.get(api.run(key, "/actions")).catch(() => [])]);
     state = details.state;
-    status.textContent = !can ? "This page only shows." : state !== "running" ? `Nobody would answer: ${state === "finished" ? "the run is finished" : state}.` : api.hasToken() ? "The run runs, and answers after the step it is in." : NO_TOKEN;
-    unlock.hidden = !can || state !== "running" || api.hasToken();
-    for (const element of main.querySelectorAll(".acts button, .acts input")) element.disabled = !can || state !== "running" || !api.hasToken();
+    status.textContent = !can ? "This page only shows." : !isLive(state) ? `Nobody would answer: ${state === "finished" ? "the run is finished" : state}.` : api.hasToken() ? "The run runs, and answers after the step it is in." : NO_TOKEN;
+    unlock.hidden = !can || !isLive(state) || api.hasToken();
+    for (const element of main.querySelectorAll(".acts button, .acts input")) element.disabled = !can || !isLive(state) || !api.hasToken();
     fill(body, rows.length ? rows.reverse().map((row) => h("tr", {}, h("td", {}, clock(row.time)), h("td", {}, row.name, row.value !== null && ` ${num(row.value)}`), h("td", {}, row.who), h("td", {}, h("span", { class: `badge ${row.state === "done" ? "finished" : row.state === "refused" ? "ended" : "running"}` }, row.state)), h("td", {}, row.answer || ""))) : h("tr", {}, h("td", { colSpan: 5, class: "dim" }, "Nothing was asked of this run so far.")));
   }
   context.settings = await api.get(api.run(key, "/settings")).catch(() => ({}));

@@ -1,7 +1,7 @@
 // How runs are doing at a glance: trouble first, then how far, then the numbers that matter.
 import * as api from "../api.js";
 import { h, fill, empty } from "../dom.js";
-import { num, ago, clock, duration, stateName } from "../format.js";
+import { num, ago, clock, duration, isLive, stateName } from "../format.js";
 import { tip, explained } from "../tip.js";
 import { link } from "../route.js";
 import { Chart } from "../chart.js";
@@ -29,13 +29,13 @@ export function troubleList(trouble, key) {
 function progress(run) {
   const share = run.total ? run.step / run.total : null;
   const started = run.start ? Date.parse(run.start) / 1000 : null;
-  const until = run.end ? Date.parse(run.end) / 1000 : run.state === "running" ? Date.now() / 1000 : run.last_time;
-  const now = run.state === "running" && run.record.now;
+  const until = run.end ? Date.parse(run.end) / 1000 : isLive(run.state) ? Date.now() / 1000 : run.last_time;
+  const now = isLive(run.state) && run.record.now;
   return h("p", {},
     h("span", { class: `badge ${stateName(run.state)}` }, run.state), " ",
     share !== null && h("progress", { max: 1, value: share, "aria-label": "progress" }), " ",
     `step ${run.step}${run.total ? ` of ${run.total}` : ""}`,
-    h("span", { class: "dim" }, ` · started ${clock(started)} · ${duration(started && until ? until - started : null)} ${run.state === "running" ? "so far" : "in all"} · last logged ${ago(run.last_time)}`),
+    h("span", { class: "dim" }, ` · started ${clock(started)} · ${duration(started && until ? until - started : null)} ${isLive(run.state) ? "so far" : "in all"} · last logged ${ago(run.last_time)}`),
     now && now.doing && h("span", {}, ` · ${now.doing} for ${duration(Math.max(0, Date.now() / 1000 - now.since))}`));
 }
 

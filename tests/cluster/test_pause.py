@@ -1,0 +1,50 @@
+"""A pause lasts until somebody resumes the run: its length is shown, and no step is charged for it."""
+
+import types
+
+from slime.cluster import run_requests
+from slime.cluster.driver_spans import Timeline
+from slime.cluster.run_requests import Requests
+from slime.observability import phases
+from slime.record.actions import ActionRow
+from slime.utils import waits
+
+
+class Scripted(Requests):
+    """A fake: somebody asks for these actions, one batch at each look."""
+
+    def __init__(self, batches):
+        super().__init__(None)
+        self.batches = list(batches)
+
+    def _asked(self):
+        return self.batches.pop(0) if self.batches else []
+
+    def _answer(self, row, state, rollout_id, text):
+        pass
+
+
+def row(name):
+    return ActionRow(1, 0.0, name, None, "test", "asked", None, None, None)
+
+
+def test_a_pause_is_one_wait_and_its_seconds_are_no_part_of_a_step(monkeypatch):
+    seen, left_out, clock, ended = [], [], [100.0], []
+
+    def sleep(seconds):  # a fake: time passes at once
+        clock[0] += 60.0
+        seen.append([(wait.name, round(wait.age_s)) for wait in phases.active()])
+        ended.append(waits.num_ended())
+
+    monkeypatch.setattr(run_requests.time, "sleep", sleep)
+    monkeypatch.setattr(run_requests.time, "monotonic", lambda: clock[0])
+    cluster = types.SimpleNamespace(
+        timeline=Timeline(None),
+        recovery=types.SimpleNamespace(look=lambda rollout_id: None),
+        leave_out=left_out.append,
+    )
+    requests = Scripted([[row("pause")], [], [], [row("resume")]])
+    assert requests.take(cluster, 3, None, None) is None
+    assert seen == [[("paused", 60)], [("paused", 120)], [("paused", 180)]]
+    assert left_out == [180.0] and not phases.active()
+    assert ended == sorted(set(ended))  # something ends at each look: a run that is paused does not hang
