@@ -36,6 +36,7 @@ from slime.agent.engine_access import EnginePolicy, Made
 from slime.agent.rendering import Renderer
 from slime.agent.session import Budget, Session
 from slime.utils import http_utils
+from slime.utils.machine.stacks import watch_exit
 from slime.utils.types import Sample
 
 ROOT = Path(__file__).parent.parent
@@ -398,3 +399,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    watch_exit()

@@ -25,6 +25,7 @@ import psutil
 from slime.record import schema
 from slime.record.packed import pack_floats, pack_ids
 from slime.utils.files.run_file import RunRecord, Start, write_run
+from slime.utils.machine.stacks import watch_exit
 
 TRIES = 5
 # What somebody does -> the view, the act, and when what it asks for is not yet seen. Measured in the page
@@ -271,3 +272,4 @@ def get(url: str) -> bytes:
 
 if __name__ == "__main__":
     main()
+    watch_exit()

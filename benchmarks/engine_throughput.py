@@ -29,6 +29,7 @@ from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.stacks import watch_exit
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 
@@ -185,3 +186,4 @@ def compare(args: argparse.Namespace, url: str, model, requests: list[tuple[list
 
 if __name__ == "__main__":
     main()
+    watch_exit()

@@ -16,6 +16,7 @@ from pathlib import Path
 from slime.catalog.gpus import GPUS, MODELS
 from slime.preflight.step_costs import EnginePlan, Model, Work, best_runs, train_plan
 from slime.preflight.trainer_plan import Sizes
+from slime.utils.machine.stacks import watch_exit
 
 
 @dataclass(frozen=True)
@@ -126,3 +127,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    watch_exit()

@@ -31,6 +31,7 @@ from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
+from slime.utils.machine.stacks import watch_exit
 from slime.utils.types import Sample
 
 # Prompt and answer tokens of a sample: what repeats, and what does not.
@@ -169,3 +170,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    watch_exit()

@@ -14,6 +14,7 @@ from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStoppe
 from slime.utils.files.restricted import create_restricted
 from slime.utils.machine.garbage import search_no_more, search_seldom
 from slime.utils.machine.own_command import as_typed
+from slime.utils.machine.stacks import watch_exit
 from slime.utils.machine.standard_streams import open_missing
 from slime.utils.waits import WaitTimeout
 
@@ -134,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             if argv is None:
                 search_no_more()
+                watch_exit()
             if not sys.stdout.closed:
                 sys.stdout.flush()  # here, where somebody can take the error; also of `--help`
     except BrokenPipeError:  # `slime plot RUN | head`: whoever reads has enough

@@ -11,6 +11,7 @@ from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.cli.main import USER_MISTAKE, user_errors
 from slime.utils.files.folder_lock import refuse_locked
 from slime.utils.machine.own_command import as_typed
+from slime.utils.machine.stacks import watch_exit
 from slime.utils.machine.standard_streams import open_missing
 
 
@@ -24,6 +25,14 @@ def main(
     its kind; without one it is the synchronous loop.
     """
     open_missing()
+    try:
+        return _main(argv, train, training_loop)
+    finally:
+        if argv is None:
+            watch_exit()
+
+
+def _main(argv: Sequence[str] | None, train: Callable[[Args], Any] | None, training_loop: str) -> int:
     with user_errors():
         args = parse_args(argv, training_loop=training_loop)
         # Here, because a misspelt flag needs nothing of it.

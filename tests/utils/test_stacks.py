@@ -95,3 +95,26 @@ def test_a_handler_that_somebody_has_set_stays(tmp_path):
     finally:
         signal.signal(stacks.SIGNAL, signal.SIG_DFL)
     assert asked == [stacks.SIGNAL]
+
+
+NEVER_ENDS = """
+import sys, threading
+from slime.utils.machine.stacks import watch_exit
+
+def the_thread_that_keeps_the_exit():
+    sys.stdin.read()
+
+threading.Thread(target=the_thread_that_keeps_the_exit).start()
+watch_exit(0.2)
+"""
+
+
+def test_an_exit_that_is_stuck_writes_its_stacks():
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", NEVER_ENDS], **pipes) as process:
+        said = ""
+        while "the_thread_that_keeps_the_exit" not in said and (line := process.stderr.readline()):
+            said += line
+        process.stdin.close()
+        process.stderr.read()
+    assert "the_thread_that_keeps_the_exit" in said and process.returncode == 0

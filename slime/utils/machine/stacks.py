@@ -25,6 +25,7 @@ from slime.utils import async_utils
 from slime.utils.files.restricted import restricted
 
 SIGNAL = signal.SIGUSR2
+_STDERR = 2  # the descriptor: the file object may be closed when the interpreter exits
 _TASK_FRAMES = 8
 _MAX_TASKS = 200
 _PATIENCE_S = 5.0
@@ -72,6 +73,17 @@ def answering(log: Path) -> Iterator[None]:
         finally:
             faulthandler.unregister(SIGNAL)
             signal.signal(SIGNAL, signal.SIG_DFL)
+
+
+def watch_exit(after_s: float = 60.0) -> None:
+    """Call it last: while the exit of the interpreter is stuck, the stacks of all threads go to stderr.
+
+    An exit waits for every thread that is not a daemon, for executors and for functions of `atexit`; without
+    this a process that never ends says nothing. Nothing is ended here.
+    """
+    with contextlib.suppress(OSError, ValueError):  # a process without stderr
+        os.fstat(_STDERR)
+        faulthandler.dump_traceback_later(after_s, repeat=True, file=_STDERR)
 
 
 def ask(pids: Iterable[int]) -> list[int]:
