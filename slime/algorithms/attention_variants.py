@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_KIND = "attention_kind"  # attribute of an attention module, set by note_kinds
 _SINK_COLUMNS = 8  # kernels want the width of a head to be a multiple of it
 
 
@@ -34,7 +35,9 @@ def variant_of(module: nn.Module, mask: Any, options: Mapping[str, Any]) -> Vari
     Some families say a window only in a mask, which is not built here: their config says it too.
     """
     config: Any = getattr(module, "config", None)
-    kind = _kind_of(module, getattr(config, "layer_types", None) or ())
+    kind = getattr(module, _KIND, None)
+    if kind is None:
+        kind = _kind_of(module)
     window, sinks = options.get("sliding_window"), options.get("s_aux")
     if window is None and "sliding" in kind:
         window = config.sliding_window
@@ -46,8 +49,20 @@ def variant_of(module: nn.Module, mask: Any, options: Mapping[str, Any]) -> Vari
     return Variant(window, chunk, options.get("softcap"), sinks)
 
 
-def _kind_of(module: nn.Module, kinds: Sequence[str]) -> str:
-    """Where all layers are of one kind no number is read: code compiled for one layer serves all."""
+def note_kinds(layer: nn.Module) -> None:
+    """Store the kind of a layer's attention on its modules, before they are compiled.
+
+    Compiled code then depends on the kind, not on the number of layers or on the layer's index: what is
+    compiled for one layer serves all layers of its kind, also those of a longer model.
+    """
+    for module in layer.modules():
+        if hasattr(module, "config"):
+            setattr(module, _KIND, _kind_of(module))
+
+
+def _kind_of(module: nn.Module) -> str:
+    config: Any = getattr(module, "config", None)
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
     if all(kind == kinds[0] for kind in kinds):
         return kinds[0] if kinds else ""
     layer = getattr(module, "layer_idx", None)

@@ -26,7 +26,8 @@ def _alone():
         dist.destroy_process_group()
 
 
-def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch):
+@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 4}])
+def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch, adapters):
     from transformers import Qwen3Config
 
     from slime.backends.attention.shared_prefixes import PrefixShare
@@ -44,13 +45,15 @@ def test_one_layer_of_a_model_takes_a_step(tmp_path, monkeypatch):
     shares = []
     of = PrefixShare.of
     monkeypatch.setattr(PrefixShare, "of", lambda *a, **k: shares.append(of(*a, **k)) or shares[-1])
-    args = default_args(hf_checkpoint=str(tmp_path), dtype="float32", compile=False)
+    args = default_args(hf_checkpoint=str(tmp_path), dtype="float32", compile=False, **adapters)
     with _alone():
         warm_up._train_one_layer(args, str(tmp_path / "layer"), torch.device("cpu"))
     assert [len(step.batch["tokens"]) for step in seen] == [4, 4, 2]
     assert [share is not None for share in shares] == [True, False, False]  # layers are compiled for both
     shape = seen[0].backend.model.lm.config
     assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (1, 32, 512)
+    names = [name for name, p in seen[0].backend.model.lm.named_parameters() if p.requires_grad]
+    assert all(".lora_" in name for name in names) == bool(adapters)
 
 
 def test_memory_is_locked_for_what_will_leave_the_device(tmp_path):
@@ -141,6 +144,12 @@ def test_memory_that_cannot_be_counted_is_not_locked_and_layers_are_compiled(mon
     with caplog.at_level("INFO", logger="slime"):
         steps.run()
     assert steps.order == ["count", "compile"] and "OSError: no such model" in caplog.text
+
+
+def test_layers_with_adapters_are_compiled_too(monkeypatch):
+    steps = Steps(monkeypatch)
+    steps.run(lora_rank=8)
+    assert "compile" in steps.order
 
 
 def test_memory_is_locked_where_nothing_is_compiled(monkeypatch):

@@ -41,7 +41,7 @@ from slime.backends.fsdp import (
 )
 from slime.backends.fsdp.cpu_norm import rms_norm
 from slime.backends.fsdp.expert_watch import ExpertWatch, balance_coefficient
-from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers
+from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers, require_input_gradient
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, Share, WholeMatrix, gather_full, reshard, shard
 from slime.backends.fsdp.optimizer import build_optimizer
@@ -167,6 +167,7 @@ class FSDPBackend(TrainerBase):
             use_fp8(layers, self.device, self.compute_dtype)
         if compiles:
             grouped_experts.keep_out_of_compiling(layers)
+            require_input_gradient(model.lm)
         prepare_layers(
             layers, model.lm.config, checkpointing=args.activation_checkpointing, compiled=compiles
         )

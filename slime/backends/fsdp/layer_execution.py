@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from slime.algorithms.attention_variants import note_kinds
 from slime.backends.attention import packed_documents
 
 HFModel = Any  # a `PreTrainedModel` of transformers, which the type checker does not look into
@@ -49,10 +50,25 @@ def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, 
     functions: dict[type, Callable[..., Any]] = {}
     for layer in layers:
         kind = type(layer)
+        if compiled:
+            note_kinds(layer)
         if kind not in functions:
             function = _checkpointed(kind.forward, checkpointing)
             functions[kind] = torch.compile(function, dynamic=True) if compiled else function
         layer.forward = types.MethodType(functions[kind], layer)
+
+
+def require_input_gradient(lm: HFModel) -> None:
+    """Give the first layer an input with a gradient, as all others have, also where embeddings are frozen.
+
+    Otherwise torch compiles the layer once more, in the middle of the first step.
+    """
+
+    def require(_embedding: nn.Module, _inputs: Any, hidden: Tensor) -> None:
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()
+
+    lm.get_input_embeddings().register_forward_hook(require)
 
 
 def _compile_for_any_length(width: int) -> None:

@@ -40,6 +40,9 @@ _KEPT = (
     "fp8_training",
     "compile",
     "share_prefix",
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
     "seed",
 )
 
@@ -68,7 +71,7 @@ def warm_up(args: Args, device: torch.device) -> None:
     locking = in_background(lambda: _lock(blocks, compiled), "host-memory")
     try:
         # A trainer with layers of its own would leave its groups of ranks behind.
-        if trainer.trains_transformers_model and args.compile is not False and not args.lora_rank:
+        if trainer.trains_transformers_model and args.compile is not False:
             with _told("layers compiled"):
                 _compile_layers(args, device)
             gc.collect()
