@@ -4,8 +4,8 @@ steps.
     python benchmarks/scaling.py [--out scaling.json]
 
 The H200 rows are measured (docs/performance.md); the others are the numbers that NVIDIA publishes for NeMo RL
-0.4 on H100 (its performance summary), with the batch and lengths given there. That is another program: the
-error says how far its steps are from what these costs allow, not only how wrong the costs are.
+0.4 on H100 (its performance summary), with the batch, lengths and layout given there. That is another
+program: the error also says how far its steps are from what these costs allow.
 """
 
 import argparse
@@ -14,20 +14,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.catalog.gpus import GPUS, MODELS
-from slime.preflight.step_costs import EnginePlan, Model, Work, best_runs, train_plan
+from slime.preflight.step_costs import (
+    SWAP_S,
+    EnginePlan,
+    Model,
+    TrainPlan,
+    Work,
+    best_runs,
+    last_stage,
+    push_seconds,
+    train_plan,
+)
 from slime.preflight.trainer_plan import Sizes
 from slime.utils.machine.stacks import watch_exit
 
 
 @dataclass(frozen=True)
 class Published:
-    """A step of NeMo RL on H100; `overlapped_s`: one step off policy, on `overlapped_gpus`."""
+    """A step of NeMo RL on H100, on policy; and one step off policy, on `overlapped_gpus`."""
 
     model: str
     gpus: int
     samples: int
-    length: float  # prompt and answer, on average
+    length: float  # prompt and response, on average
     longest: float
+    engine_gpus: int
+    layout: tuple[int, int, int, int]  # tp, cp, ep, pp
     step_s: float
     overlapped_gpus: int
     overlapped_s: float
@@ -35,37 +47,55 @@ class Published:
 
 PROMPT = 150.0
 PUBLISHED = (
-    Published("llama-3.1-8b", 16, 2048, 1060, 4096, 97.7, 16, 74.6),
-    Published("qwen3-30b-a3b", 32, 2048, 3154, 4096, 225.0, 32, 244.0),
-    Published("qwen3-32b", 32, 2048, 3206, 4096, 393.0, 64, 215.0),
-    Published("qwen3-235b-a22b", 128, 512, 5671, 8192, 506.0, 256, 241.0),
-    Published("deepseek-v3", 256, 512, 745, 1536, 154.0, 512, 77.9),
+    Published("llama-3.1-8b", 16, 2048, 1060, 4096, 1, (1, 1, 1, 2), 97.7, 16, 74.6),
+    Published("qwen3-30b-a3b", 32, 2048, 3154, 4096, 4, (2, 1, 8, 1), 225.0, 32, 244.0),
+    Published("qwen3-32b", 32, 2048, 3206, 4096, 4, (4, 1, 1, 4), 393.0, 64, 215.0),
+    Published("qwen3-235b-a22b", 128, 512, 5671, 8192, 16, (2, 2, 16, 8), 506.0, 256, 241.0),
+    Published("deepseek-v3", 256, 512, 745, 1536, 32, (1, 1, 16, 16), 154.0, 512, 77.9),
 )
+FITTED = ("llama-3.1-8b", "qwen3-30b-a3b")  # how much slower GPUs are together; the others test it
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 SHOWN = ("qwen3-4b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
 
 
 def against_h200() -> list[dict[str, float | str]]:
+    """Whole steps on one H200; generation alone is compared by generation_costs.py."""
     gpu = GPUS["h200"]
-    small, large = Model(MODELS["qwen3-0.6b"]), Model(MODELS["qwen3-4b"] | {"vocab_size": 512})
-    rollout, step = Work(128, 256, 512, 0.0), Work(512, 32, 950, 0.0, passes=0)
-    tokens = 128 * 512 / EnginePlan(small, gpu, 1, 64).generate_s(rollout, 128)
+    model = Model(MODELS["qwen3-4b"] | {"vocab_size": 512})
+    step = Work(512, 32, 950, 0.0, passes=0, siblings=8)
     rows = [
-        ("0.6B rollout, tokens/s", 17_000.0, tokens),
-        ("4B generating 512 x 950, s", 23.2, EnginePlan(large, gpu, 1, 256).generate_s(step, 512)),
-        ("4B training on them, s", 21.6, train_plan(large, gpu, Sizes(1), step).seconds),
+        ("4B generating 512 x 950, s", 22.2, EnginePlan(model, gpu, 1, 256).generate_s(step, 512)),
+        ("4B training on them, s", 22.4, train_plan(model, gpu, Sizes(1), step).seconds),
     ]
     return [{"what": what, "measured": m, "model": c, "error": c / m - 1} for what, m, c in rows]
+
+
+def published_step(p: Published) -> float:
+    """Return the predicted seconds of a published step with the layout that it was published with."""
+    model, gpu = Model(MODELS[p.model]), GPUS["h100"].among(p.gpus)
+    tp, cp, ep, pp = p.layout
+    sizes = Sizes(p.gpus, tp, pp, 1, cp, ep, 1, tp > 1, last_layers=last_stage(model.layers, pp))
+    work = work_of(p)
+
+    def train(recompute: bool) -> TrainPlan:
+        at_once = round(p.longest)
+        return train_plan(model, gpu, sizes, work, tokens_at_once=at_once, recompute=recompute)
+
+    fits = [plan for recompute in (False, True) if (plan := train(recompute)).memory < gpu.capacity]
+    trainer = fits[0] if fits else train(True)
+    engine = EnginePlan(model, gpu, p.engine_gpus, 256)
+    generate_s = engine.generate_s(work, p.samples / (p.gpus // p.engine_gpus))
+    return generate_s + trainer.seconds + push_seconds(model, gpu, p.gpus, apart=False) + SWAP_S
+
+
+def work_of(p: Published) -> Work:
+    return Work(p.samples, PROMPT, p.length - PROMPT, 0.6, p.longest - PROMPT, 1, max(1, p.samples // 512))
 
 
 def against_published() -> list[dict[str, float | str]]:
     rows: list[dict[str, float | str]] = []
     for p in PUBLISHED:
-        model = Model(MODELS[p.model])
-        answer = p.length - PROMPT
-        steps = max(1, p.samples // 512)
-        work = Work(p.samples, PROMPT, answer, 0.6, p.longest - PROMPT, 1, steps)
-        turns = next(r for r in best_runs(model, GPUS["h100"], p.gpus, work) if not r.rollout_gpus)
+        model, work, predicted = Model(MODELS[p.model]), work_of(p), published_step(p)
         apart = [r for r in best_runs(model, GPUS["h100"], p.overlapped_gpus, work) if r.rollout_gpus]
         async_s = min((r.step_s for r in apart), default=float("nan"))
         rows.append(
@@ -73,10 +103,12 @@ def against_published() -> list[dict[str, float | str]]:
                 "model": p.model,
                 "gpus": p.gpus,
                 "published_s": p.step_s,
-                "model_s": turns.step_s,
-                "error": turns.step_s / p.step_s - 1,
-                "published_gain": p.step_s / p.overlapped_s,
-                "model_gain": turns.step_s / async_s,
+                "model_s": predicted,
+                "error": predicted / p.step_s - 1,
+                "overlapped_published_s": p.overlapped_s,
+                "overlapped_model_s": async_s,
+                "overlapped_error": async_s / p.overlapped_s - 1,
+                "fitted": str(p.model in FITTED),
             }
         )
     return rows

@@ -6,7 +6,8 @@ Rates of a GPU are what large operations reach, not what its data sheet promises
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -21,14 +22,35 @@ class GpuRow:
     network: float
     per_node: int = 8
 
+    def among(self, gpus: int) -> GpuRow:
+        """Return the rates of this GPU as one of `gpus` that work on one run.
+
+        They wait for the slowest of them, and layouts are never perfect: published steps on 16 GPUs and more
+        take about twice as long as the rates of a single GPU allow. Between 1 and 16 this is interpolated.
+        """
+        slower = 1 + (_MANY_GPUS - 1) * min(1.0, math.log2(max(1, gpus)) / 4)
+        rates = {name: getattr(self, name) / slower for name in ("flops", "memory", "link", "network")}
+        return replace(self, **rates)
+
+
+_MANY_GPUS = 2.2  # fitted on two published steps (benchmarks/scaling.py), tested on the others
 
 GPUS = {
     "h200": GpuRow(flops=760e12, memory=3.9e12, capacity=139 * 2**30, link=360e9, network=40e9),
     "h100": GpuRow(flops=700e12, memory=2.7e12, capacity=79 * 2**30, link=360e9, network=40e9),
     "h20": GpuRow(flops=125e12, memory=3.2e12, capacity=95 * 2**30, link=360e9, network=40e9),
     "a100": GpuRow(flops=250e12, memory=1.6e12, capacity=79 * 2**30, link=240e9, network=20e9),
+    "l40s": GpuRow(flops=280e12, memory=0.70e12, capacity=45 * 2**30, link=20e9, network=10e9),
+    "rtx-4090": GpuRow(flops=127e12, memory=0.82e12, capacity=24 * 2**30, link=20e9, network=10e9),
     "b200": GpuRow(flops=1700e12, memory=6.4e12, capacity=178 * 2**30, link=720e9, network=40e9),
 }
+
+
+def closest_gpu(name: str, capacity: float) -> GpuRow:
+    """Return the row whose name is in the device's own, such as "NVIDIA H200"; else the next in memory."""
+    words = name.lower().replace(" ", "-")
+    named = [row for key, row in GPUS.items() if key in words]
+    return named[0] if named else min(GPUS.values(), key=lambda row: abs(row.capacity - capacity))
 
 
 def _dense(

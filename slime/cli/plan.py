@@ -53,6 +53,10 @@ def plan_whole_run(words: list[str]) -> int:
     """The settings of `slime train`, from a file or flags: what the run would cost, and whether it fits."""
     parser = argparse.ArgumentParser(prog="slime plan", add_help=False, allow_abbrev=False)
     _add_device(parser)
+    parser.add_argument("--gpu", choices=tuple(GPUS), help="which GPU the seconds are for [this machine's]")
+    parser.add_argument(
+        "--response-tokens", type=between(1, MOST_TOKENS), help="on average [half of the allowed length]"
+    )
     options, words = parser.parse_known_args(words)
     with user_errors():
         args = parse_args(words)
@@ -60,8 +64,11 @@ def plan_whole_run(words: list[str]) -> int:
         from slime.preflight.prompts import usual_length
         from slime.preflight.run_plan import Device, plan_run
 
-        device = Device(options.gpu_gib * GIB, True) if options.gpu_gib else Device.here()
-        plan = plan_run(args, device, usual_length(args))
+        device = Device.here()
+        if options.gpu or options.gpu_gib:
+            room = options.gpu_gib * GIB if options.gpu_gib else GPUS[options.gpu].capacity
+            device = Device(room, True, options.gpu or "")
+        plan = plan_run(args, device, usual_length(args), options.response_tokens)
         fits = plan.peak <= device.room
         if options.json:
             print(json.dumps(asdict(plan) | {"peak": plan.peak, "room": device.room, "fits": fits}, indent=2))

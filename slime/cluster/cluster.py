@@ -143,7 +143,7 @@ class Cluster:
             _tell("memory  %d: %s", rollout_id, _headline(peaks, peaks))
         self._log({**report.metrics, **peaks, "perf/step_time": step_time}, "rollout", rollout_id)
         if len(self._step_times) == _STEPS_MEASURED and self.plan is not None:
-            self._tell_prediction(self.plan, peaks.get("perf/peak_memory_train_gib"))
+            self._report_prediction(self.plan, peaks.get("perf/peak_memory_train_gib"), batch)
 
     def _keep(self, rollout_id: int, batch: RolloutBatch | None) -> None:
         """Its batch, to do a step again; while the ranks are at it, since nobody else is at work then."""
@@ -185,11 +185,12 @@ class Cluster:
         self.recovery.run(change, rollout_id)
         self.redo.note(Deed(f"--{name.replace('_', '-')} {value:g}", change, setting=(name, value)))
 
-    def _tell_prediction(self, plan: RunPlan, peak_gib: float | None) -> None:
-        """Once: what was predicted beside what the first steps took. The first step warms up."""
+    def _report_prediction(self, plan: RunPlan, peak_gib: float | None, batch: RolloutBatch | None) -> None:
+        """Log once how the prediction compares with the first steps; the very first one warms up."""
         resident = self.trainer.ranks.call(TrainActor.resident_bytes) if peak_gib is None else []
         held = max(resident, default=0) if peak_gib is None else peak_gib * 2**30
-        logger.info("%s", plan.against(statistics.fmean(self._step_times[1:]), held))
+        lengths = statistics.fmean(batch["response_lengths"]) if batch else None
+        logger.info("%s", plan.against(statistics.fmean(self._step_times[1:]), held, lengths))
 
     def push_weights(self, rollout_id: int) -> None:
         """The weights that rollout `rollout_id` and later ones use; no-op in a run that trains nothing."""

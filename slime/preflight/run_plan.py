@@ -1,8 +1,10 @@
 """What a run will cost, estimated from its settings and config.json: memory of a device, seconds of a step.
 
 Memory counts weights, gradients, Adam and activations of the trainer, weights and KV cache of an engine.
-Time takes the machine at a usual share of its peak, and answers of half the allowed length. Not covered:
-fragmentation, buffers of collectives, what a Python process needs itself, a critic's or teacher's own pass.
+Seconds on GPUs come from the cost model of `step_costs`, those on a CPU from a timed matrix product. Unless
+the caller knows better, responses have half the allowed length on average, and the longest all of it. Not
+covered: fragmentation, buffers of collectives, what a Python process needs itself, a critic's or teacher's
+own pass.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ import torch
 
 from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.backends.shared.model_roles import needs_old_log_probs, needs_reference
 from slime.batch.flops import ModelShape
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
+from slime.catalog.gpus import closest_gpu
+from slime.preflight.step_costs import EnginePlan, Model, Work, push_seconds, train_plan
 from slime.preflight.trainer_plan import (
     GIB,
     Sizes,
@@ -33,11 +38,8 @@ from slime.preflight.trainer_plan import (
 )
 from slime.utils.machine.accelerator import device_count
 
-# Operations in bfloat16 that one multiprocessor makes in a cycle, by compute capability.
-_OPERATIONS = {8.0: 2048, 8.6: 512, 8.9: 512, 9.0: 4096, 10.0: 8192, 12.0: 1024}
-_USUAL_GPU = 312e12  # where the one that is planned for is not here
-_USED = 0.35  # share of the peak that training reaches
-_BYTES_PER_OPERATION = 1 / 200  # memory bandwidth beside arithmetic, of most devices
+_USED = 0.35  # share of a CPU's peak that training reaches
+_BYTES_PER_OPERATION = 1 / 200  # memory bandwidth of a CPU relative to its arithmetic
 _PROMPT = 128  # tokens, where nothing is known of the prompts
 _STEP_S = 0.005  # of an engine or a micro-batch, however small the model
 _LOGITS = 512 << 20  # one block of them with its gradient
@@ -59,6 +61,8 @@ class RunPlan:
     take_turns: bool
     generate_s: float
     train_s: float
+    push_s: float = 0.0  # weights to the engines; 0 where nothing is pushed, or where it is not known
+    response_tokens: float = 0.0  # mean length that the seconds assume; 0: the run generates nothing
     copies: float = 0.0  # --peer-copies, in the shared memory of the machine
 
     @property
@@ -70,7 +74,7 @@ class RunPlan:
 
     @property
     def step_s(self) -> float:
-        return self.generate_s + self.train_s
+        return self.generate_s + self.train_s + self.push_s
 
     def lines(self, room: float | None) -> list[str]:
         """`room`: bytes of one device; None: not known."""
@@ -86,34 +90,39 @@ class RunPlan:
             shown.append(
                 f"--peer-copies: {self.copies / GIB:.2f} GiB of shared memory, two copies of the state"
             )
-        shown.append(
-            f"a step: about {self.step_s:.3g} s (generate {self.generate_s:.3g}, train {self.train_s:.3g})"
-        )
+        parts = {"generate": self.generate_s, "train": self.train_s, "push": self.push_s}
+        known = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds)
+        assumed = f" for responses of {self.response_tokens:.0f} tokens" if self.response_tokens else ""
+        shown.append(f"a step: about {self.step_s:.3g} s ({known}){assumed}")
         if room is not None:
             verdict = "fits" if self.peak <= room else "does not fit"
             shown.append(f"{verdict}: {self.peak / GIB:.2f} GiB on a device of {room / GIB:.0f} GiB")
         return shown
 
-    def against(self, seconds: float, trainer_bytes: float | None) -> str:
-        """Predicted beside measured, in one line."""
+    def against(self, seconds: float, trainer_bytes: float | None, response_tokens: float | None) -> str:
+        """Return one line that compares the prediction with the measured step, memory and response length."""
         line = f"predicted against measured: a step {self.step_s:.3g} s, measured {seconds:.3g} s"
         if trainer_bytes and self.trainer:
             predicted = sum(self.trainer.values()) / GIB
             line += f"; memory of a trainer rank {predicted:.2f} GiB, measured {trainer_bytes / GIB:.2f} GiB"
+        if response_tokens and self.response_tokens:
+            line += f"; responses of {self.response_tokens:.0f} tokens, measured {response_tokens:.0f}"
         return line
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a run is planned for: a GPU of so many bytes, or a machine without one."""
+    """What a run is planned for: a GPU with `room` bytes and, if known, a name; or a machine without one."""
 
     room: float
     is_gpu: bool
+    name: str = ""
 
     @classmethod
     def here(cls) -> Device:
         if device_count():
-            return cls(float(torch.cuda.get_device_properties(0).total_memory), True)
+            gpu = torch.cuda.get_device_properties(0)
+            return cls(float(gpu.total_memory), True, gpu.name)
         return cls(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), False)
 
     def item_bytes(self, args: Args) -> int:
@@ -124,16 +133,23 @@ class Device:
         return 4 if args.dtype == "float32" or (args.dtype == "auto" and not self.is_gpu) else 2
 
 
-def plan_run(args: Args, device: Device, prompt_tokens: float | None = None) -> RunPlan:
-    """ValueError where the model's config.json is not here, or is of a kind that nobody knows."""
+def plan_run(
+    args: Args, device: Device, prompt_tokens: float | None = None, response_tokens: float | None = None
+) -> RunPlan:
+    """Estimate a run; ValueError where the model's config.json is not here, or is of an unknown kind.
+
+    `prompt_tokens`, `response_tokens`: mean lengths; None: assumed.
+    """
     assert args.hf_checkpoint is not None, "a plan is made from a model"
+    work = _work(args, prompt_tokens, response_tokens)
+    trains, serves = not args.debug_rollout_only, not args.debug_train_only
     with known_shape(f"--hf-checkpoint {args.hf_checkpoint}"):
         model = read_model(args.hf_checkpoint)
-        shape = ModelShape.from_hf_config(_Config(model))
-        trains, serves = not args.debug_rollout_only, not args.debug_train_only
         trainer = _trainer_memory(args, model, device) if trains else {}
         ours = serves and not args.rollout_external_engine_addrs
         engine = _engine_memory(args, model, device) if ours else {}
+        seconds = _gpu_seconds if device.is_gpu else _cpu_seconds
+        generate_s, train_s, push_s = seconds(args, model, device, work)
     copies = 0.0
     if args.peer_copies:
         # Of this machine: what its ranks write, and what the machine before it does.
@@ -141,9 +157,33 @@ def plan_run(args: Args, device: Device, prompt_tokens: float | None = None) -> 
         copies = 2.0 * shares * (trainer.get("weights", 0.0) + trainer.get("optimizer", 0.0))
     if not device.is_gpu:
         trainer, engine = (side and side | {"process": float(_PROCESS)} for side in (trainer, engine))
-    generate_s, train_s = _seconds(args, shape, device, prompt_tokens)
-    seconds = generate_s if serves else 0.0, train_s if trains else 0.0
-    return RunPlan(trainer, engine, bool(args.colocate), *seconds, copies)
+    return RunPlan(
+        trainer,
+        engine,
+        bool(args.colocate),
+        generate_s if serves else 0.0,
+        train_s if trains else 0.0,
+        push_s if serves and trains else 0.0,
+        work.answer if serves else 0.0,
+        copies,
+    )
+
+
+def _work(args: Args, prompt: float | None, response: float | None) -> Work:
+    """Return the work of one rollout. Supervised rows hold their responses and are measured with them."""
+    steps = args.num_steps_per_rollout or 1
+    longest = float(args.rollout_max_response_len or 512)
+    is_read = args.loss_type in SUPERVISED_LOSSES and prompt is not None
+    mean = 0.0 if is_read else min(response or longest / 2, longest)
+    return Work(
+        args.rollout_batch_size * args.n_samples_per_prompt,
+        prompt or _PROMPT,
+        mean,
+        longest=longest,
+        passes=needs_old_log_probs(args, steps) + needs_reference(args),
+        optimizer_steps=steps,
+        siblings=args.n_samples_per_prompt,
+    )
 
 
 class _Config(Namespace):
@@ -165,19 +205,8 @@ def _tokens_at_once(args: Args) -> int:
 
 
 def _trainer_memory(args: Args, model: dict[str, Any], device: Device) -> dict[str, float]:
-    ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    sizes = _sizes(args)
     if BACKENDS[args.train_backend].has_pipeline:
-        sizes = Sizes(
-            ranks,
-            tp,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size or 1,
-            cp,
-            args.expert_model_parallel_size,
-            args.expert_tensor_parallel_size or 1,
-            bool(args.sequence_parallel),
-        )
         micro = max(1, (args.global_batch_size or 1) // max(1, sizes.dp * args.micro_batch_size))
         options = Namespace(num_micro_batches=micro, max_tokens_per_gpu=_tokens_at_once(args))
         for name in (
@@ -192,7 +221,24 @@ def _trainer_memory(args: Args, model: dict[str, Any], device: Device) -> dict[s
         parts = {"gradients": worst.gradients, "optimizer": worst.optimizer}
         parts = {name: value * _trained_share(args, model) for name, value in parts.items()}
         return {"weights": worst.weights, **parts, "activations": worst.activations}
-    return _fsdp_memory(args, model, Sizes(ranks, tp, cp=cp), device)
+    return _fsdp_memory(args, model, sizes, device)
+
+
+def _sizes(args: Args) -> Sizes:
+    ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    if not BACKENDS[args.train_backend].has_pipeline:
+        return Sizes(ranks, tp, cp=cp)
+    return Sizes(
+        ranks,
+        tp,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size or 1,
+        cp,
+        args.expert_model_parallel_size,
+        args.expert_tensor_parallel_size or 1,
+        bool(args.sequence_parallel),
+    )
 
 
 def _trained_share(args: Args, model: dict[str, Any]) -> float:
@@ -241,40 +287,66 @@ def _engine_memory(args: Args, model: dict[str, Any], device: Device) -> dict[st
     return {"weights": weights, "KV cache": float(min(cache, most))}
 
 
-def _seconds(args: Args, shape: ModelShape, device: Device, prompt: float | None) -> tuple[float, float]:
-    """Seconds to generate and to train one rollout."""
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    # Supervised rows hold their answers, and are measured with them.
-    is_read = args.loss_type in SUPERVISED_LOSSES and prompt is not None
-    answer = 0 if is_read else (args.rollout_max_response_len or 512) / 2
-    prompt = prompt or _PROMPT
-    tokens = samples * (answer + prompt)
+def _gpu_seconds(
+    args: Args, config: dict[str, Any], device: Device, work: Work
+) -> tuple[float, float, float]:
+    """Return the seconds to generate, to train and to push one rollout, by the cost model of GPUs."""
+    model, sizes = Model(config), _sizes(args)
+    recompute = args.activation_checkpointing == "full"
+    rollout_gpus = args.rollout_num_gpus or (sizes.ranks if args.colocate else 1)
+    gpus = max(sizes.ranks, rollout_gpus) if args.colocate else sizes.ranks + rollout_gpus
+    gpu = closest_gpu(device.name, device.room).among(gpus)
+    engines = max(1, rollout_gpus // args.rollout_num_gpus_per_engine)
+    samples = work.samples / engines
+    engine = EnginePlan(
+        model, gpu, args.rollout_num_gpus_per_engine, max(1, round(min(_running(args), samples)))
+    )
+    plan = train_plan(model, gpu, sizes, work, tokens_at_once=_tokens_at_once(args), recompute=recompute)
+    # Frozen matrices have no gradient of their own: the backward pass has one product instead of two.
+    passes = work.passes + 3 + recompute
+    saved = plan.parts["compute"] / passes if args.lora_rank else 0.0
+    launches = _STEP_S * passes * _micro_batches(args, work) / sizes.ranks
+    push = push_seconds(model, gpu, gpus, apart=not args.colocate)
+    generate = engine.generate_s(work, samples) if work.answer else 0.0
+    return generate, max(plan.seconds - saved, launches), push
+
+
+def _running(args: Args) -> int:
+    """Return the most requests that one engine computes at a time."""
+    if ENGINES[args.rollout_engine].takes_sglang_flags:
+        return args.sglang_server_concurrency
+    return args.embedded_max_running_requests
+
+
+def _micro_batches(args: Args, work: Work) -> float:
+    if args.use_dynamic_batch_size:
+        count = work.tokens / _tokens_at_once(args)
+    else:
+        count = work.samples / args.micro_batch_size
+    return max(count, work.optimizer_steps)
+
+
+def _cpu_seconds(
+    args: Args, config: dict[str, Any], device: Device, work: Work
+) -> tuple[float, float, float]:
+    """Return the same of one CPU, whose cores all ranks share; a push there is not worth an estimate."""
+    shape = ModelShape.from_hf_config(_Config(config))
     item = device.item_bytes(args)
-    speed = _operations_per_second(item, device)
+    speed = _cpu_operations_per_second()
     ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
     engines = max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
-    cores = ranks if device.is_gpu else 1  # ranks on one CPU share its cores
-    passes = (
-        4 + args.use_kl_loss + (args.activation_checkpointing == "full")
-    )  # one before, and three to train
-    micro = tokens / _tokens_at_once(args) if args.use_dynamic_batch_size else samples / args.micro_batch_size
-    micro = max(micro / ranks, args.num_steps_per_rollout or 1)
-    train = passes * (2 * shape.matrices * tokens / (speed * _USED * cores) + _STEP_S * micro)
-    at_once = min(samples / engines, float(args.embedded_max_running_requests))
+    passes = work.passes + 3 + (args.activation_checkpointing == "full")
+    micro = _micro_batches(args, work) / ranks
+    train = passes * (2 * shape.matrices * work.tokens / (speed * _USED) + _STEP_S * micro)
+    at_once = min(work.samples / engines, float(_running(args)))
     reads = shape.matrices * item / (2 * speed * _BYTES_PER_OPERATION)
     one_token = _STEP_S + max(reads, 2 * shape.matrices * at_once / (speed * _USED))
-    rounds = samples / engines / at_once
-    return rounds * answer * one_token, train
+    rounds = work.samples / engines / at_once
+    return rounds * work.answer * one_token, train, 0.0
 
 
-def _operations_per_second(item: int, device: Device) -> float:
-    """The rate of one GPU, from what it is; of this CPU, from a product of two small matrices."""
-    if device.is_gpu and not device_count():
-        return _USUAL_GPU / (1 if item == 2 else 8)
-    if device.is_gpu:
-        gpu = torch.cuda.get_device_properties(0)
-        each = _OPERATIONS.get(gpu.major + gpu.minor / 10, 1024) / (1 if item == 2 else 8)
-        return float(gpu.multi_processor_count * each * getattr(gpu, "clock_rate", 1_700_000) * 1000)
+def _cpu_operations_per_second() -> float:
+    """Time the product of two small matrices on this CPU."""
     matrix, best, threads = torch.ones(_PROBE, _PROBE), float("inf"), torch.get_num_threads()
     torch.set_num_threads(1)  # several would wait for each other where other programs run as well
     try:

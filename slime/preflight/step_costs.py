@@ -1,8 +1,9 @@
 """What a step costs on many GPUs: a model of generation, training and the push, from sizes and rates.
 
-Calibrated on one H200 (docs/performance.md); everything between GPUs follows from the rates of their links
-and is held against published numbers by `benchmarks/scaling.py`. The assumptions are `ASSUMPTIONS`, which
-`slime plan --gpus` prints.
+Generation is calibrated on some loads of a real engine on one H200 and tested on others
+(`benchmarks/generation_costs.py`); what happens between GPUs follows from the rates of their links and is
+compared with published steps (`benchmarks/scaling.py`). docs/performance.md has the errors, and
+`slime plan --gpus` prints the ASSUMPTIONS.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from slime.preflight.trainer_plan import (
 # Share of the matrix rate that a training step reaches, attention counted: 0.73 at width 2,560 and 0.56 at
 # 1,024 (dense), and of that 0.73 with experts (six layers of Qwen3-30B-A3B: 0.51).
 _SHARE_WIDE, _SHARE_PER_WIDTH, _SHARE_EXPERTS = 0.837, 280.0, 0.73
-# One decode pass: kernels that wait for each other, however little they compute.
-_DECODE_S, _DECODE_LAYER_S = 0.5e-3, 70e-6
-_DECODE_SHARE = 0.6  # of the matrix rate, in decode and prefill
+# One decode pass costs this much however little it computes: the scheduler, and kernels that wait for each
+# other. Admitting a request interrupts the decode passes of all others.
+_DECODE_S, _DECODE_LAYER_S, _ADMIT_S = 1.25e-3, 14e-6, 6.2e-3
+_DECODE_SHARE, _PREFILL_SHARE = 0.95, 0.74  # of the matrix rate
+_CACHE_SHARE = 0.73  # of the memory rate that attention reaches when it reads the KV cache
 _HOP_S = 12e-6  # one collective between GPUs of a machine; ten times that between machines
 _BUSIEST_EXPERT = 2.0  # load of the busiest over the mean
 _HIDDEN = 0.7  # of the gradient and parameter traffic, behind the backward pass
@@ -43,14 +46,16 @@ _ROOM, _TRAINER_ROOM = 0.88, 0.92  # of a GPU's memory that an engine takes, or 
 # Bytes per second of a push on one machine; with more it grows as the square root of their number.
 PUSH_RATES = {"same GPU": 60e9, "shared GPUs": 9e9, "broadcast": 8e9}
 _PUSH_S, _PAUSE_S = 0.9, 0.13
-_SWAP_S = 2.0  # engine and trainer change places on the device, both ways
+SWAP_S = 2.0  # engine and trainer change places on the device, both ways
 _MAX_RUNNING = 256
 _PARTS = 8  # splits that are looked at: 1/8 of the GPUs generate, 2/8, ...
 _LONG = 16_384  # tokens; shorter samples are not cut by context parallelism
 
 ASSUMPTIONS = (
     "training: (0.837 - 280 / width) of the matrix rate with attention counted, 0.73 of that with experts",
-    "decode: 0.5 ms + 70 us a layer + weights or products, the slower, + caches; at most 256 requests",
+    "decode: 1.25 ms + 14 us per layer + the slower of weights and products + KV cache (0.73 of memory rate)",
+    "an engine takes at most 256 requests at a time, and 6.2 ms to admit one",
+    "GPUs that work together: rates of one GPU / 2.2 from 16 GPUs on, and / 1.9 on 8",
     "collectives of tensor and expert parallelism are not hidden; 70 % of gradient and parameter traffic is",
     "the busiest expert has 2 times the mean load; pipeline bubble (pp - 1) / (micro-batches + pp - 1)",
     "a push: 0.9 s + bytes at 60 GB/s on one GPU; on m machines 9 (in turns) or 8 GB/s x sqrt(m)",
@@ -72,6 +77,7 @@ class Work:
     longest: float = math.inf
     passes: int = 1
     optimizer_steps: int = 1
+    siblings: int = 1  # samples of one prompt, which an engine computes once
 
     def lengths(self) -> Sequence[float]:
         """Answer lengths at equally likely places of the distribution, with the mean as given."""
@@ -148,7 +154,7 @@ class EnginePlan:
         weights = 2 * (model.parameters - (1 - touched) * model.expert_parameters)
         read = weights / (own * gpu.memory)
         products = 2 * model.matrices * running / (own * gpu.flops * _DECODE_SHARE)
-        caches = cached * model.cache_bytes / (own * gpu.memory)
+        caches = cached * model.cache_bytes / (own * gpu.memory * _CACHE_SHARE)
         return (
             _DECODE_S
             + model.layers * (_DECODE_LAYER_S + self._talk_s(running))
@@ -164,16 +170,19 @@ class EnginePlan:
         return 2 * (hop + 4 * self.model.hidden * tokens / rate)
 
     def prefill_s(self, tokens: float) -> float:
-        per_token = 2 * self.model.matrices / (self.gpus * self.gpu.flops * _DECODE_SHARE)
+        per_token = 2 * self.model.matrices / (self.gpus * self.gpu.flops * _PREFILL_SHARE)
         talk = (self._talk_s(4096) / 4096 if self.gpus > 1 else 0.0) * self.model.layers
         return tokens * (per_token + talk)
 
     def generate_s(self, work: Work, samples: float) -> float:
-        """All at once: a full engine while requests wait, then fewer and fewer until the longest ends."""
+        """Return the seconds for requests that are sent at once.
+
+        The engine is full while requests wait; then ever fewer run, until the longest response ends.
+        """
         lengths = sorted(work.lengths())
         running = min(float(self.max_running), samples)
         cached = work.prompt + sum(lengths) / len(lengths) / 2
-        seconds = self.prefill_s(samples * work.prompt)
+        seconds = self.prefill_s(samples / work.siblings * work.prompt) + samples * _ADMIT_S
         waiting = samples - running
         seconds += waiting * work.answer / running * self.decode_s(int(running), running * cached)
         before = 0.0
@@ -190,7 +199,8 @@ class EnginePlan:
         lengths = work.lengths()
         age = sum(n * n for n in lengths) / sum(lengths) / 2
         decode = self.decode_s(running, running * (work.prompt + age))
-        return running / (decode + running * self.prefill_s(work.prompt) / work.answer)
+        admit = self.prefill_s(work.prompt / work.siblings) + _ADMIT_S
+        return running / (decode + running * admit / work.answer)
 
 
 def engine_plans(model: Model, gpu: GpuRow, work: Work, *, most: int) -> Iterator[EnginePlan]:
@@ -288,10 +298,10 @@ def layouts(model: Model, gpu: GpuRow, ranks: int, work: Work) -> Iterator[Sizes
         fits = 6 * (dense / tp + model.expert_parameters / ep) / pp < _TRAINER_ROOM * gpu.capacity
         if fits and ranks // (tp * pp * cp) <= replicas:
             sizes = Sizes(ranks, tp, pp, 1, cp, ep, 1, tp > 1)
-            yield replace(sizes, last_layers=_last(model.layers, pp))
+            yield replace(sizes, last_layers=last_stage(model.layers, pp))
 
 
-def _last(layers: int, pp: int) -> int | None:
+def last_stage(layers: int, pp: int) -> int | None:
     """Layers of the last stage where they do not divide: 61 on 16 stages are 15 times 4 and 1."""
     if pp == 1 or layers % pp == 0:
         return None
@@ -348,6 +358,7 @@ def push_seconds(model: Model, gpu: GpuRow, gpus: int, *, apart: bool) -> float:
 
 def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]:
     """The best of each way to share the GPUs, fastest first: in turns, and apart for every split."""
+    gpu = gpu.among(gpus)
     found: list[RunCost] = []
     whole = best_training(model, gpu, gpus, work)
     engines = list(engine_plans(model, gpu, work, most=gpus))
@@ -355,7 +366,7 @@ def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]
         engine = min(engines, key=lambda e: e.generate_s(work, work.samples / (gpus // e.gpus)))
         seconds = engine.generate_s(work, work.samples / (gpus // engine.gpus))
         push = push_seconds(model, gpu, gpus, apart=False)
-        found.append(RunCost(gpus, 0, engine, whole, seconds, push, _SWAP_S, False))
+        found.append(RunCost(gpus, 0, engine, whole, seconds, push, SWAP_S, False))
     for part in range(1, _PARTS):
         rollout = gpus * part // _PARTS
         trainer = best_training(model, gpu, gpus - rollout, work) if 0 < rollout < gpus else None

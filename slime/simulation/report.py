@@ -27,7 +27,7 @@ from slime.simulation.simulated_run import Measured, Simulation
 from slime.simulation.simulated_settings import simulated_args, unit_for
 from slime.simulation.workload import FaultPlan, LengthModel, RewardModel, Workload
 
-_SWAP_S, _PAUSE_S = 2.0, 0.13
+SWAP_S, _PAUSE_S = 2.0, 0.13
 _HOURS = 24.0  # of injected faults
 _PARTS = 8
 
@@ -109,7 +109,7 @@ def _splits(
         return [(own, 0 if args.colocate else rollout, costs)]
     if options.gpu not in GPUS:
         raise ValueError(f"--gpu {options.gpu!r} is none of {', '.join(GPUS)}.")
-    model, gpu = model_of(options.model or args.hf_checkpoint or ""), GPUS[options.gpu]
+    model = model_of(options.model or args.hf_checkpoint or "")
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     spread = 0.0 if lengths.kind == "fixed" else 0.8
     steps = args.num_steps_per_rollout
@@ -130,6 +130,7 @@ def _splits(
     found = []
     for train, generate in shares:
         there = generate or train
+        gpu = GPUS[options.gpu].among(train + generate)
         trainer = best_training(model, gpu, train, work)
         engines = [e for e in engine_plans(model, gpu, work, most=there) if there % e.gpus == 0]
         if trainer is None or not engines:
@@ -159,7 +160,7 @@ def _costs(
     pairs = model.attention * sum(n * n for n in lengths) / model.forward_flops(lengths)
     each = work.samples / dp / len(lengths)  # samples of a rank for each of these lengths
     push = push_seconds(model, gpu, trainer.sizes.ranks + (0 if colocated else gpus), apart=not colocated)
-    swap = _SWAP_S / 2 if colocated else 0.0
+    swap = SWAP_S / 2 if colocated else 0.0
     cost = TrainerCost(
         dp_size=dp,
         fixed_s=trainer.seconds - compute,

@@ -15,10 +15,15 @@ from slime.algorithms.kl import compute_approx_kl
 from slime.arguments import Flags
 from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, TrainBackend
 from slime.backends.shared.microbatch import build_micro_batches
-from slime.backends.shared.model_roles import has_advantages, needs_critic, needs_reference
+from slime.backends.shared.model_roles import (
+    has_advantages,
+    needs_critic,
+    needs_old_log_probs,
+    needs_reference,
+)
 from slime.backends.shared.old_policy import OldPolicy
 from slime.batch.split import RankData, RankStep
-from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
+from slime.catalog.policy_losses import REDUCTIONS
 from slime.step import teacher_kl
 from slime.step.agreement import Agreement, LogProbs
 from slime.step.assertions import check_step
@@ -294,25 +299,6 @@ class TrainingStep:
             f"rollout {self.rollout_id}: optimizer step {index} is not applied, {cause}. Weights, optimizer "
             "and learning-rate schedule stay as they are; train/empty_steps counts such steps.",
         )
-
-
-def needs_old_log_probs(args: Flags, num_steps: int) -> bool:
-    """Whether a pass before training must record the old policy's log-probs.
-
-    Not when the engine's stand in for them, and not for one step on the policy's own samples: there the ratio
-    is 1. A loss of the user's own gets them beside its advantages.
-    """
-    if args.loss_type == "custom_loss":
-        return has_advantages(args) and not args.use_rollout_logprobs
-    if args.loss_type != "policy_loss":
-        return False
-    if args.use_rollout_entropy:
-        return True
-    if args.use_rollout_logprobs:
-        return False
-    if num_steps > 1 or args.kl_coef != 0 or args.keep_old_actor or args.use_opd or args.tis_batch_normalize:
-        return True
-    return POLICY_LOSSES[args.policy_loss_type].selects_by_covariance
 
 
 def _require_rollout_log_probs(args: Flags, batch: RolloutBatch) -> None:

@@ -10,6 +10,7 @@ from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.backends.shared import old_policy
 from slime.backends.shared.weight_copies import WeightCopies
 from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.policy_losses import POLICY_LOSSES
 from slime.utils.files.torch_dist_folder import is_torch_dist
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,25 @@ def needs_reference(args: Flags) -> bool:
 def has_advantages(args: Flags) -> bool:
     """Whether rewards become advantages."""
     return args.compute_advantages_and_returns and args.loss_type not in SUPERVISED_LOSSES
+
+
+def needs_old_log_probs(args: Flags, num_steps: int) -> bool:
+    """Whether a pass before training must record the old policy's log-probs.
+
+    It is not needed where the engine's log-probs replace them, nor for a single step on the policy's own
+    samples, where the ratio is 1. A custom loss gets them in addition to its advantages.
+    """
+    if args.loss_type == "custom_loss":
+        return has_advantages(args) and not args.use_rollout_logprobs
+    if args.loss_type != "policy_loss":
+        return False
+    if args.use_rollout_entropy:
+        return True
+    if args.use_rollout_logprobs:
+        return False
+    if num_steps > 1 or args.kl_coef != 0 or args.keep_old_actor or args.use_opd or args.tis_batch_normalize:
+        return True
+    return POLICY_LOSSES[args.policy_loss_type].selects_by_covariance
 
 
 def needs_critic(args: Flags) -> bool:
