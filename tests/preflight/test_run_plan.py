@@ -90,13 +90,6 @@ def test_more_samples_take_longer(planned):
     assert 1.5 * one.train_s < two.train_s <= 2 * one.train_s, "a step has a fixed part, too"
 
 
-<<<<<<< HEAD
-def test_what_a_micro_batch_costs_is_counted_by_micro_batches(planned):
-    by_sample = planned(rollout_batch_size=128, micro_batch_size=1)
-    packed = planned("--use-dynamic-batch-size", "--max-tokens-per-gpu", "1048576", rollout_batch_size=128)
-    # Of 128 prompts with two answers; passes take the same, 255 starts are saved in each of four.
-    assert by_sample.train_s - packed.train_s == pytest.approx(4 * 255 * 0.005, rel=0.01)
-=======
 def test_many_small_micro_batches_cost_more_than_what_they_compute(planned):
     by_sample = planned(rollout_batch_size=128, rollout_max_response_len=8, micro_batch_size=1)
     packed = planned(
@@ -134,7 +127,6 @@ def test_a_whole_step_on_an_h200_is_predicted_within_a_fifth(planned):
 def test_adapters_save_the_gradients_of_frozen_matrices(planned):
     flags = dict(device=H200, rollout_batch_size=512, rollout_max_response_len=1024)
     assert planned(**flags, lora_rank=16).train_s == pytest.approx(planned(**flags).train_s * 2 / 3, rel=0.1)
->>>>>>> 840e9efa (mine)
 
 
 def test_predicted_stands_beside_measured():
