@@ -31,6 +31,7 @@ from slime.cluster.training.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability import phases
 from slime.observability.advisories import Advisor
+from slime.observability.counters import Counters
 from slime.observability.tracking import Tracker
 from slime.preflight.run_plan import RunPlan
 from slime.runtime.base import Future, Handle, Ready, WorkerDied
@@ -74,6 +75,8 @@ class Cluster:
     stopped: str | None = None  # why the loop ended early, on request
     _notes: list[Future[RankNotes]] = field(default_factory=list)  # of ranks that are gone
     _pushes_at_training: int = 0  # what a checkpoint of the trained weights says
+    counters: Counters = field(default_factory=Counters)
+    _reported: dict[int, set[str]] = field(default_factory=dict)  # by rollout that is not trained yet: names
     _step_times: list[float] = field(default_factory=list)
     _step_started: float = field(default_factory=time.monotonic)
 
@@ -99,7 +102,9 @@ class Cluster:
         waited = {"perf/train_wait_time": wait.age_s}
         _tell("rollout %d: %s", rollout_id, _headline(generated.metrics, _ROLLOUT_HEADLINE))
         counted = {"rollout/num_samples": generated.num_samples}
-        self._log({**generated.metrics, **waited, **counted}, "rollout", rollout_id)
+        metrics = self.counters.fill(generated.metrics, "rollout")
+        self._reported[rollout_id] = {*metrics}
+        self._log({**metrics, **waited, **counted}, "rollout", rollout_id)
         return generated
 
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> None:
@@ -135,13 +140,15 @@ class Cluster:
         self._step_times.append(step_time)
         for i, step in enumerate(report.steps):
             _tell("train   %d: %s", rollout_id, _headline(step, _TRAIN_HEADLINE))
-            self._log(step, "train", rollout_id * len(report.steps) + i)
+            self._log(self.counters.fill(step, "train"), "train", rollout_id * len(report.steps) + i)
         for hint in report.hints:  # of the ranks, whose own logs nobody watches
             logger.warning("train   %d: %s", rollout_id, hint)
         peaks = self.residency.take_peaks()
         if peaks:
             _tell("memory  %d: %s", rollout_id, _headline(peaks, peaks))
-        self._log({**report.metrics, **peaks, "perf/step_time": step_time}, "rollout", rollout_id)
+        before = self._reported.pop(rollout_id, set())  # when the batch was made: one value for one step
+        metrics = {name: value for name, value in report.metrics.items() if name not in before}
+        self._log({**metrics, **peaks, "perf/step_time": step_time}, "rollout", rollout_id)
         if len(self._step_times) == _STEPS_MEASURED and self.plan is not None:
             self._report_prediction(self.plan, peaks.get("perf/peak_memory_train_gib"), batch)
 
@@ -219,7 +226,7 @@ class Cluster:
             metrics = self.recovery.survive(evaluation, rollout_id).result()
         scores = [f"eval/{dataset.name}" for dataset in self.args.eval_datasets]
         _tell("eval    %d: %s", rollout_id, _headline(metrics, scores))
-        self._log(metrics, "eval", rollout_id)
+        self._log(self.counters.fill(metrics, "eval"), "eval", rollout_id)
         # Only now: a run that was killed in between would take the evaluation for made, and miss its metrics.
         self.rollout.call_control(RolloutManager.note_evaluated, rollout_id)
 

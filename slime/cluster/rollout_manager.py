@@ -39,7 +39,7 @@ from slime.utils.machine.run_identity import Run
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.processing_utils import load_tokenizer
-from slime.utils.types import RolloutBatch, Sample, flatten_samples, version_number
+from slime.utils.types import RolloutBatch, Sample, flatten_samples, is_score, version_number
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +217,9 @@ class RolloutManager:
         batch = None
         if not self._args.debug_rollout_only:
             batch = samples_to_cut_batch(self._plugin_args, output.samples, engine_version=version)
+            if "rollout/raw_reward" in metrics:  # as people are to read it
+                shown = [value for value in batch["raw_reward"] if is_score(value)]
+                metrics["rollout/raw_reward"] = sum(shown) / len(batch["raw_reward"])
         self._forward_s = forward_s.result()
         metrics["perf/engine_forward_time"] = max(0.0, self._forward_s - forward_before)
         self._tell_of_other_clients()

@@ -55,10 +55,11 @@ from slime.cluster.training.train_group import RankProcesses, Ranks, TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability import phases
 from slime.observability.advisories import Advisor, Advisory, Facts
+from slime.observability.counters import Counters
 from slime.observability.incidents import keeping_incidents
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import log_to
-from slime.observability.tracking import Tracker
+from slime.observability.tracking import Tracker, read_metrics
 from slime.preflight.all_checks import preflight
 from slime.preflight.findings import COST, Report
 from slime.runtime import create_runtime
@@ -143,6 +144,8 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
             with watch.guarding():
                 cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing, models)
                 cluster.plan = report.plan
+                if run.num_starts > 1:
+                    cluster.counters = Counters(name for row in read_metrics(run.run_dir) for name in row)
                 cluster.requests.take_up(cluster)
                 try:
                     with searching_new_only():

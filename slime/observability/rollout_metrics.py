@@ -93,8 +93,7 @@ def eval_metrics(args: MetricArgs, data: Mapping[str, Mapping[str, Any]]) -> dic
         scored = [reward for reward in rewards if reward is not None]
         if scored:
             metrics[f"eval/{name}"] = statistics.fmean(scored)
-        if len(scored) < len(rewards):
-            metrics[f"eval/{name}-failed"] = len(rewards) - len(scored)
+        metrics[f"eval/{name}-failed"] = len(rewards) - len(scored)
         if result.get("truncated"):
             metrics[f"eval/{name}-truncated_ratio"] = statistics.fmean(map(float, result["truncated"]))
         samples = flatten_samples(result.get("samples") or [])

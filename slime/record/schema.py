@@ -181,6 +181,10 @@ class RecordError(ValueError):
     """The record of a run cannot be read or written, and why."""
 
 
+class EmptyRecord(RecordError):
+    """There is no record, or nothing is in it."""
+
+
 def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
     """Open it for the one writer. A file of another run or schema is a RecordError, and is never changed."""
     refuse_foreign(path, run_id)
@@ -295,7 +299,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     """Open it for a reader, while the run goes on or after it; its folder need not be writable."""
     _refuse_no_file(path)
     if not path.exists():
-        raise RecordError(f"{path} does not exist: {_why_absent(path)}.")
+        raise EmptyRecord(f"{path} does not exist: {_why_absent(path)}.")
     uri = path.resolve().as_uri()
     connection = _connect(f"{uri}?mode=ro", path)
     try:
@@ -364,7 +368,7 @@ def _check_schema(connection: sqlite3.Connection, path: Path) -> str:
     """The number of the file's schema."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if not tables:
-        raise RecordError(
+        raise EmptyRecord(
             f"{path} holds nothing: what was written is in {path.name}-wal, which is not beside it."
         )
     if "meta" not in tables:

@@ -31,6 +31,15 @@ def test_two_runs_in_the_terminal(runs, capsys):
     assert "rollout/raw_reward" in out and "0 -> 99" in out and "0 -> 198" in out and "from 0 to 198" in out
 
 
+def test_a_shorter_run_ends_where_it_ended(runs, tmp_path, capsys):
+    rows = [{"step": i, "step_key": "rollout/step", "rollout/raw_reward": 198.0} for i in range(50)]
+    (tmp_path / "one" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["plot", *runs]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {runs[0]}")]
+    strip = line.removeprefix(f"  {runs[0]} ").partition(" 198 -> 198")[0]
+    assert strip == "█" * 30 + " " * 30
+
+
 def test_a_picture(runs, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "p.png"

@@ -354,7 +354,9 @@ def test_a_look_names_every_folder_that_a_run_would_not_get_and_writes_nothing(t
         vars(args).update(changes)
         return "\n".join(map(str, look_at_folders(args)))
 
-    assert told(save="mine") == told(save="mine", load=str(tmp_path / "mine")) == ""
+    assert told(save="mine") == told(save="new", load=str(tmp_path / "new")) == ""
+    assert "holds no checkpoint: nothing is resumed" in told(save="mine", load=str(tmp_path / "mine"))
+    assert "nothing can be made in /proc" in told(save="/proc/foo")
     assert told(save="not/yet/there", run_dir=tmp_path / "nor" / "this") == ""
     both = told(save="other", run_dir=tmp_path / "used")
     assert "--run-dir" in both and "belongs to" in both and "--save" in both and "earlier run" in both

@@ -1,6 +1,7 @@
 """`slime ledger`: audit, show and replay say what they found, and end accordingly."""
 
 import json
+import sqlite3
 
 import pytest
 from ledger_world import MIB, World, full_disk, group_of
@@ -11,7 +12,7 @@ from slime.record import RecordError, RecordWriter, open_record
 from slime.record.additions import Advantage, write_advantages
 from slime.record.audit import audit
 from slime.rollout.dumps import load_rollout_dump
-from slime.utils.files.run_file import Resumption, RunRecord, Start, open_run_file, read_run
+from slime.utils.files.run_file import Resumption, RunRecord, Start, open_run_file, read_run, write_run
 
 
 @pytest.fixture
@@ -82,8 +83,44 @@ def test_a_folder_that_holds_runs_is_told_with_their_names(tmp_path, capsys, wor
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
     assert command.main([*words, str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert f"In it are the runs {tmp_path / 'one'}, {tmp_path / 'two'}." in told
+    shown = capsys.readouterr()
+    if words == ["audit"]:
+        assert shown.out == f"{tmp_path / 'one'}:\n{tmp_path / 'two'}:\n" and shown.err.count("error: ") == 2
+    else:
+        assert f"In it are the runs {tmp_path / 'one'}, {tmp_path / 'two'}." in shown.err
+
+
+def test_an_audit_of_a_folder_of_runs_is_one_of_each(tmp_path, capsys):
+    for name in ("runs/good", "runs/deeper/bad"):
+        (tmp_path / name).mkdir(parents=True)
+        made = World(tmp_path / name)
+        write_run(tmp_path / name, RunRecord("run", "run", Start("now", {}, {}, {})))
+        made.start()
+        made.step(0, [group_of(0)])
+        if name == "runs/deeper/bad":
+            made.ledger.trained(0)
+        made.stop()
+    assert command.main(["audit", str(tmp_path / "runs")]) == 1
+    good, bad = capsys.readouterr().out.split(f"{tmp_path}/runs/good:\n")[::-1]
+    assert "conserved" in good and bad.startswith(f"{tmp_path}/runs/deeper/bad:\n") and "VIOLATION" in bad
+    assert command.main(["audit", str(tmp_path / "runs"), "--json"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["run"] for line in lines] == [f"{tmp_path}/runs/deeper/bad", f"{tmp_path}/runs/good"]
+
+
+@pytest.mark.parametrize("left", ["no record", "an empty file", "a file without tables"])
+def test_a_run_that_was_killed_before_its_first_rollout_has_lost_nothing(tmp_path, capsys, left):
+    open_run_file(tmp_path, {}, str(tmp_path / "ckpt"), None, None)
+    if left == "an empty file":
+        (tmp_path / "record.db").touch()
+    elif left == "a file without tables":
+        connection = sqlite3.connect(tmp_path / "record.db")
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.close()
+    assert command.main(["audit", str(tmp_path)]) == 0
+    assert "no rollout was made yet" in capsys.readouterr().out
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert command.main(["audit", str(tmp_path)]) == 2, "it has logged a step: its record is lost"
 
 
 def test_a_replay_offers_steps_that_were_made_and_whose_weights_are_there(world, tmp_path, capsys):

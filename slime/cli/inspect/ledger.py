@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.record import RECORD_FILE, RecordError, Select, open_record
-from slime.utils.files.run_file import RunRecord, no_run, read_run
+from slime.record.schema import EmptyRecord
+from slime.utils.files.run_file import RunRecord, is_used, no_run, read_run, runs_inside
 from slime.utils.files.step_folders import read_step, step_folders
 from slime.utils.printable import printable
 
@@ -23,22 +24,40 @@ def main(argv: Sequence[str]) -> int:
     try:
         return {"audit": _audit, "show": _show, "replay": _replay}[options.action](options)
     except ValueError as error:  # a RecordError, or what the training loop says of a replay
-        is_run = read_run(folder) is not None or (folder / RECORD_FILE).exists()
-        print(f"error: {error if is_run else no_run(folder)}", file=sys.stderr)
+        print(f"error: {error if _is_run(folder) else no_run(folder)}", file=sys.stderr)
         return 2
 
 
 def _audit(options: argparse.Namespace) -> int:
-    from slime.record.audit import audit  # here: --help needs none of it
-
     folder = Path(options.run)
+    inside = [] if _is_run(folder) else runs_inside(folder)
+    if not inside:
+        return _audit_run(options, folder)
+    codes = []
+    for run in inside:  # a folder of runs, as a quick start leaves it
+        print(f"{run}:", flush=True) if not options.json else None
+        try:
+            codes.append(_audit_run(options, run))
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            codes.append(2)
+    return max(codes)
+
+
+def _audit_run(options: argparse.Namespace, folder: Path) -> int:
+    from slime.record.audit import Audit, audit  # here: --help needs none of it
+
     run = read_run(folder)
-    ended = run is not None and run.last.exit == _FINISHED
-    found = audit(
-        folder / RECORD_FILE, finished=ended, run_id=run.id if run is not None else None, saved=_saved(run)
-    )
+    ended, saved = run is not None and run.last.exit == _FINISHED, _saved(run)
+    try:
+        run_id = run.id if run is not None else None
+        found = audit(folder / RECORD_FILE, finished=ended, run_id=run_id, saved=saved)
+    except EmptyRecord:
+        if run is None or ended or saved or is_used(folder):
+            raise
+        found = Audit()  # killed before its first rollout: there was nothing to lose
     if options.json:
-        print(json.dumps({**vars(found), "finished": ended}))
+        print(json.dumps({"run": str(folder), **vars(found), "finished": ended}))
         return 1 if found.violations else 0
     steps = f"{found.steps[0]} to {found.steps[-1]}" if found.steps else "none"
     print(f"{found.num_events} events of {found.num_starts} start(s); steps trained: {steps}")
@@ -59,6 +78,10 @@ def _audit(options: argparse.Namespace) -> int:
     elif not found.violations:
         print("conserved: every group has one fate, nothing was trained twice")
     return 1 if found.violations else 0
+
+
+def _is_run(folder: Path) -> bool:
+    return read_run(folder) is not None or (folder / RECORD_FILE).exists()
 
 
 def _saved(run: RunRecord | None) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -87,15 +86,17 @@ def _chosen(patterns: Iterable[str], known: Sequence[str]) -> tuple[list[str], l
 
 
 def _draw_text(name: str, curves: dict[str, Curve]) -> list[str]:
-    """A title, and for each run a strip of blocks with its first, last, lowest and highest value."""
+    """A title, and for each run a strip of blocks with its first and last value, all on one x-axis."""
     lines = [name]
     width = max(map(len, curves))
     values = [value for curve in curves.values() for value in curve.values()]
     low, high = min(values), max(values)
+    axis = sorted({step for curve in curves.values() for step in curve})
     for run, curve in curves.items():
         points = [curve[step] for step in sorted(curve)]
         steps = f"steps {min(curve)} to {max(curve)}"
-        strip = "".join(_block(value, low, high) for value in _thinned(points, _COLUMNS))
+        columns = _columns(curve, axis, min(len(axis), _COLUMNS))
+        strip = "".join(" " if value is None else _block(value, low, high) for value in columns)
         lines.append(f"  {run:<{width}} {strip} {points[0]:.4g} -> {points[-1]:.4g} ({steps})")
     return [*lines, f"  {'':<{width}} from {low:.4g} to {high:.4g}", ""]
 
@@ -104,12 +105,18 @@ def _block(value: float, low: float, high: float) -> str:
     return _BLOCKS[1 + round((value - low) / (high - low) * 7)] if high > low else _BLOCKS[4]
 
 
-def _thinned(points: list[float], count: int) -> list[float]:
-    """Returns at most `count` values, each the mean of an equal share."""
-    if len(points) <= count:
-        return points
-    edges = [len(points) * i // count for i in range(count + 1)]
-    return [sum(points[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+def _columns(curve: Curve, axis: list[int], count: int) -> list[float | None]:
+    """The mean of a curve in each of `count` equal shares of the axis; None outside of the curve.
+
+    A share without a value of its own, between two that have one, shows the one before.
+    """
+    columns: list[float | None] = []
+    for i in range(count):
+        steps = axis[len(axis) * i // count : len(axis) * (i + 1) // count]
+        values = [curve[step] for step in steps if step in curve]
+        before = columns[-1] if columns and steps[0] <= max(curve) else None
+        columns.append(sum(values) / len(values) if values else before)
+    return columns
 
 
 def _draw_png(runs: dict[str, dict[str, Curve]], names: list[str], out: Path) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +211,10 @@ def look_at_folders(args: Args) -> Iterator[Finding]:
             ("--save-hf", lambda: _refuse_unwritable("--save-hf", there)),
             ("--save-hf", lambda: _refuse_other_models(args)),
         ]
+    load = args.load or ""
+    if same_folder(args.load, args.save) and Path(load).is_dir() and not step_folders(load):
+        text = f"{load} holds no checkpoint: nothing is resumed, the run starts at its first step."
+        yield Finding("warning", "--load", text, group="folders")
     for flag, look in looks:
         try:
             look()
@@ -231,6 +236,11 @@ def _refuse_unwritable(flag: str, folder: Path) -> None:
     why = None if os.access(there, os.W_OK | os.X_OK) else f"{there} is read-only, or not yours"
     if not there.is_dir():
         why = f"{there} is a file"
+    elif why is None:
+        try:  # permissions alone do not tell: nothing can be made in /proc, whoever asks
+            os.rmdir(tempfile.mkdtemp(prefix=".slime-probe-", dir=there))
+        except OSError as error:
+            why = f"nothing can be made in {there} ({error.strerror})"
     if why is not None:
         raise ValueError(f"{flag} {folder} cannot be written: {why}; give another folder.")
 

@@ -363,10 +363,15 @@ def no_run(folder: Path) -> str:
             else f"{folder}: there is no such folder."
         )
     text = f"{folder} is no folder of a run: run.json is missing or cannot be read"
-    inside = sorted(str(file.parent) for file in folder.glob(f"*/{RUN_FILE}"))
+    inside = [str(run) for run in runs_inside(folder)]
     if not inside:
         return f"{text}."
     return f"{text}. In it are the runs {', '.join(inside[:_NAMED])}" + (", ..." if inside[_NAMED:] else ".")
+
+
+def runs_inside(folder: Path) -> list[Path]:
+    """The runs in a folder and in the folders of it, as `runs` or that of a quick start has them."""
+    return sorted({file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{RUN_FILE}")})
 
 
 def write_run(folder: Path, record: RunRecord) -> None:

@@ -5,6 +5,7 @@ import { seriesColor, dash, faded, color } from "./colors.js";
 import { num } from "./format.js";
 import { csv, png } from "./export.js";
 import { tip, explained } from "./tip.js";
+import { nearest } from "./hover.js";
 
 const HEIGHT = 210;
 const sync = () => window.uPlot.sync("steps");
@@ -75,7 +76,7 @@ export class Chart {
       width: this.holder.clientWidth || 400, height: HEIGHT, series: lines, bands,
       scales: { x: { time: Boolean(byTime) } },
       axes: [axis, { ...axis, size: 58, values: (u, ticks) => ticks.map((v) => num(v, 3)) }],
-      cursor: { sync: { key: sync().key, setSeries: false }, drag: { x: true, y: false, uni: 10 } },
+      cursor: { sync: { key: sync().key, setSeries: false }, drag: { x: true, y: false, uni: 10 }, dataIdx: (u, i, at) => (i === 0 ? at : nearest(u.data[i], at)) },
       legend: { live: true },
       hooks: { setScale: [(u, scale) => scale === "x" && this.zoomed(u)] },
     }, joined, this.holder);

@@ -1,0 +1,65 @@
+"""Zeros of counters: what happened in one step and not in the next must be 0 there, not missing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from slime.catalog.metrics import find_metric
+
+# Rows of the glossary whose value is 0 where they are not reported.
+_COUNTERS = frozenset(
+    [
+        "rollout/zero_std/count_<reward>",
+        "rollout/groups/failed",
+        "rollout/groups/stale",
+        "rollout/groups/reward_<kind>",
+        "rollout/groups/of_one",
+        "rollout/dynamic_filter/drop_<reason>",
+        "rollout/reward_failure/<kind>",
+        "rollout/answers_not_compared",
+        "rollout/error_cat/<category>",
+        "rollout/staleness/<lag>",
+        "rollout/<kind>/skipped_<reason>",
+        "train/staleness/<lag>",
+        "train/empty_steps",
+        "train/nonfinite_steps",
+        "train/critic-empty_steps",
+        "train/critic-nonfinite_steps",
+        "eval/<dataset>-failed",
+        "eval/<dataset>/reward_failures",
+    ]
+)
+# Those that every run has, by the kind of row they belong to: their curves begin at the first step.
+_ALWAYS = {
+    "rollout": ("rollout/answers_not_compared", "rollout/groups/of_one"),
+    "train": ("train/empty_steps", "train/nonfinite_steps"),
+    "eval": (),
+}
+
+
+class Counters:
+    """Adds zeros for counters that were reported before and are missing from a row.
+
+    Trackers and plots draw a line from one value to the next: without the zeros between them a count of 3 in
+    step 2 and in step 9 looks like a count of 3 in all steps. `reported`: names that earlier starts logged.
+    """
+
+    def __init__(self, reported: Iterable[str] = ()):
+        self._known = {name for name in reported if is_counter(name)}
+
+    def fill(self, metrics: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        """Return the metrics with zeros. `kind`: rollout, train or eval. No metrics: others report them."""
+        if not metrics:
+            return {}
+        self._known |= {name for name in metrics if is_counter(name)}
+        names = {name for name in self._known if name.startswith(f"{kind}/")} | {*_ALWAYS[kind]}
+        return {**metrics, **{name: 0 for name in sorted(names) if name not in metrics}}
+
+
+@functools.lru_cache(maxsize=4096)
+def is_counter(name: str) -> bool:
+    """Whether a metric that is not reported is 0."""
+    row = find_metric(name)
+    return row is not None and row.name in _COUNTERS
