@@ -5,6 +5,7 @@
 
 from slime.catalog.backends import BACKENDS
 from slime.catalog.vision import VISION_FAMILIES
+from slime.utils.machine.own_command import as_typed
 
 PACKED, BY_STATE, PADDED = "packed", "packed, states by document", "padded"
 
@@ -46,6 +47,7 @@ def refusal(path: object, model_type: str) -> str:
     """Return the error for a model of a family that was not compared."""
     return (
         f"{path} is a {model_type}, a family whose training here was never compared with "
-        "transformers, so that its numbers may be wrong. Compare it with `slime verify-model --hf-checkpoint "
-        f"{path}`; if all numbers agree, add --allow-unverified-model."
+        "transformers, so that its numbers may be wrong. Compare it with "
+        f"`{as_typed('verify-model', '--hf-checkpoint', path)}`; if all numbers agree, add "
+        "--allow-unverified-model."
     )

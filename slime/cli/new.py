@@ -83,7 +83,8 @@ async def generate(args, sample, sampling_params):
     return session.samples(sample, reward=sum(scores) / len(scores))
 '''
 
-_RUN = """# `{slime} train --config {config}`. Every flag of `{slime} train --help` may stand here.
+_RUN = """# {slime} train --config {config}
+# Every flag of `slime train --help` may stand here.
 hf-checkpoint: {model}          # a Hugging Face folder, or a name on the hub
 prompt-data: {prompts}
 input-key: prompt

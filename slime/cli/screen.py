@@ -32,7 +32,7 @@ from slime.observability.terminal.progress import LOSS, REWARD, Progress, live_l
 from slime.observability.terminal.terminal import Terminal
 from slime.record import Answer, RecordError, Select, open_record
 from slime.utils.errors import RunStopped
-from slime.utils.files.run_file import METRICS_FILE
+from slime.utils.files.run_file import METRICS_FILE, name_of_run
 from slime.utils.printable import cut_lines, printable
 from slime.utils.waits import WaitTimeout
 
@@ -100,7 +100,7 @@ class RunScreen:
             seconds = time.monotonic() - self._started
             rows = closing_rows(self._args, self.progress, seconds, error)
             if not self._args.quiet:
-                self._show_rows(f"{self._run_dir.name}: {ended}", rows)
+                self._show_rows(f"{name_of_run(self._run_dir)}: {ended}", rows)
         if error is not None and not isinstance(error, _TOLD_BY_THE_COMMAND):
             _pass_on(self._errors, self._capture.unnamed_tail())
 

@@ -91,7 +91,7 @@ class RunFolder:
         done, last_time = self.curves.glance("perf/step_time")
         return {
             "key": self.key,
-            "name": run.name if run is not None else self.path.name,
+            "name": run.name if run is not None else name_of_run(self.path),
             "folder": str(self.path),
             "id": run.id if run is not None else None,
             "state": self.shown_state,

@@ -15,7 +15,13 @@ from slime.utils.machine.own_command import as_typed
 
 ROOT = Path(__file__).parents[2]
 SUGGESTION = re.compile(rf"(?<!\w)slime (?:{'|'.join(COMMANDS)})\b(?!:)[^\n]*")
-NAMED = ("slime train", "slime train, execute_train)", "slime dashboard` named when it started")
+NAMED = (  # as names, or within files that others read too
+    "slime train",
+    "slime ask",
+    "slime train, execute_train)",
+    "slime train --help` may stand here.",
+    "slime dashboard` named when it started",
+)
 HELPS = ("ArgumentParser", "_parser", "add_argument", "add", "Command", "Table", "execute_train")
 
 

@@ -15,7 +15,7 @@ from slime.catalog.datasets import HUB, hub_parts
 from slime.catalog.metrics import is_eval_score
 from slime.observability.tracking import read_metrics
 from slime.runtime.base import Future, in_background
-from slime.utils.files.run_file import LAST_MODEL, read_run
+from slime.utils.files.run_file import LAST_MODEL, name_of_run, read_run
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def model_card(args: Args, run_dir: Path, rollout_id: int) -> str:
     """What the model is, how it was made, and what the run measured on the way."""
     record = read_run(run_dir)
     sources = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data or []
-    base, name = str(args.hf_checkpoint), args.push_to_hub or run_dir.name
+    base, name = str(args.hf_checkpoint), args.push_to_hub or name_of_run(run_dir)
     facts: dict[str, Any] = {"library_name": "transformers", "tags": ["slime", args.advantage_estimator]}
     if not Path(base).exists():
         facts["base_model"] = base
