@@ -6,10 +6,12 @@
 #   docker run --rm --gpus all --shm-size 64g -v "$PWD/runs:/slime/runs" slime:cuda slime doctor --config recipes/gpu80/math.yaml
 #
 # --shm-size: weights and batches travel through shared memory; Docker's default of 64 MiB is too small.
+# Programs of a model (--rm-type code, tools) run in bubblewrap, which needs user namespaces; Docker denies them unless
+# the container is started with --security-opt seccomp=unconfined --security-opt apparmor=unconfined.
 # Not built here: no machine with a network and a Docker daemon was at hand.
 
 FROM python:3.11-slim AS cpu
-RUN apt-get update && apt-get install -y --no-install-recommends build-essential git && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap build-essential git && rm -rf /var/lib/apt/lists/*
 WORKDIR /slime
 COPY pyproject.toml constraints-cpu.txt README.md LICENSE ./
 COPY slime slime
@@ -22,7 +24,7 @@ CMD ["slime", "quickstart"]
 
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends build-essential git python3 python3-dev python3-venv \
+    && apt-get install -y --no-install-recommends bubblewrap build-essential git python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /slime
 ENV PATH=/slime/.venv/bin:$PATH

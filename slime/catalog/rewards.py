@@ -33,6 +33,7 @@ class Reward:
     # A judge at --rm-url, which retries on its own and may answer otherwise next time.
     is_remote: bool = False
     needs_rm_url: bool = False
+    runs_programs: bool = False  # of the model, in the --sandbox
     asks_judge: bool = False  # a model reads the answer: the --judge flags
     package: str | None = None  # that has to be installed
     extra: str | None = None  # of slime, which installs it
@@ -95,6 +96,7 @@ REWARDS: dict[str, Reward] = {
         "the share of the label's tests that the last ```python block passes, run in the --sandbox",
         in_worker=False,
         needs_label=False,  # its own complaint says what tests look like
+        runs_programs=True,
     ),
     "judge": Reward(
         "slime.agent.rewards.judge.judge_reward",

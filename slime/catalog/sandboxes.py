@@ -12,7 +12,8 @@ class SandboxRow:
 
     make: str
     help: str
-    is_local: bool = False  # boxes are processes of this machine, started ahead by a pool
+    is_local: bool = False  # sandboxes are processes of this machine, started ahead by a pool
+    isolation: str | None = None  # of a local one; None: the best that works here
     package: str | None = None  # that has to be installed
     extra: str | None = None  # of slime, which installs it
     key: str | None = None  # environment variable that the vendor's package reads
@@ -21,8 +22,14 @@ class SandboxRow:
 SANDBOXES: dict[str, SandboxRow] = {
     "local": SandboxRow(
         "slime.agent.sandbox.local.LocalSandbox",
-        "a box on this machine: bubblewrap, else user namespaces, else limits only with a warning",
+        "a protected sandbox on this machine: bubblewrap, else user namespaces, else an error",
         is_local=True,
+    ),
+    "plain": SandboxRow(
+        "slime.agent.sandbox.local.LocalSandbox",
+        "limits without protection: programs of the model can read your files and use your network",
+        is_local=True,
+        isolation="plain",
     ),
     "e2b": SandboxRow(
         "slime.agent.sandbox.e2b.E2BSandbox",

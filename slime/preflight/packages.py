@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slime.agent.sandbox.base import SandboxUnavailable
+from slime.agent.sandbox.isolation import best_isolation
 from slime.arguments import Args
 from slime.catalog.backends import BACKENDS
 from slime.catalog.datasets import format_of
@@ -22,6 +24,12 @@ def check_packages(args: Args) -> Iterator[Finding]:
     for flag, module, install in _needed(args):
         if not is_installed(module):
             yield Finding("error", flag, f"needs the package {module}, which is not installed: {install}")
+    row = None if args.custom_rm_path else find_reward(args.rm_type)
+    if row is not None and row.runs_programs and args.sandbox == "local":
+        try:
+            yield Finding("note", "--sandbox", f"programs of the model are isolated by {best_isolation()}")
+        except SandboxUnavailable as error:
+            yield Finding("error", "--sandbox", f"{error}")
 
 
 def _needed(args: Args) -> Iterator[tuple[str, str, str]]:

@@ -31,12 +31,13 @@ class BoxPool:
         num_ready: int = 2,
         num_boxes: int = 32,
         limits: Limits | None = None,
+        isolation: str | None = None,
     ):
         if num_ready < 0 or num_boxes < 1:
             raise ValueError(
                 f"a pool needs num_ready >= 0 and num_boxes >= 1, not {num_ready} and {num_boxes}"
             )
-        self._make = make or (lambda: LocalSandbox(limits=limits))
+        self._make = make or (lambda: LocalSandbox(limits=limits, isolation=isolation))
         self._num_ready = num_ready
         self._slots = asyncio.Semaphore(num_boxes)
         self._ready: collections.deque[asyncio.Task[LocalSandbox]] = collections.deque()
@@ -98,15 +99,16 @@ def _seen(task: asyncio.Task[LocalSandbox]) -> None:
         task.exception()  # told to whoever takes the box
 
 
-_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Limits, BoxPool]] = (
-    weakref.WeakKeyDictionary()
-)
+_Pools = dict[tuple[Limits, str | None], BoxPool]
+_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Pools] = weakref.WeakKeyDictionary()
 
 
-def shared_pool(limits: Limits | None = None, *, num_boxes: int = 32) -> BoxPool:
-    """The pool of this event loop for boxes with these limits; it ends with the process."""
+def shared_pool(
+    limits: Limits | None = None, *, num_boxes: int = 32, isolation: str | None = None
+) -> BoxPool:
+    """Return this event loop's pool of sandboxes with these limits and walls; it ends with the process."""
     pools = _pools.setdefault(asyncio.get_running_loop(), {})
-    limits = limits or Limits()
-    if limits not in pools:
-        pools[limits] = BoxPool(num_boxes=num_boxes, limits=limits)
-    return pools[limits]
+    key = (limits or Limits(), isolation)
+    if key not in pools:
+        pools[key] = BoxPool(num_boxes=num_boxes, limits=key[0], isolation=isolation)
+    return pools[key]

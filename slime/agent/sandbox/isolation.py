@@ -1,4 +1,4 @@
-"""How a local box is walled off here: bubblewrap, user namespaces, or limits only; and its command line."""
+"""How a local sandbox is protected here: bubblewrap, user namespaces, or limits only; its command line."""
 
 from __future__ import annotations
 
@@ -120,19 +120,33 @@ def program_text(plan: Walls, limits: Limits, hello: str) -> bytes:
 
 @functools.cache
 def best_isolation() -> str:
-    """The first kind that works on this machine; limits only come with a warning."""
+    """Return the first protected kind that works on this machine; SandboxUnavailable where none does."""
     reasons = []
     for kind, program in ((BUBBLEWRAP, "bwrap"), (NAMESPACES, "unshare")):
         why = why_not(kind) if shutil.which(program) else f"{program} is not installed"
         if why is None:
             return kind
         reasons.append(f"{kind}: {why}")
-    logger.warning(
-        "sandbox: commands of the model run with limits only, without walls: they can read files of this "
-        "machine and use its network (%s). Install bubblewrap, or use --sandbox e2b or daytona.",
-        "; ".join(reasons),
+    raise SandboxUnavailable(
+        f"no protected sandbox works on this machine ({'; '.join(reasons)}), so programs of the model are "
+        "refused. Install bubblewrap (apt-get install bubblewrap); or allow user namespaces (sysctl "
+        "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where these "
+        "exist; in a container: --security-opt seccomp=unconfined --security-opt apparmor=unconfined); or "
+        "use --sandbox e2b or daytona. --sandbox plain runs programs without protection: they can read your "
+        "files and use your network."
     )
-    return PLAIN
+
+
+@functools.cache
+def report_start(kind: str) -> None:
+    """Log once for each kind how sandboxes of this process are protected."""
+    if kind == PLAIN:
+        logger.warning(
+            "Sandbox: programs of the model run without protection (--sandbox plain): they can read files of "
+            "this machine and use its network."
+        )
+    else:
+        logger.info("Sandbox: programs of the model are isolated by %s.", kind)
 
 
 @functools.cache

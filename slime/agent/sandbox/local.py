@@ -37,6 +37,7 @@ from slime.agent.sandbox.isolation import (
     best_isolation,
     has_private_users,
     program_text,
+    report_start,
     walls,
 )
 
@@ -110,6 +111,7 @@ class LocalSandbox:
         kind = self._isolation
         if kind is None:
             kind = await asyncio.to_thread(best_isolation)
+        report_start(kind)
         self._user = PrivateUser() if has_private_users() else None
         uid = self._user.uid if self._user else None
         plan = walls(kind, self.limits, uid, self._read_only)

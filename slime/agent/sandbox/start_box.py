@@ -23,7 +23,7 @@ async def open_sandbox(
         raise ValueError(f"--sandbox is {kind!r}; choose from {', '.join(SANDBOXES)}")
     row = SANDBOXES[kind]
     if row.is_local:
-        async with shared_pool(limits, num_boxes=num_boxes).box() as box:
+        async with shared_pool(limits, num_boxes=num_boxes, isolation=row.isolation).box() as box:
             yield box
         return
     if row.package is not None and not is_installed(row.package):

@@ -15,7 +15,7 @@ VENDOR = OnlyWith(
     "a local box shows the system of this machine; choose --sandbox e2b or daytona",
 )
 LOCAL = OnlyWith(
-    "with --sandbox local",
+    "with --sandbox local or plain",
     lambda d: SANDBOXES[d.sandbox].is_local,
     "boxes of a vendor are counted by the vendor; remove it",
 )

@@ -246,7 +246,7 @@ def test_wrong_settings_are_named():
         async with open_sandbox("dock"):
             pass
 
-    with pytest.raises(ValueError, match="--sandbox is 'dock'; choose from local, e2b, daytona"):
+    with pytest.raises(ValueError, match="--sandbox is 'dock'; choose from local, plain, e2b, daytona"):
         asyncio.run(unknown())
 
 
