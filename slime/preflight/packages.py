@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.agent.sandbox.base import SandboxUnavailable
-from slime.agent.sandbox.isolation import best_isolation
+from slime.agent.sandbox.isolation import best_isolation, limits_that_hold
 from slime.arguments import Args
 from slime.catalog.backends import BACKENDS
 from slime.catalog.datasets import format_of
@@ -27,7 +27,9 @@ def check_packages(args: Args) -> Iterator[Finding]:
     row = None if args.custom_rm_path else find_reward(args.rm_type)
     if row is not None and row.runs_programs and args.sandbox == "local":
         try:
-            yield Finding("note", "--sandbox", f"programs of the model are isolated by {best_isolation()}")
+            kind = best_isolation()
+            text = f"programs of the model are isolated by {kind}. {limits_that_hold(kind)}"
+            yield Finding("note", "--sandbox", text)
         except SandboxUnavailable as error:
             yield Finding("error", "--sandbox", f"{error}")
 

@@ -43,8 +43,8 @@ class CommandFailed(SandboxError):
 class Limits:
     """What a local box may use. One command over a limit ends; the box stays usable.
 
-    Memory counts all processes of the box together; files are kept in memory, apart from it, up to
-    `disk_bytes`: a box costs the machine at most the sum of both.
+    Memory counts all processes of the sandbox together, with their page tables and sockets. Files are kept
+    in memory too, up to `disk_bytes`: a sandbox costs the machine at most the sum of both.
     """
 
     memory_bytes: int = 512 * MIB
@@ -53,6 +53,8 @@ class Limits:
     num_files: int = 20_000
     num_processes: int = 64
     open_files: int = 256
+    num_sockets: int = 2_000  # all processes together; not counted without protection
+    num_maps: int = 100_000  # mappings of memory, all processes together
     cpu_s: int = 120  # of one process
     output_bytes: int = MIB  # kept of each stream of a command; sixteen times as much ends it
 

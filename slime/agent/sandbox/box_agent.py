@@ -34,14 +34,17 @@ if TYPE_CHECKING:  # `typing` itself, as `platform`, would be a seventh of the s
     from typing import Any
 
     from slime.agent.sandbox.box_files import file_operation  # sent ahead of this text
+    from slime.agent.sandbox.box_memory import count_maps, process_memory, socket_use
 
 WATCH_S = 0.05  # how often memory and files are counted while something runs
 HARD_OUTPUT = 16  # times the output that is kept: then the command is ended
-# System calls that hold memory which belongs to no process, or that no program of a model needs.
+MAPS_EVERY = 5  # counts of memory to one of mappings, which costs more
+# System calls that hold memory which belongs to no process, or that no program of a model needs; `socket`.
 DENIED = {
-    "x86_64": (0xC000003E, (319, 447, 29, 68, 425, 321, 298, 323, 248, 249, 250)),
-    "aarch64": (0xC00000B7, (279, 447, 194, 186, 425, 280, 241, 282, 217, 218, 219)),
+    "x86_64": (0xC000003E, (319, 447, 29, 68, 425, 321, 298, 323, 248, 249, 250, 278), 41),
+    "aarch64": (0xC00000B7, (279, 447, 194, 186, 425, 280, 241, 282, 217, 218, 219, 75), 198),
 }
+FAMILIES = (1, 2, 10, 16)  # of sockets whose memory is counted: unix, IPv4, IPv6, netlink
 
 
 def prctl(*args: Any) -> Any:
@@ -50,36 +53,22 @@ def prctl(*args: Any) -> Any:
 
 
 def deny_system_calls() -> None:
-    """A filter that answers ENOSYS to a few calls: memfd_create, shmget, io_uring_setup, bpf, keyctl, ..."""
-    arch, calls = DENIED.get(os.uname().machine, (0, ()))
+    """Answer ENOSYS to a few calls (memfd_create, shmget, vmsplice, ...) and to sockets of other families."""
+    arch, calls, make_socket = DENIED.get(os.uname().machine, (0, (), 0))
     if not calls:
         return
-    deny = len(calls) + 5  # where the last rule stands; jumps are counted from the rule after
+    allow = len(calls) + len(FAMILIES) + 6  # where the last but one rule is; jumps count from the rule after
+    deny = allow + 1
     rules = [(0x20, 0, 0, 4), (0x15, 0, deny - 2, arch), (0x20, 0, 0, 0), (0x35, deny - 4, 0, 0x40000000)]
     rules += [(0x15, deny - 5 - i, 0, number) for i, number in enumerate(calls)]
+    rules += [(0x15, 0, allow - len(rules) - 1, make_socket), (0x20, 0, 0, 16)]
+    rules += [(0x15, allow - len(rules) - 1 - i, 0, family) for i, family in enumerate(FAMILIES)]
+    rules[-1] = (0x15, 0, 1, FAMILIES[-1])
     rules += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050000 | errno.ENOSYS)]
     fixed = [struct.pack("HBBI", *rule) for rule in rules]
     program = ctypes.create_string_buffer(b"".join(fixed))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(fixed), ctypes.addressof(program)))
     prctl(22, 2, ctypes.byref(header), 0, 0)
-
-
-def resident(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
-
-
-def shared_out(pid: int) -> int | None:
-    """Resident bytes with each shared page divided among its users; None: it does not let us look."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:")), None)
 
 
 class Job:
@@ -107,7 +96,7 @@ class Agent:
         self.input, self.output = bytearray(), bytearray()
         self.jobs: dict[str, Job] = {}
         self.by_fd: dict[int, Job] = {}
-        self.busy, self.next_watch = False, 0.0
+        self.busy, self.next_watch, self.num_watches = False, 0.0, 0
         self.files_before = 0  # when the first of the commands that run began
         self.poll = select.poll()
         self.poll.register(requests, select.POLLIN)
@@ -244,6 +233,7 @@ class Agent:
             (resource.RLIMIT_FSIZE, limits["file_bytes"]),
             (resource.RLIMIT_NOFILE, limits["open_files"]),
             (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_MSGQUEUE, 0),
         ):
             hard = resource.getrlimit(what)[1]
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -384,16 +374,31 @@ class Agent:
         self.next_watch = now + WATCH_S
         pids = [pid for pid, _, _ in self.processes()]
         self.busy = bool(pids or self.jobs)
-        most = self.limits["memory_bytes"]
-        if self.memory(pids, exact=False) > most and self.memory(pids, exact=True) > most:
-            self.end_all("memory")
+        self.num_watches += 1
+        helpers = {job.pid for job in self.jobs.values() if not job.is_command}
+        self.watch_memory([pid for pid in pids if pid not in helpers])
         # A box that is too full already may be tidied up: only one that grows further is stopped.
         if self.own_root and self.files_used() > max(self.limits["num_files"], self.files_before):
             self.end_all("files")
 
-    def memory(self, pids: list[int], exact: bool) -> int:
-        """Bytes that processes hold: quickly, with shared pages counted each time; or exactly, and slowly."""
-        return sum((shared_out(pid) if exact else None) or resident(pid) for pid in pids)
+    def watch_memory(self, pids: list[int]) -> None:
+        """End everything when processes, page tables and sockets together hold too much."""
+        # Without a network namespace the sockets of the whole machine would be counted.
+        number, held = socket_use() if self.own_root else (0, 0)
+        most = self.limits["memory_bytes"] - held
+        for exact in (False, True):  # quickly, with shared pages counted each time; then exactly, and slowly
+            if sum(process_memory(pid, exact) for pid in pids) <= most:
+                break
+        else:
+            self.end_all("memory")
+        if number > self.limits["num_sockets"]:
+            self.end_all("sockets")
+        if self.num_watches % MAPS_EVERY == 0:
+            own = {job.pid for job in self.jobs.values()}  # hidden until it has become its command
+            maps = [(pid, count_maps(pid)) for pid in pids]
+            counted = [count for pid, count in maps if pid not in own or count < self.limits["num_maps"]]
+            if sum(counted) > self.limits["num_maps"]:
+                self.end_all("maps")
 
     def files_used(self) -> int:
         return sum(use.f_files - use.f_ffree for use in (os.statvfs("/"), os.statvfs("/dev/shm")))

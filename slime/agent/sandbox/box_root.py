@@ -61,7 +61,7 @@ def build_root(settings: dict[str, Any]) -> None:
     os.makedirs(new + "/proc")
     mount("proc", new + "/proc", "proc", NOSUID | NODEV | NOEXEC)
     with open(new + "/proc/sys/user/max_user_namespaces", "w") as file:
-        file.write("1")  # this one: no more can be made inside
+        file.write("0")  # this one counts in the namespace outside: none can be made inside
     os.makedirs(new + "/old")
     os.chdir(new)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slime.agent.sandbox.base import MIB, Limits, SandboxUnavailable
+from slime.agent.sandbox.cgroups import parent_group
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def _source(name: str) -> str:
 def program_text(plan: Walls, limits: Limits, hello: str) -> bytes:
     """Return the program of a sandbox's first process. `hello`: the id of the reply that says it is ready."""
     settings = {**plan.settings, "limits": asdict(limits), "hello": hello}
-    files, calls = ["box_files.py", "box_agent.py"], ["main(settings)"]
+    files, calls = ["box_files.py", "box_memory.py", "box_agent.py"], ["main(settings)"]
     if plan.settings["build_root"]:
         files, calls = ["box_root.py", *files], ["build_root(settings)", *calls]
     lines = [f"exec(compile({_source(name)!r}, {name!r}, 'exec'))" for name in files]
@@ -139,14 +140,26 @@ def best_isolation() -> str:
 
 @functools.cache
 def report_start(kind: str) -> None:
-    """Log once for each kind how sandboxes of this process are protected."""
+    """Log once for each kind how sandboxes of this process are protected, and which limits hold."""
     if kind == PLAIN:
         logger.warning(
             "Sandbox: programs of the model run without protection (--sandbox plain): they can read files of "
-            "this machine and use its network."
+            "this machine and use its network. %s",
+            limits_that_hold(kind),
         )
     else:
-        logger.info("Sandbox: programs of the model are isolated by %s.", kind)
+        logger.info("Sandbox: programs of the model are isolated by %s. %s", kind, limits_that_hold(kind))
+
+
+def limits_that_hold(kind: str) -> str:
+    """Return a sentence on the limits of this kind on this machine, and on those that do not hold."""
+    memory = "resident memory and page tables are counted 20 times a second"
+    if kind == PLAIN:
+        return f"Limits: {memory}; not limited: memory of sockets, disk, number of files, user namespaces."
+    memory = memory.replace("resident memory and page tables", "resident memory, page tables and sockets")
+    if parent_group() is not None:
+        return f"Limits: memory by the kernel (cgroup v2), and {memory}; all other limits hold."
+    return f"Limits: {memory} (no cgroup v2 can be had, so a burst may pass); all other limits hold."
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from slime.agent.sandbox.base import (
     SandboxUnavailable,
     content_bytes,
 )
+from slime.agent.sandbox.cgroups import entering, make_group, remove_group
 from slime.agent.sandbox.isolation import (
     KINDS,
     PLAIN,
@@ -54,6 +55,8 @@ _WHY = {
     "memory": "the box used more than its {memory} MiB of memory",
     "output": "it printed without end; only the beginning was kept",
     "files": "the box had more than {files} files",
+    "sockets": "the box had more than {sockets} sockets",
+    "maps": "the box had more than {maps} mappings of memory",
     "cancelled": "it was cancelled",
 }
 
@@ -94,6 +97,7 @@ class LocalSandbox:
         self._process: asyncio.subprocess.Process | None = None
         self._user: PrivateUser | None = None
         self._folder: str | None = None
+        self._group: Path | None = None
         # Ids of requests are nonces: a reply with another id was not written by the sandbox's first process.
         self._waiting: dict[str, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
         self._cancelled: set[str] = set()
@@ -111,7 +115,7 @@ class LocalSandbox:
         kind = self._isolation
         if kind is None:
             kind = await asyncio.to_thread(best_isolation)
-        report_start(kind)
+        await asyncio.to_thread(report_start, kind)
         self._user = PrivateUser() if has_private_users() else None
         uid = self._user.uid if self._user else None
         plan = walls(kind, self.limits, uid, self._read_only)
@@ -121,8 +125,14 @@ class LocalSandbox:
         self._waiting[nonce] = hello
         pipe = asyncio.subprocess.PIPE
         try:
+            self._group = await asyncio.to_thread(make_group, self.limits)
             self._process = await asyncio.create_subprocess_exec(
-                *plan.argv, stdin=pipe, stdout=pipe, stderr=pipe, cwd=self._folder or "/"
+                *entering(self._group),
+                *plan.argv,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                cwd=self._folder or "/",
             )
             self._reader = asyncio.create_task(self._read(self._process))
             await self._send(program_text(plan, self.limits, nonce))
@@ -155,6 +165,8 @@ class LocalSandbox:
                 self._user = None
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
+            if self._group is not None:
+                await remove_group(self._group)
 
     async def __aenter__(self) -> Self:
         return self if self.is_open else await self.start()
@@ -251,7 +263,8 @@ class LocalSandbox:
     def _why(self, done: FinishedCommand, timeout: float) -> str:
         limits = self.limits
         text = _WHY[done.reason or "cancelled"]
-        return text.format(timeout=timeout, memory=limits.memory_bytes >> 20, files=limits.num_files)
+        numbers = {"files": limits.num_files, "sockets": limits.num_sockets, "maps": limits.num_maps}
+        return text.format(timeout=timeout, memory=limits.memory_bytes >> 20, **numbers)
 
     async def _ask(
         self, request: dict[str, Any], content: bytes, patience: float

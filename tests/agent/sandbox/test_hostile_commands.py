@@ -87,6 +87,88 @@ def test_memory_that_belongs_to_no_process_cannot_be_had(kind):
     in_box(kind, work)
 
 
+PAGE_TABLES = """
+import mmap
+held, flags = [], mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+while True:
+    held.append(mmap.mmap(-1, 1 << 31, flags=flags, prot=mmap.PROT_READ))
+    for page in range(0, 1 << 31, 1 << 21): held[-1][page]
+"""
+SOCKETS = """
+import os, socket, time
+for _ in range(16):
+    if os.fork() == 0:
+        held = []
+        try:
+            while True:
+                held += socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+                for one in held[-2:]:
+                    one.setblocking(False)
+                    try:
+                        while True: one.send(bytes(60000))
+                    except BlockingIOError: pass
+        except OSError: time.sleep(1000)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("hog", [PAGE_TABLES, SOCKETS], ids=["tables", "sockets"])
+def test_memory_of_the_kernel_counts_as_memory_of_the_sandbox(kind, hog):
+    """Neither page tables nor the buffers of sockets are resident memory of a process."""
+
+    async def work(box):
+        code, _, err = await box.exec(python(hog), timeout=LONG_S)
+        assert code == 137, err
+        assert "more than its 64 MiB of memory" in err
+
+    in_box(kind, work, memory_bytes=64 * MIB)
+
+
+def test_too_many_sockets_and_mappings_are_ended(kind):
+    sockets = (
+        "import socket, time\nheld = [socket.socketpair() for _ in range(60)]\nprint(len(held), flush=True)\n"
+        "time.sleep(1000)"
+    )
+    mappings = (
+        "import mmap, time\nheld = [mmap.mmap(-1, 4096, prot=1 + i % 2) for i in range(5000)]\n"
+        "time.sleep(1000)"
+    )
+
+    async def work(box):
+        code, _, err = await box.exec(python(sockets), timeout=LONG_S)
+        assert (code, "more than 100 sockets" in err) == (137, True), err
+        code, _, err = await box.exec(python(mappings), timeout=LONG_S)
+        assert (code, "more than 4000 mappings of memory" in err) == (137, True), err
+
+    in_box(kind, work, num_sockets=100, num_maps=4000)
+
+
+def test_only_sockets_whose_memory_is_counted_can_be_made(kind):
+    tries = (
+        "import socket\nfor family, kind in ((1, 2), (2, 2), (10, 2), (16, 3)): socket.socket(family, kind)"
+    )
+
+    async def work(box):
+        assert (await box.exec(python(tries)))[0] == 0
+        for family in (17, 38, 40):  # packets, the kernel's ciphers, the host of a virtual machine
+            code, _, err = await box.exec(python(f"import socket; socket.socket({family}, 2)"))
+            assert (code, "not implemented" in err) == (1, True), err
+
+    in_box(kind, work)
+
+
+def test_no_user_namespace_can_be_made_inside(kind):
+    nested = (
+        "import ctypes, os; libc = ctypes.CDLL(None); os._exit(42 if libc.unshare(0x10000000) == 0 else 0)"
+    )
+
+    async def work(box):
+        assert (await box.exec(python(nested)))[0] == 0
+        assert (await box.exec("unshare -U true"))[0] != 0
+
+    in_box(kind, work)
+
+
 def test_a_full_disk_is_full_for_the_box_only(kind):
     async def work(box):
         code, _, err = await box.exec(
