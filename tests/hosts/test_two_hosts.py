@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from loop_helpers import flags, make_world, wait_for
+from loop_helpers import flags, make_world
 from network_hosts import ROOT, environment, network_hosts, ray_on
+from patience import eventually
 
 from slime.utils.files.step_folders import by_content, find_step
 
@@ -47,7 +48,8 @@ def test_a_shared_folder_is_enough_and_a_lost_engine_of_another_host_is_reported
         line = hosts[0].command("env", "-C", str(tmp_path), *env, sys.executable, str(ROOT / "train.py"))
         with open(tmp_path / "out", "w") as out:
             process = subprocess.Popen([*line, *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL)
-        wait_for(lambda: "step 2/" in (tmp_path / "out").read_text(), process)
+        eventually(lambda: "step 2/" in (tmp_path / "out").read_text() or process.poll() is not None)
+        assert process.poll() is None, (tmp_path / "out").read_text()[-6000:]
         killed = hosts[1].run("pkill", "-9", "-f", "slime.engines.embedded")
         assert killed.returncode == 0, "there was no engine on the second host"
         code = process.wait()

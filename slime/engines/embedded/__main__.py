@@ -78,10 +78,6 @@ def main(argv: list[str] | None = None) -> None:
 
         torch.set_num_threads(args.threads)
     asyncio.run(_serve(args))
-    sys.stdout.flush()
-    os._exit(
-        0
-    )  # the engine thread is a daemon inside torch: do not wait for it, do not tear torch down under it
 
 
 def _die_with_parent(args: argparse.Namespace) -> None:
@@ -140,6 +136,10 @@ async def _serve(args: argparse.Namespace) -> None:
         _write_atomically(Path(args.ready_file), json.dumps({"port": port, "pid": os.getpid()}))
     logging.getLogger(__name__).info("serving %s on http://%s:%d", args.model_path, args.host, port)
     await stop.wait()
+    sys.stdout.flush()
+    # Here and not after the event loop, which would wait for its threads: one may wait for minutes for a
+    # process group that never comes. The engine thread is inside torch, which is not torn down under it.
+    os._exit(0)
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 """The engine as a process: it starts, reports its port, waits for weights, dies with its parent."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,14 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 from engine_under_test import EngineUnderTest, largest_difference, load_model, plain_log_probs, start_engine
-from patience import PATIENCE_S, eventually
+from patience import LONG_S, PATIENCE_S, eventually
 from tiny_model import make_tiny_model
 
 from slime.rollout.on_policy_distillation import reward_func
-from slime.utils.async_utils import run
+from slime.utils.async_utils import get_loop, run
 from slime.utils.http_utils import HttpError
 from slime.utils.machine import shm
 from slime.utils.types import Sample
+from slime.wire.control import EngineControl
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +131,19 @@ def test_a_group_is_answered_to_the_bit_like_single_requests_where_each_is_compu
 
         found, expected = run(together()), [run(engine.client.generate(request)) for request in alone]
     assert [(a.ids, a.log_probs) for a in found] == [(a.ids, a.log_probs) for a in expected]
+
+
+def test_an_engine_that_waits_for_a_group_that_never_comes_ends_when_it_is_asked_to(tied_folder, tmp_path):
+    """The wait holds a thread for minutes; the end of the process does not wait for it."""
+    flags = ("--max-total-tokens", "512", "--device", "cpu")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        start_engine(tied_folder, tmp_path, *flags) as (url, process, *_),
+    ):
+        place = ("127.0.0.1", silent.getsockname()[1], 1, 2, "a-group", "gloo")
+        joining = asyncio.run_coroutine_threadsafe(EngineControl(url).join_group(*place), get_loop())
+        silent.accept()  # the engine is at the meeting point, where nobody speaks
+        process.terminate()
+        assert process.wait(LONG_S) == 0
+        with pytest.raises(HttpError):
+            joining.result(PATIENCE_S)
