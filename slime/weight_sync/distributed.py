@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.async_utils import get_loop
-from slime.utils.machine.process_groups import group_beside_the_default, open_store
+from slime.utils.machine.process_groups import group_beside_the_default, open_store, reaching
 from slime.weight_sync.base import LiveReport, NamedTensors, SenderOptions, Target
 from slime.wire.control import EngineControl
 from slime.wire.manifest import DTYPE_NAMES
@@ -89,7 +89,10 @@ class DistributedSender:
             offset += target.num_ranks
         joined = self._on_all(calls)
         try:
-            self._group = group_beside_the_default(store, 0, world_size, backend, self._group_name, timeout)
+            with reaching(self._options.host):
+                self._group = group_beside_the_default(
+                    store, 0, world_size, backend, self._group_name, timeout
+                )
         except RuntimeError:
             concurrent.futures.wait([joined], _BLAME_S)
             raise

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from loop_helpers import flags, make_world
+from loop_helpers import flags, make_world, metrics
 from network_hosts import ROOT, environment, network_hosts, ray_on
 from patience import eventually
 
@@ -61,3 +61,27 @@ def test_a_shared_folder_is_enough_and_a_lost_engine_of_another_host_is_reported
     step = find_step(world / "ckpt")
     assert step is not None and by_content(step) == []
     assert {"trainer/__0_0.distcp", "trainer/__1_0.distcp"} <= set(step.manifest.files)
+
+
+def test_an_engine_that_runs_on_another_host_gets_weights_by_a_process_group(tmp_path):
+    """Everything else is on the first host, and would meet on loopback."""
+    world = tmp_path / "task"
+    world.mkdir()
+    make_world(world)
+    env = {**environment(), "SLIME_ENGINE_TOKEN": "secret"}
+    with network_hosts(2, shared=tmp_path) as hosts:
+        serve = (sys.executable, "-m", "slime.engines.embedded", "--model-path", str(world / "model"))
+        serve += ("--host", hosts[1].address, "--port", "30000", "--threads", "1", "--device", "cpu")
+        words = [f"{name}={value}" for name, value in env.items()]
+        line = hosts[1].command("env", *words, *serve, "--ready-file", str(tmp_path / "ready"))
+        engine = subprocess.Popen(line, stdin=subprocess.DEVNULL)
+        eventually(lambda: (tmp_path / "ready").exists() or engine.poll() is not None)
+        changes = {"rollout_external_engine_addrs": f"{hosts[1].address}:30000", "num_rollout": 2}
+        train = flags(world, "run", **changes, update_weight_transport="distributed")
+        done = hosts[0].run(sys.executable, str(ROOT / "train.py"), *train, cwd=str(tmp_path), **env)
+        engine.kill()
+        engine.wait()
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "weights travel by distributed" in done.stdout
+    missed = [row["perf/engines_missed"] for row in metrics(world, "run") if "perf/engines_missed" in row]
+    assert missed and not any(missed), done.stdout[-6000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 
@@ -12,7 +13,8 @@ from slime.backends.base import TrainBackend
 from slime.catalog.transports import TRANSPORTS
 from slime.engines.external import read_address
 from slime.utils.errors import RunStopped
-from slime.utils.machine.ports import get_host_info
+from slime.utils.http_utils import is_loopback
+from slime.utils.machine.ports import address_towards, get_host_info
 from slime.utils.machine.run_identity import LOOPBACK, Run
 from slime.utils.misc import load_function
 from slime.utils.models.finite import first_non_finite
@@ -51,6 +53,7 @@ class RankSender:
         for url in engine_urls:
             run.engine_token.use_for(url)
         self._args, self._run, self._rank, self._backend = args, run, rank, backend
+        self._engine_urls = engine_urls
         live, self._content = TRANSPORTS[transport].live, TRANSPORTS[transport].content
         path = args.custom_update_weight_post_write_path
         self._post_write = PostWrite(load_function(path), plugin_args, engine_urls, rank) if path else None
@@ -99,8 +102,15 @@ class RankSender:
         return path
 
     def _own_address(self) -> str:
-        """The address by which engines reach this rank: the first one is where the run listens."""
-        return self._run.host if self._rank == 0 or self._run.host == LOOPBACK else get_host_info()[1]
+        """The address by which engines reach this rank: the first one is where the run listens.
+
+        A run that is on this machine alone listens on loopback, which engines of other machines do not reach.
+        """
+        if self._run.host != LOOPBACK:
+            return self._run.host if self._rank == 0 else get_host_info()[1]
+        hosts = (urlsplit(url).hostname or LOOPBACK for url in self._engine_urls)
+        elsewhere = next((host for host in hosts if not is_loopback(host)), None)
+        return address_towards(elsewhere) if elsewhere is not None else LOOPBACK
 
     def export(self, version: str, dtype: str | None) -> Parcel | None:
         """The model or its adapters go into the transport; the first rank returns the parcel."""

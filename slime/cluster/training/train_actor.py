@@ -34,7 +34,7 @@ from slime.utils import waits
 from slime.utils.files.checksums import FileRecord, find_damage, record_files
 from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spread
 from slime.utils.machine import accelerator
-from slime.utils.machine.process_groups import limit_every_group, open_store
+from slime.utils.machine.process_groups import limit_every_group, open_store, prefer_interface_towards
 from slime.utils.machine.run_identity import Run
 from slime.weight_sync import Parcel
 
@@ -72,6 +72,7 @@ class RankProcess:
             self._store = dist.TCPStore(self._run.host, store_port, self._world_size, is_master=False)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        prefer_interface_towards(self._run.host)
         dist.init_process_group(
             self._args.distributed_backend or accelerator.process_group_backend(),
             store=self._store,

@@ -13,7 +13,12 @@ from torch.distributed import TCPStore
 
 from slime.engines.embedded.generate_json import BadRequest
 from slime.engines.embedded.weight_update import BadWeights
-from slime.utils.machine.process_groups import LOOPBACK, group_beside_the_default, stay_on_loopback
+from slime.utils.machine.process_groups import (
+    LOOPBACK,
+    group_beside_the_default,
+    reaching,
+    stay_on_loopback,
+)
 from slime.wire.manifest import DTYPES
 from slime.wire.protocol import shown
 
@@ -68,9 +73,10 @@ class UpdateGroups:
             store = TCPStore(
                 place.address, place.port, place.world_size, False, _TIMEOUT, wait_for_workers=False
             )
-            group = group_beside_the_default(
-                store, place.rank, place.world_size, place.backend, place.name, _TIMEOUT
-            )
+            with reaching(place.address):
+                group = group_beside_the_default(
+                    store, place.rank, place.world_size, place.backend, place.name, _TIMEOUT
+                )
         except (RuntimeError, ValueError, TypeError) as error:
             raise BadWeights(
                 f"{place.name} at {place.address}:{place.port} cannot be joined: {error}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 
+import psutil
+
 
 def find_available_port(base_port: int = 0) -> int:
     """A port that was free a moment ago, searching upwards from `base_port` (0: the system's choice).
@@ -56,10 +58,24 @@ def _bindable() -> socket.socket:
 
 def get_host_info() -> tuple[str, str]:
     """(host name, address by which other machines may reach this one; loopback when there is no network)."""
-    hostname = socket.gethostname()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("203.0.113.1", 9))  # nothing is sent: this asks the routing table for our address
-            return hostname, probe.getsockname()[0]
-        except OSError:
-            return hostname, "127.0.0.1"
+    return socket.gethostname(), address_towards("203.0.113.1")
+
+
+def address_towards(host: str) -> str:
+    """The address by which `host` reaches this machine; loopback when there is no way to it."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # nothing is sent: this asks the routing table for our address
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def interface_towards(host: str) -> str | None:
+    """The name of the network interface that leads to `host`; None: it is not known."""
+    address = address_towards(host)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    return None

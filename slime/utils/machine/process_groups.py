@@ -6,12 +6,17 @@ import contextlib
 import datetime
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
+from slime.utils.http_utils import is_loopback
+from slime.utils.machine.ports import interface_towards
+
 LOOPBACK = "127.0.0.1"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = None) -> TCPStore:
@@ -30,7 +35,34 @@ def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = 
 
 def network_environment(host: str) -> dict[str, str]:
     """Ranks that meet at loopback talk over it, whatever the host name of the machine resolves to."""
-    return {"GLOO_SOCKET_IFNAME": "lo"} if host == LOOPBACK and os.path.isdir("/sys/class/net/lo") else {}
+    return {_GLOO_INTERFACE: "lo"} if host == LOOPBACK and os.path.isdir("/sys/class/net/lo") else {}
+
+
+def prefer_interface_towards(host: str) -> None:
+    """Make the groups of this process over the interface that leads to `host`; what the user has set stays."""
+    interface = None if is_loopback(host) else interface_towards(host)
+    if interface is not None:
+        os.environ.setdefault(_GLOO_INTERFACE, interface)
+
+
+@contextlib.contextmanager
+def reaching(host: str) -> Iterator[None]:
+    """Make groups in this block over the interface that leads to `host`, in a process that stays on loopback.
+
+    Gloo by itself takes the address of the machine's name, which may be loopback or unknown.
+    """
+    before = os.environ.get(_GLOO_INTERFACE)
+    interface = interface_towards(host) if before in (None, "lo") and not is_loopback(host) else None
+    if interface is None:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = interface
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO_INTERFACE)
+        if before is not None:
+            os.environ[_GLOO_INTERFACE] = before
 
 
 def stay_on_loopback() -> None:
