@@ -39,7 +39,7 @@ def network_environment(host: str) -> dict[str, str]:
 
 
 def prefer_interface_towards(host: str) -> None:
-    """Make the groups of this process over the interface that leads to `host`; what the user has set stays."""
+    """Make groups of this process over the interface that leads to `host`; what the user has set stays."""
     interface = None if is_loopback(host) else interface_towards(host)
     if interface is not None:
         os.environ.setdefault(_GLOO_INTERFACE, interface)
