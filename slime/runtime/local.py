@@ -24,6 +24,7 @@ from slime.runtime.placement import Placement, Slot
 from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
 from slime.utils import waits
+from slime.utils.errors import RunStopped
 from slime.utils.files import tensor_pickle
 from slime.utils.machine import shm, stacks, warm_start
 from slime.utils.machine.processes import Child, import_environment, last_lines, open_log, stop_process
@@ -230,11 +231,18 @@ class SegmentRef(Generic[R]):
     segment: str
 
     def load(self) -> R:
-        value: R = pickle.loads(shm.open_segment(self.segment).buffer.numpy().data)
+        try:
+            segment = shm.open_segment(self.segment)
+        except FileNotFoundError as error:
+            raise RunStopped(
+                f"{shm.FOLDER / self.segment} was removed by another program before it was read: something "
+                f"empties {shm.FOLDER} while the run uses it. The same command resumes a run that saves."
+            ) from error
+        value: R = pickle.loads(segment.buffer.numpy().data)
         return value
 
     def drop(self) -> None:
-        shm.open_segment(self.segment).unlink()
+        (shm.FOLDER / self.segment).unlink(missing_ok=True)  # somebody may have emptied the folder
 
 
 class LocalRuntime:

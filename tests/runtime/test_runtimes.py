@@ -17,6 +17,7 @@ from slime.runtime.heartbeat import WorkerSilent
 from slime.runtime.local import LocalFuture, LocalRuntime
 from slime.runtime.placement import Slot
 from slime.utils import waits
+from slime.utils.errors import RunStopped
 from slime.utils.machine import shm
 
 LIMIT_S = 2.0
@@ -348,3 +349,11 @@ def test_warnings_of_a_worker_that_may_live_in_the_driver_reach_its_log_too(made
     eventually(lambda: "rollout: engine-1 is restarted" in caplog.text)
     assert "not of ours" not in caplog.text
     handle.kill()
+
+
+def test_a_value_that_was_removed_from_the_shared_memory_is_dropped_and_missed_with_the_reason(made):
+    ref = made.runtime("local").put([1, 2, 3])
+    shm.unlink_prefix(made.prefix)  # another program has emptied it
+    with pytest.raises(RunStopped, match="was removed by another program before it was read"):
+        ref.load()
+    ref.drop()
