@@ -1,5 +1,6 @@
 """What the tests of runtimes put into workers; it imports nothing that takes long."""
 
+import ctypes
 import logging
 import os
 import signal
@@ -92,3 +93,11 @@ class Reporting:
         logging.getLogger("slime.engines.fleet").error("engine-1 is evicted: %s", "no weights")
         logging.getLogger("slime.engines.fleet").warning("engine-1 is restarted")
         logging.getLogger("some.library").warning("not of ours")
+
+
+class SlowToMake(Target):
+    """Its constructor holds Python's lock for longer than a worker may be silent, as an import may."""
+
+    def __init__(self, seconds):
+        super().__init__(10)
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))

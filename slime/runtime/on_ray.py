@@ -165,7 +165,7 @@ class RayHandle(Handle[T]):
             runtime_env={"env_vars": {**spec.env, **devices, **import_environment()}},
         )
         self._actor = options.remote((log, spec.name), os.getcwd())
-        self._actor.make.options(concurrency_group=WORK).remote(*make)
+        self._making = self._actor.make.options(concurrency_group=WORK).remote(*make)
         self._node: str | None = None  # where it was found; None: it has not answered yet
         self._pid = 0
         self._question: Any = None  # the heartbeat that is under way
@@ -211,11 +211,11 @@ class RayHandle(Handle[T]):
         return f"{self.name} (pid {self._pid} on node {self._node})"
 
     def heard(self) -> bool:
-        """Whether it answered. Until its first answer it is placed and made, which takes what it takes."""
+        """Whether it answered. Until its object is made it may be silent: torch loads from a cold disk."""
         if self._question is None:
             self._question = self._ask()
         if not ray.wait([self._question], timeout=0)[0]:
-            return self._node is None
+            return self._node is None or not ray.wait([self._making], timeout=0)[0]
         with contextlib.suppress(ray.exceptions.RayError):  # it died, which is told as its end
             self._place(ray.get(self._question))
         self._question = None

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import warm_start
 from patience import PATIENCE_S, eventually
-from worker_target import Reporting, Target, Unmade, Unreadable
+from worker_target import Reporting, SlowToMake, Target, Unmade, Unreadable
 
 from slime.runtime import heartbeat
 from slime.runtime.base import Guarded, WorkerDied, WorkerSpec, gather
@@ -357,3 +357,11 @@ def test_a_value_that_was_removed_from_the_shared_memory_is_dropped_and_missed_w
     with pytest.raises(RunStopped, match="was removed by another program before it was read"):
         ref.load()
     ref.drop()
+
+
+def test_a_worker_under_ray_may_be_silent_while_its_object_is_made(made):
+    runtime = made.runtime("ray", LIMIT_S)
+    handle = runtime.spawn(WorkerSpec("slow-to-make"), SlowToMake, 4 * LIMIT_S)
+    assert handle.call(SlowToMake.add, 1).result(PATIENCE_S) == 11
+    assert not runtime.failure.done()
+    handle.kill()
