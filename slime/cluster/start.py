@@ -59,7 +59,7 @@ from slime.observability.counters import Counters
 from slime.observability.incidents import keeping_incidents
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import log_to
-from slime.observability.tracking import Tracker, read_metrics
+from slime.observability.tracking import Tracker
 from slime.preflight.all_checks import preflight
 from slime.preflight.findings import COST, Report
 from slime.runtime import create_runtime
@@ -144,8 +144,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
             with watch.guarding():
                 cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing, models)
                 cluster.plan = report.plan
-                if run.num_starts > 1:
-                    cluster.counters = Counters(name for row in read_metrics(run.run_dir) for name in row)
+                cluster.counters = Counters.of_run(run.run_dir)
                 cluster.requests.take_up(cluster)
                 try:
                     with searching_new_only():

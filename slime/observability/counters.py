@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from slime.catalog.metrics import find_metric
+from slime.observability.tracking import read_metrics
 
 # Rows of the glossary whose value is 0 where they are not reported.
 _COUNTERS = frozenset(
@@ -48,6 +50,11 @@ class Counters:
 
     def __init__(self, reported: Iterable[str] = ()):
         self._known = {name for name in reported if is_counter(name)}
+
+    @classmethod
+    def of_run(cls, folder: Path) -> Counters:
+        """The counters of a run, with those that its earlier starts have reported."""
+        return cls({name for row in read_metrics(folder) for name in row})
 
     def fill(self, metrics: Mapping[str, Any], kind: str) -> dict[str, Any]:
         """Return the metrics with zeros. `kind`: rollout, train or eval. No metrics: others report them."""
