@@ -10,6 +10,7 @@ from slime.arguments import Args, explain_batch, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.cli.main import USER_MISTAKE, user_errors
 from slime.utils.files.folder_lock import refuse_locked
+from slime.utils.machine import descriptors
 from slime.utils.machine.own_command import as_typed
 from slime.utils.machine.stacks import watch_exit
 from slime.utils.machine.standard_streams import open_missing
@@ -69,6 +70,7 @@ def shown(args: Args, *, screen: bool = True) -> Iterator[None]:
     from slime.cli.screen import RunScreen
 
     with (
+        descriptors.watching(Path(args.run_dir) / "error.txt"),
         RunScreen(args) if screen else contextlib.nullcontext(),
         page_beside(args.run_dir) if args.dashboard else contextlib.nullcontext(),
     ):

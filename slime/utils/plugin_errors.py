@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from slime.utils.errors import EngineAnswerError, RunStopped
+from slime.utils.machine import descriptors
 from slime.utils.misc import load_function
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -107,6 +108,7 @@ class plugin_call:  # used like a function: with plugin_call("--custom-rm-path",
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        descriptors.check(self._option, self._path)
         if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             return
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():

@@ -21,6 +21,7 @@ from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.checks import box_of, check
 from slime.utils import async_utils, waits
 from slime.utils.column_rewards import reward_columns, scores_of, takes_columns
+from slime.utils.machine import descriptors
 from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
@@ -138,7 +139,7 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
                     return await rest
                 if takes_columns(function):
                     return await _call_with_columns(args, path, function, subject)
-                value = await _in_thread(lambda: function(args, subject, **kwargs))
+                value = await _in_thread(name, lambda: function(args, subject, **kwargs))
                 return await value if inspect.isawaitable(value) else value
     except TimeoutError:
         if not deadline.expired():
@@ -158,17 +159,20 @@ async def _call_with_columns(
     """TRL's way: one call with lists. A list of scores for a group, one score for one sample."""
     samples = subject if isinstance(subject, list) else [subject]
     columns = reward_columns(function, samples, [answer_text(args, sample) for sample in samples])
-    value = await _in_thread(lambda: function(**columns))
+    value = await _in_thread(f"{CUSTOM_RM} {path}", lambda: function(**columns))
     scores = scores_of(await value if inspect.isawaitable(value) else value)
     return scores if isinstance(subject, list) else _one_per_sample(path, scores, samples)[0]
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
+async def _in_thread(name: str, call: Callable[[], Any]) -> Any:
     """Run a plain function beside the loop, in a daemon thread: one that hangs must not hold up our exit."""
 
     def in_turn() -> Any:
         with _thread_slots:
-            return call()
+            try:
+                return call()
+            finally:
+                descriptors.check(name)  # in this thread: the loop cannot run without them
 
     def start(work: Callable[[], None]) -> None:
         threading.Thread(target=work, name="reward-function", daemon=True).start()

@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Coroutine, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slime.utils.machine import descriptors
+
 logger = logging.getLogger(__name__)
 
 SLOW_STEP_S = 5.0
@@ -98,6 +100,7 @@ class LoopWatch:
     def _end_step(self, step: _Step) -> None:
         self._steps.discard(step)
         self._num_ended += 1
+        descriptors.check(step.name)  # now: the loop itself cannot run without them
         seconds = time.monotonic() - step.started
         if seconds > SLOW_STEP_S:
             self._tell(step, f"held up the event loop for {seconds:.1f} s")

@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 from slime.utils import waits
 from slime.utils.machine.cores import num_cores
+from slime.utils.machine.own_processes import protect
 from slime.utils.machine.processes import Child, import_environment, thread_environment
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -63,7 +64,7 @@ def start(
     start_new_session: bool = False,
 ) -> Child:
     """Start a Python program that writes into `log` and reads nothing: warm where that is possible."""
-    return fork(command, env, log.fileno(), pass_fds, start_new_session) or subprocess.Popen(
+    child = fork(command, env, log.fileno(), pass_fds, start_new_session) or subprocess.Popen(
         command,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -72,6 +73,7 @@ def start(
         pass_fds=pass_fds,
         start_new_session=start_new_session,
     )
+    return protect(child)
 
 
 def fork(
