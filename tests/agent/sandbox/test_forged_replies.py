@@ -103,7 +103,9 @@ def test_a_file_operation_holds_no_descriptor_of_the_first_process(kind):
     """A link that is swapped between the check and the opening leads to the child's own streams at most."""
 
     async def work(box):
-        swap = "while :; do ln -sfn /proc/self/fd/4 /tmp/forged-$$; ln -sfn $PWD/calm /tmp/forged-$$; done"
+        # The loop ends with the sandbox's folder, also where nobody kills what a program left running.
+        links = "ln -sfn /proc/self/fd/4 /tmp/forged-$$; ln -sfn $PWD/calm /tmp/forged-$$"
+        swap = f"while [ -d $PWD ]; do {links}; done; rm -f /tmp/forged-$$"
         await box.exec(f"echo $$ > name; ({swap}) </dev/null >/dev/null 2>&1 &", check=True)
         link = f"/tmp/forged-{(await box.read_file('name')).strip()}"
         for _ in range(30):
