@@ -257,6 +257,7 @@ def _our_step(
     shape: str, device: torch.device, options: Any, budget: int, total: int, trainer: str, fp8: bool
 ) -> list[Record]:
     config = config_of(shape)
+    model = ModelShape.from_hf_config(config)
     create_backend = importlib.import_module(f"slime.backends.{trainer}").create_backend
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -308,7 +309,8 @@ def _our_step(
                 "samples": len(samples),
                 "longest": max(len(sample.tokens) for sample in samples),
                 "response_share": sum(sample.response_length for sample in samples) / total,
-                "flops_with_attention": 3 * backend.forward_flops([len(sample.tokens) for sample in samples]),
+                "flops_with_attention": 3
+                * sum(forward_flops(model, len(sample.tokens)) for sample in samples),
                 "padding": 0.0,
                 "peak_gib": peak_gib(device),
             }

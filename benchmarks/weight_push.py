@@ -116,6 +116,7 @@ class Stand:
         self._rollout = self._runtime.spawn(
             spec, RolloutProcess, args, self._run, self._placement, self._runtime
         )
+        self._rollout.call(RolloutProcess.launch).result()
         resume = find_resume(args, self._run, -1, overlapped=False)
         facts = self._rollout.call(RolloutProcess.start, 0, None, resume).result()
         site = Site(device_count() > 0, True)

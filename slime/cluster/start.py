@@ -144,7 +144,8 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
             with watch.guarding():
                 cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing, models)
                 cluster.plan = report.plan
-                cluster.counters = Counters.of_run(run.run_dir)
+                steps = args.num_steps_per_rollout or 1
+                cluster.counters = Counters.of_run(run.run_dir, cluster.schedule.start, steps)
                 cluster.requests.take_up(cluster)
                 try:
                     with searching_new_only():

@@ -52,9 +52,18 @@ class Counters:
         self._known = {name for name in reported if is_counter(name)}
 
     @classmethod
-    def of_run(cls, folder: Path) -> Counters:
-        """The counters of a run, with those that its earlier starts have reported."""
-        return cls({name for row in read_metrics(folder) for name in row})
+    def of_run(cls, folder: Path, start: int, steps_per_rollout: int) -> Counters:
+        """The counters of a run that starts at rollout `start`, with those of the rollouts before it.
+
+        Rows of later rollouts were written by a start that was killed: these rollouts are done again, and
+        their rows must be those of a run that nobody killed.
+        """
+
+        def is_before(row: Mapping[str, Any]) -> bool:
+            steps = {"rollout/step": 1, "train/step": steps_per_rollout, "eval/step": 1}
+            return any(name in row and row[name] // each < start for name, each in steps.items())
+
+        return cls({name for row in read_metrics(folder) if is_before(row) for name in row})
 
     def fill(self, metrics: Mapping[str, Any], kind: str) -> dict[str, Any]:
         """Return the metrics with zeros. `kind`: rollout, train or eval. No metrics: others report them."""

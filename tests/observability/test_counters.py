@@ -1,5 +1,7 @@
 """Counters that are zero are logged, so that no curve is drawn across the steps between two counts."""
 
+import json
+
 from slime.observability.counters import Counters, is_counter
 
 
@@ -36,3 +38,20 @@ def test_what_a_user_reports_by_a_function_of_his_own_gets_nothing_added():
 def test_means_and_names_that_nobody_knows_are_no_counters():
     for name in ("rollout/raw_reward", "rollout/staleness/mean", "rollout/response_len/max", "mine/count"):
         assert not is_counter(name), name
+
+
+def test_rollouts_that_are_done_again_are_not_those_of_an_earlier_start(tmp_path):
+    """A killed run logs the same rows as one that nobody killed."""
+    rows = [
+        {"rollout/step": 0, "rollout/staleness/lag_0": 4},
+        {"train/step": 1, "train/staleness/lag_0": 4},
+        {"rollout/step": 1, "rollout/staleness/lag_1": 4},
+        {"train/step": 2, "train/staleness/lag_1": 4},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counters = Counters.of_run(tmp_path, start=1, steps_per_rollout=2)
+    found = [counters.fill({f"{kind}/x": 1}, kind) for kind in ("rollout", "train")]
+    assert [[name for name in row if "staleness" in name] for row in found] == [
+        ["rollout/staleness/lag_0"],
+        ["train/staleness/lag_0"],
+    ]

@@ -108,8 +108,7 @@ def test_a_whole_step_on_an_h200_is_predicted_within_a_fifth(planned):
     """docs/performance.md: 512 responses of 950 tokens, 22.2 s generating and 22.4 training of 45.2 s."""
     words = ("--colocate", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "16384")
     flags = dict(
-        rollout_engine="sglang",
-        sglang_server_concurrency=256,
+        embedded_max_running_requests=256,
         rollout_batch_size=64,
         n_samples_per_prompt=8,
         rollout_max_response_len=950,

@@ -237,8 +237,10 @@ def _refuse_unwritable(flag: str, folder: Path) -> None:
     if not there.is_dir():
         why = f"{there} is a file"
     elif why is None:
+        before = there.stat()
         try:  # permissions alone do not tell: nothing can be made in /proc, whoever asks
             os.rmdir(tempfile.mkdtemp(prefix=".slime-probe-", dir=there))
+            os.utime(there, ns=(before.st_atime_ns, before.st_mtime_ns))  # a check leaves no trace
         except OSError as error:
             why = f"nothing can be made in {there} ({error.strerror})"
     if why is not None:
