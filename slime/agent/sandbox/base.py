@@ -54,7 +54,9 @@ class Limits:
     num_processes: int = 64
     open_files: int = 256
     num_sockets: int = 2_000  # all processes together; not counted without protection
-    num_maps: int = 100_000  # mappings of memory, all processes together
+    # Mappings of memory, all processes together. One that hides its own counts as 65,530: there is room for
+    # three, such as the grader of --rm-type code and the worker that it has just forked.
+    num_maps: int = 200_000
     cpu_s: int = 120  # of one process
     output_bytes: int = MIB  # kept of each stream of a command; sixteen times as much ends it
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # `typing` itself, as `platform`, would be a seventh of the s
     from typing import Any
 
     from slime.agent.sandbox.box_files import file_operation  # sent ahead of this text
-    from slime.agent.sandbox.box_memory import count_maps, process_memory, socket_use
+    from slime.agent.sandbox.box_memory import MOST_MAPS, count_maps, process_memory, socket_use
 
 WATCH_S = 0.05  # how often memory and files are counted while something runs
 HARD_OUTPUT = 16  # times the output that is kept: then the command is ended
@@ -394,9 +394,9 @@ class Agent:
         if number > self.limits["num_sockets"]:
             self.end_all("sockets")
         if self.num_watches % MAPS_EVERY == 0:
-            own = {job.pid for job in self.jobs.values()}  # hidden until it has become its command
+            own = {job.pid for job in self.jobs.values()}  # hidden until they have become their commands
             maps = [(pid, count_maps(pid)) for pid in pids]
-            counted = [count for pid, count in maps if pid not in own or count < self.limits["num_maps"]]
+            counted = [count for pid, count in maps if pid not in own or count < MOST_MAPS]
             if sum(counted) > self.limits["num_maps"]:
                 self.end_all("maps")
 

@@ -143,6 +143,19 @@ def test_too_many_sockets_and_mappings_are_ended(kind):
     in_box(kind, work, num_sockets=100, num_maps=4000)
 
 
+def test_processes_that_hide_their_mappings_while_they_start_are_not_ended(kind):
+    """A process without PR_SET_DUMPABLE, such as the grader of --rm-type code, forks one that is like it."""
+    hidden = (
+        "import ctypes, os, time\nctypes.CDLL(None).prctl(4, 0)\nchild = os.fork()\ntime.sleep(2)\n"
+        "os._exit(0) if child == 0 else os.waitpid(child, 0)\nprint('calm')"
+    )
+
+    async def work(box):
+        assert await box.exec(python(hidden), timeout=LONG_S) == (0, "calm\n", "")
+
+    in_box(kind, work)
+
+
 def test_only_sockets_whose_memory_is_counted_can_be_made(kind):
     tries = (
         "import socket\nfor family, kind in ((1, 2), (2, 2), (10, 2), (16, 3)): socket.socket(family, kind)"
