@@ -64,7 +64,7 @@ def _run(args: Args, train: Callable[[Args], Any]) -> int:
 
 @contextlib.contextmanager
 def shown(args: Args, *, screen: bool = True) -> Iterator[None]:
-    """Show a run while it goes on: on this terminal, and with --dashboard in a browser."""
+    """Show a run while it is active: on this terminal and, with --dashboard, in a browser."""
     # Here, because --help and a misspelt flag need no screen.
     from slime.cli.inspect.page_process import page_beside
     from slime.cli.screen import RunScreen

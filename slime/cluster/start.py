@@ -144,8 +144,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
             with watch.guarding():
                 cluster = _start(args, run, runtime, tracker, checkpoint, overlapped, closing, models)
                 cluster.plan = report.plan
-                steps = args.num_steps_per_rollout or 1
-                cluster.counters = Counters.of_run(run.run_dir, cluster.schedule.start, steps)
+                cluster.counters = Counters.of_run(run.run_dir, cluster.schedule.start, args)
                 cluster.requests.take_up(cluster)
                 try:
                     with searching_new_only():

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.arguments import Args
 from slime.catalog.metrics import find_metric
 from slime.observability.tracking import read_metrics
 
@@ -52,7 +53,7 @@ class Counters:
         self._known = {name for name in reported if is_counter(name)}
 
     @classmethod
-    def of_run(cls, folder: Path, start: int, steps_per_rollout: int) -> Counters:
+    def of_run(cls, folder: Path, start: int, args: Args) -> Counters:
         """The counters of a run that starts at rollout `start`, with those of the rollouts before it.
 
         Rows of later rollouts were written by a start that was killed: these rollouts are done again, and
@@ -60,7 +61,7 @@ class Counters:
         """
 
         def is_before(row: Mapping[str, Any]) -> bool:
-            steps = {"rollout/step": 1, "train/step": steps_per_rollout, "eval/step": 1}
+            steps = {"rollout/step": 1, "train/step": args.num_steps_per_rollout or 1, "eval/step": 1}
             return any(name in row and row[name] // each < start for name, each in steps.items())
 
         return cls({name for row in read_metrics(folder) if is_before(row) for name in row})

@@ -2,6 +2,7 @@
 
 import json
 
+from slime.arguments import default_args
 from slime.observability.counters import Counters, is_counter
 
 
@@ -49,7 +50,7 @@ def test_rollouts_that_are_done_again_are_not_those_of_an_earlier_start(tmp_path
         {"train/step": 2, "train/staleness/lag_1": 4},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    counters = Counters.of_run(tmp_path, start=1, steps_per_rollout=2)
+    counters = Counters.of_run(tmp_path, 1, default_args(num_steps_per_rollout=2))
     found = [counters.fill({f"{kind}/x": 1}, kind) for kind in ("rollout", "train")]
     assert [[name for name in row if "staleness" in name] for row in found] == [
         ["rollout/staleness/lag_0"],

@@ -23,7 +23,7 @@ _BEFORE = {"use_dynamic_batch_size": False, "max_tokens_per_gpu": None, "micro_b
 
 
 def micro_batches(draft: Draft) -> None:
-    """Fill micro-batches by tokens, which is many times faster for short samples, unless told otherwise."""
+    """Fill micro-batches by tokens, many times faster for short samples, unless a flag forbids it."""
     if draft.use_dynamic_batch_size is None:
         by_samples = draft.was_given("micro_batch_size")
         because = "micro_batch_size is given" if by_samples else "the default (--no-use-dynamic-batch-size)"

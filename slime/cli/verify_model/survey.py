@@ -131,7 +131,7 @@ def _told(error: Exception) -> str:
 
 
 def summary(rows: Sequence[SurveyRow]) -> str:
-    """The same as Markdown lists, by what became of the families: docs/model_families.md holds it.
+    """Return the survey as Markdown lists by outcome, as docs/model_families.md holds it.
 
     A family that becomes exact is added to `slime.catalog.families` too, which lets it train.
     """
