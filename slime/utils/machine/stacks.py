@@ -76,14 +76,15 @@ def answering(log: Path) -> Iterator[None]:
 
 
 def watch_exit(after_s: float = 60.0) -> None:
-    """Call it last: while the exit of the interpreter is stuck, the stacks of all threads go to stderr.
+    """Write the stacks of all threads to stderr if the exit of the interpreter takes longer than `after_s`.
 
-    An exit waits for every thread that is not a daemon, for executors and for functions of `atexit`; without
-    this a process that never ends says nothing. Nothing is ended here.
+    Call it last. An exit waits for every thread that is not a daemon, for executors and for functions of
+    `atexit`; without this, a process that never ends prints nothing. It does not end the process.
     """
     with contextlib.suppress(OSError, ValueError):  # a process without stderr
         os.fstat(_STDERR)
-        faulthandler.dump_traceback_later(after_s, repeat=True, file=_STDERR)
+        # Only once: a dump while the interpreter frees its threads can end the process with a segfault.
+        faulthandler.dump_traceback_later(after_s, file=_STDERR)
 
 
 def ask(pids: Iterable[int]) -> list[int]:
