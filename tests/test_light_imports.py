@@ -30,7 +30,7 @@ LIGHT = (
     "slime.wire.control",
 )
 # Imported when tests are collected; what a test does with them may need more.
-HELPERS = ("conftest", "argument_helpers", "fake_engine", "loop_helpers", "rollout_helpers", "tiny_model")
+HELPERS = ("tests.conftest", "argument_helpers", "fake_engine", "loop_helpers", "rollout_helpers", "tiny_model")
 # In one process: modules share most of what they import, so the first that brings a heavy one is the culprit.
 LOOK = """
 import importlib, sys
@@ -50,6 +50,6 @@ def test_what_runs_without_a_model_imports_no_torch(modules):
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "support")])},
     )
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ from slime.utils.machine import shm
 from slime.utils.machine.run_identity import Run
 from slime.wire.control import EngineControl
 
-SCRIPT = Path(__file__).parents[1] / "fake_engine_process.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "fake_engine_process.py"
 
 
 @pytest.fixture(scope="module")

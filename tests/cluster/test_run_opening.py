@@ -164,7 +164,7 @@ def test_metrics_of_a_plug_in_in_another_process_carry_the_run_too(tmp_path):
         "args = declared(run_dir=sys.argv[2]); logging_utils.log(args, {'x': 1}, 'x/step', 0); "
         "logging_utils.finish_tracking()"
     )
-    tests = str(Path(__file__).parent.parent)
+    tests = str(Path(__file__).parents[1] / "support")
     subprocess.run([sys.executable, "-c", code, tests, str(tmp_path)], check=True, env={**os.environ})
     assert read_metrics(tmp_path)[-1]["run"] == run.run_id
 

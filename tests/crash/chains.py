@@ -24,16 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS.parent)]
 
 import warm_start  # noqa: E402
-from crash.victim import POINTS, TARGETS  # noqa: E402
 from loop_helpers import flags, series  # noqa: E402
 from tiny_model import make_tiny_model  # noqa: E402
 
 from slime.record import RECORD_FILE  # noqa: E402
 from slime.record.audit import Audit, audit  # noqa: E402
 from slime.utils.files.run_file import read_run  # noqa: E402
+from tests.crash.victim import POINTS, TARGETS  # noqa: E402
 
 POOL = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 MODES = {
@@ -135,7 +135,7 @@ def start(world: Path, run: str, mode: str, num_rollout: int, plans: list[dict])
     if plans:
         victim = str(TESTS / "crash" / "victim.py")
         first = [sys.executable, victim, json.dumps(plans), str(world / f"{run}.struck"), script]
-    search = os.pathsep.join(filter(None, [str(root), str(TESTS), os.environ.get("PYTHONPATH")]))
+    search = os.pathsep.join(filter(None, [str(root), str(TESTS / "support"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     with open(world / f"{run}.out", "a") as log:
         log.write(f"--- {json.dumps(plans)}\n")

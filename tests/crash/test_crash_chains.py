@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from crash import chains
-from crash.victim import POINTS, TARGETS, set_trap
+
+from tests.crash import chains
+from tests.crash.victim import POINTS, TARGETS, set_trap
 
 # One list of strikes for each start of the run, each at the point itself.
 STARTS = {

@@ -1,7 +1,7 @@
 """Records the run of `slime dashboard --demo` and takes the pictures of docs/dashboard.md.
 
     python tests/dashboard/record_demo.py run                   # a quick start, then 14 steps of two engines
-    PYTHONPATH=tests python tests/dashboard/record_demo.py pictures    # with chromium, as `make test-browser`
+    PYTHONPATH=tests/support python tests/dashboard/record_demo.py pictures  # with chromium
 
 Look at the pictures before they are committed.
 """

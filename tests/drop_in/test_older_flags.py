@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from argument_helpers import base_argv, parse
 
 from slime.rollout.dumps import dump_path
-from tests.argument_helpers import base_argv, parse
 
 
 def reported(*words, **changes):

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from existing_runs.make import NUM_ROLLOUT, SAVED, unpack
 from loop_helpers import ROOT, series
 from patience import PATIENCE_S
 
 from slime.record import RECORD_FILE
 from slime.record.audit import audit
 from slime.utils.files.run_file import read_run
+from tests.existing_runs.make import NUM_ROLLOUT, SAVED, unpack
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_notebook_runs_and_its_reward_rises(tmp_path):
-    script, notebook = ROOT / "tests" / "run_cells.py", ROOT / "examples" / "own_task.ipynb"
+    script, notebook = ROOT / "tests" / "support" / "run_cells.py", ROOT / "examples" / "own_task.ipynb"
     done = subprocess.run(
         [sys.executable, str(script), str(notebook)],
         cwd=tmp_path,

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from crash.chains import MODES, metric_names, same, weights_of
 from loop_helpers import ROOT, flags, make_world, series
 from patience import PATIENCE_S
 
@@ -15,6 +14,7 @@ from slime.record import RECORD_FILE
 from slime.record.audit import audit
 from slime.utils.files.run_file import read_run
 from slime.utils.machine import shm
+from tests.crash.chains import MODES, metric_names, same, weights_of
 
 pytestmark = pytest.mark.timeout(1800)
 ROLLOUTS = 5
@@ -40,7 +40,7 @@ def start(world, run, traps=(), mode="train.py", **changes):
     values = {**SMALL, "save": world / f"{run}-ckpt", **MODES[mode], **changes}
     script = values.pop("script")
     traps = [{"note": str(world / f"{run}.struck-{i}"), **trap} for i, trap in enumerate(traps)]
-    first = [sys.executable, str(ROOT / "tests" / "trapped_rank.py"), json.dumps(traps), script]
+    first = [sys.executable, str(ROOT / "tests" / "support" / "trapped_rank.py"), json.dumps(traps), script]
     done = subprocess.run(
         [*first, *flags(world, run, **values)],
         capture_output=True,

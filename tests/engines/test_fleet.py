@@ -16,7 +16,7 @@ from slime.engines.engine_process import EngineServer, EngineStartError, LaunchP
 from slime.engines.fleet import EngineFleet, EnginesKeepDying, NoEngineLeft, WatchPolicy
 from slime.utils.waits import WaitTimeout
 
-SCRIPT = Path(__file__).parents[1] / "fake_engine_process.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "fake_engine_process.py"
 
 
 class Fleet:

@@ -53,7 +53,7 @@ def make(script: str, archive: Path, folder: Path) -> None:
     _make_world(folder)
     (folder / "command.json").write_text(json.dumps({"script": script, "flags": FLAGS.split()}))
     victim = [sys.executable, str(ROOT / "tests" / "crash" / "victim.py"), json.dumps(KILL), os.devnull]
-    search = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    search = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     ended = subprocess.run(
         [*victim, script, *FLAGS.split()],
         cwd=folder,
@@ -70,7 +70,7 @@ def make(script: str, archive: Path, folder: Path) -> None:
 
 
 def _make_world(folder: Path) -> None:
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT)]
     from tiny_model import make_tiny_model
 
     make_tiny_model(folder / "model", layers=1, hidden=16, tie_word_embeddings=True)

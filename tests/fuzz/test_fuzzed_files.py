@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz.strategies import ANYTHING, damaged, few, nearly
 from hypothesis import given
 from hypothesis import strategies as st
 from page_world import make_run
@@ -27,6 +26,7 @@ from slime.utils.files.safetensors_files import INDEX, files_by_tensor, read_ten
 from slime.utils.files.step_folders import Manifest, find_step
 from slime.utils.files.torch_dist_folder import find_iteration
 from slime.utils.types import Sample
+from tests.fuzz.strategies import ANYTHING, damaged, few, nearly
 
 MOST_BYTES = 768 << 20  # that any of these files may cost
 TOLD = (ValueError, OSError)

@@ -14,7 +14,6 @@ import aiohttp
 import pytest
 from agent_world import agent_world
 from fake_engine import FakeEngine
-from fuzz.strategies import ANYTHING, few, nearly
 from hypothesis import given
 from hypothesis import strategies as st
 from page_world import make_run, serving
@@ -26,6 +25,7 @@ from slime.engines.middleware import RouterAnswer
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.weight_sync.delta.weight_agent import publisher_app
+from tests.fuzz.strategies import ANYTHING, few, nearly
 
 RAW = st.one_of(
     st.binary(max_size=60),

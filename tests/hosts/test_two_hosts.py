@@ -26,7 +26,7 @@ def test_a_run_without_a_shared_folder_ends_before_it_starts_and_names_host_and_
         for host in hosts:  # a copy on each host: enough for what is only read
             code = "import sys; sys.path.insert(0, sys.argv[1]); import loop_helpers, pathlib; "
             code += "p = pathlib.Path('/tmp/a/task'); p.mkdir(parents=True); loop_helpers.make_world(p)"
-            made = host.run(sys.executable, "-c", code, str(ROOT / "tests"), **environment())
+            made = host.run(sys.executable, "-c", code, str(ROOT / "tests" / "support"), **environment())
             assert made.returncode == 0, made.stdout
         words = relative_flags(Path("/tmp/a/task"), "run", save="task/ckpt", num_rollout=1)
         train = (sys.executable, str(ROOT / "train.py"), *words)

@@ -179,7 +179,7 @@ def test_the_order_of_prompts_is_the_same_in_another_process(tmp_path):
         f"source = make_source(make_args(pathlib.Path({str(tmp_path)!r}), None, '--rollout-shuffle'));"
         "print(json.dumps([group[0].prompt for group in source.get_samples(25)]))"
     )
-    environment = {"PYTHONPATH": ".:tests", "PYTHONHASHSEED": "3", "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": ".:tests/support", "PYTHONHASHSEED": "3", "OMP_NUM_THREADS": "1"}
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )

@@ -40,7 +40,7 @@ def test_a_script_that_is_late_ends_whole(tmp_path):
 def test_a_script_ends_with_a_test_that_is_killed(tmp_path):
     file = tmp_path / "pids"
     code = f"from processes import run_script; run_script({['sh', '-c', SCRIPT, 'sh', str(file)]})"
-    test = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1])
+    test = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1] / "support")
     numbers = pids(file)
     test.kill()
     test.wait()

@@ -13,7 +13,7 @@ from slime.record import RECORD_FILE, RecordWriter, group_entries
 from slime.utils.files.run_file import METRICS_FILE, close_run_file, open_run_file
 from slime.utils.types import Sample
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLUGIN = """
 from slime.utils.types import Sample
 

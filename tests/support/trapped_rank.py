@@ -1,6 +1,6 @@
 """A run whose trainer ranks are killed, stopped or fail at chosen points of their own work.
 
-    python tests/trapped_rank.py '[{"point": "optimizer", "nth": 2, "note": "struck"}]' train.py FLAGS
+    python tests/support/trapped_rank.py '[{"point": "optimizer", "nth": 2, "note": "struck"}]' train.py FLAGS
 
 At the nth time that a rank reaches the point it strikes itself, once in a run: the file `note` says so.
 `how`: "kill" (SIGKILL, the default), "stop" (SIGSTOP), "raise" (a mistake of the user's code, every time),
@@ -15,8 +15,8 @@ import signal
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from slime.cluster.training.train_actor import RankProcess  # noqa: E402
 

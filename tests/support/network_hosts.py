@@ -13,7 +13,7 @@ import psutil
 import pytest
 from patience import PATIENCE_S, eventually
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _BOOT = """
 hostname {name}; mount --make-rprivate /; mount -t proc proc /proc
 {keep}

@@ -38,7 +38,7 @@ from typing import Any
 
 from slime.utils.machine.warm_start import LONGEST, ROOM, adopting_orphans, serve, show_command, take_files
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 IMPORTS = (
     "hypothesis.strategies",
     "torch.distributed.checkpoint",
@@ -130,7 +130,9 @@ class Template:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, **dict.fromkeys(_THREADS, "1"), **_WAITING}
         named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, named)])
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, named)]
+        )
         command = [sys.executable, "-P", __file__, str(theirs.fileno()), ROOM]
         with theirs:
             subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)

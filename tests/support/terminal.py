@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def run_in_terminal(*words: str, columns: int, rows: int, timeout_s: float = 240
     """Run `python WORDS...` with stdin, stdout and stderr on a terminal of that size."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     unset = {"COLUMNS", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "CI"}
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     process = subprocess.Popen(

@@ -12,7 +12,7 @@ from glossary import assert_in_glossary
 from patience import PATIENCE_S
 from tiny_model import make_tiny_model
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 REWARD = '''
 """The share of letters 'a' in the answer: dense, cheap, and different between samples."""
 
