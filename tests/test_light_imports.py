@@ -30,7 +30,14 @@ LIGHT = (
     "slime.wire.control",
 )
 # Imported when tests are collected; what a test does with them may need more.
-HELPERS = ("tests.conftest", "argument_helpers", "fake_engine", "loop_helpers", "rollout_helpers", "tiny_model")
+HELPERS = (
+    "tests.conftest",
+    "argument_helpers",
+    "fake_engine",
+    "loop_helpers",
+    "rollout_helpers",
+    "tiny_model",
+)
 # In one process: modules share most of what they import, so the first that brings a heavy one is the culprit.
 LOOK = """
 import importlib, sys
