@@ -74,11 +74,11 @@ async def answer(client: EngineClient, tokenizer, sample: Sample) -> None:
 async def push(backend: TrainBackend, sender: Sender, control: EngineControl, version: str) -> None:
     for bucket in backend.export():
         sender.send(bucket)
-    parcel = sender.finish(version)
+    bundle = sender.finish(version)
     await control.pause("retract")
     await control.flush()
-    receipt = await transport_of(parcel.transport).deliver(parcel, control, await control.info())
-    check_receipt(parcel, receipt, control.url)
+    receipt = await transport_of(bundle.transport).deliver(bundle, control, await control.info())
+    check_receipt(bundle, receipt, control.url)
     await control.resume()
 
 

@@ -13,7 +13,7 @@ from slime.cluster.training.rank_sender import RankSender
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import Ranks
 from slime.runtime.base import Handle, WorkerDied
-from slime.weight_sync import LiveReport, Parcel
+from slime.weight_sync import LiveReport, WeightBundle
 
 
 class WeightPush:
@@ -68,19 +68,19 @@ class WeightPush:
                 report, metrics = self._send_live(version)
             # After a live push this is the copy for engines that come late; the others go on meanwhile.
             with self._part("ranks write a copy"):
-                parcel = self._ranks.call(TrainActor.export, version, self._dtype)[0]
-            assert parcel is not None, "the first rank makes the parcel"
+                bundle = self._ranks.call(TrainActor.export, version, self._dtype)[0]
+            assert bundle is not None, "the first rank makes the bundle"
             if report is not None:
-                _check_count(report, parcel)
+                _check_count(report, bundle)
             with self._part("engines take it"):
-                received = self._engines.call_control(EngineWeights.receive, parcel).result()
+                received = self._engines.call_control(EngineWeights.receive, bundle).result()
         self.num_pushes += 1
         return {
             **received,
             **metrics,
-            **parcel.metrics,
+            **bundle.metrics,
             "perf/update_weights_time": time.monotonic() - started,
-            "perf/update_weights_bytes": parcel.nbytes,
+            "perf/update_weights_bytes": bundle.nbytes,
             "rollout/weight_version": self.num_pushes,
         }
 
@@ -104,11 +104,11 @@ class WeightPush:
         return report, {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}
 
 
-def _check_count(report: LiveReport, parcel: Parcel) -> None:
+def _check_count(report: LiveReport, bundle: WeightBundle) -> None:
     """Pipeline stages that each send their part must come to the model as one rank sees it."""
-    assert report.failures or report.num_tensors == parcel.num_tensors, (
-        f"the ranks sent {report.num_tensors} tensors of weights {parcel.version}, the model has "
-        f"{parcel.num_tensors}"
+    assert report.failures or report.num_tensors == bundle.num_tensors, (
+        f"the ranks sent {report.num_tensors} tensors of weights {bundle.version}, the model has "
+        f"{bundle.num_tensors}"
     )
 
 

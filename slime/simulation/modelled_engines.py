@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from slime.arguments import RunInfo
 from slime.simulation.clock import Clock
 from slime.utils.http_utils import HttpError
-from slime.weight_sync import Parcel
+from slime.weight_sync import WeightBundle
 from slime.wire.client import SESSION_HEADER
 
 ROUTER = "http://modelled-router:1"
@@ -277,7 +277,7 @@ class ModelledFleet:
     def __init__(self, clock: Clock, engines: Sequence[ModelledEngine], push_s: float, swap_s: float):
         self._clock, self.engines, self._push_s, self._swap_s = clock, list(engines), push_s, swap_s
         self._homes: OrderedDict[str, ModelledEngine] = OrderedDict()
-        self._parcel: Parcel | None = None
+        self._bundle: WeightBundle | None = None
         self.pushing = False
         self.servers = {ROUTER: self._route} | {engine.url: self._serve(engine) for engine in engines}
 
@@ -317,17 +317,17 @@ class ModelledFleet:
 
     @property
     def version(self) -> str | None:
-        return self._parcel.version if self._parcel is not None else None
+        return self._bundle.version if self._bundle is not None else None
 
-    async def receive(self, parcel: Parcel) -> dict[str, float]:
-        self._parcel, self.pushing = parcel, True
+    async def receive(self, bundle: WeightBundle) -> dict[str, float]:
+        self._bundle, self.pushing = bundle, True
         for engine in self.engines:
             engine.pause()
         await asyncio.sleep(self._push_s)
         self.pushing = False
         for engine in self.engines:
             if engine.alive:
-                engine.resume(parcel.version)
+                engine.resume(bundle.version)
         return {"perf/engines_evicted": float(sum(not engine.alive for engine in self.engines))}
 
     async def release(self, tags: object) -> None:

@@ -15,7 +15,7 @@ from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.loaded_weights import begins_as_served
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.utils.async_utils import run
-from slime.weight_sync import LiveReport, Parcel
+from slime.weight_sync import LiveReport, WeightBundle
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 
@@ -107,7 +107,7 @@ class World:
         self._folder.mkdir(exist_ok=True)
         (self._folder / "weights.json").write_text(json.dumps(files))
         self.metrics = self.weights.receive(
-            Parcel(version, "disk", len(files), 4 * len(files), None, self._folder)
+            WeightBundle(version, "disk", len(files), 4 * len(files), None, self._folder)
         )
 
     @property

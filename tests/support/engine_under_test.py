@@ -210,7 +210,7 @@ class EngineUnderTest:
                 segment.close()
 
     async def push(self, model, version: str) -> Receipt:
-        """Push by the first transport that leaves a parcel, and have the engine empty its cache."""
+        """Push by the first transport that leaves a bundle, and have the engine empty its cache."""
         fetched = (name for name, row in TRANSPORTS.items() if not row.live)
         transport = transport_of(
             next(name for name in fetched if TRANSPORTS[name].engine_needs in self.can.transports)

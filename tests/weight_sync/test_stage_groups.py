@@ -20,7 +20,7 @@ from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.processes import thread_environment
 from slime.utils.waits import until
-from slime.weight_sync import LiveReport, Parcel
+from slime.weight_sync import LiveReport, WeightBundle
 from slime.weight_sync.base import SenderOptions, Target
 from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
@@ -96,9 +96,9 @@ def held(fleet) -> list[tuple[str, dict]]:
     return [(run(EngineControl(url).version()), run(EngineControl(url).checksums())) for url in fleet.urls]
 
 
-def copy_on_disk(version: str, model) -> Parcel:
+def copy_on_disk(version: str, model) -> WeightBundle:
     """What the trainer leaves for engines that a live push did not reach."""
-    return Parcel(version, "disk", 0, 0, None, model)
+    return WeightBundle(version, "disk", 0, 0, None, model)
 
 
 def as_report(answer: dict) -> LiveReport:

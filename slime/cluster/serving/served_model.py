@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from slime.arguments import Args
 from slime.arguments.groups.topology import ServedModel
+from slime.cluster.serving.endpoint import Endpoint, Rotations, join_router, open_endpoint
 from slime.cluster.serving.engine_host import host_engine
 from slime.cluster.serving.engine_plan import plan_engines
-from slime.cluster.serving.front import Front, Rotations, join_router, open_front
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, FleetServer, WatchPolicy
 from slime.engines.launch_plan import place_engines, plan_router
@@ -34,12 +34,15 @@ class ModelService:
         self.fleet = EngineFleet(servers, _watch_policy(args))
         num_shared = len(servers) - num_reserved
         self._shared, self._reserved = servers[:num_shared], servers[num_shared:]
-        self._fronts: list[Front] = []
+        self._endpoints: list[Endpoint] = []
 
     @property
     def failures(self) -> list[concurrent.futures.Future[None]]:
         """Futures of which any ends the run."""
-        return [self.fleet.failure, *(failure for front in self._fronts for failure in front.failures)]
+        return [
+            self.fleet.failure,
+            *(failure for endpoint in self._endpoints for failure in endpoint.failures),
+        ]
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -53,22 +56,22 @@ class ModelService:
         plan = plan_router(self.model, args.rollout_router)
         name = "router" if is_policy else f"{self.model.name}-router"
         if is_policy and args.sglang_router_ip is not None:
-            self._fronts = [join_router(args, self._shared)]
+            self._endpoints = [join_router(args, self._shared)]
         else:
             port = args.sglang_router_port if is_policy else None
-            self._fronts = [open_front(args, run_, plan, self._shared, name, port)]
+            self._endpoints = [open_endpoint(args, run_, plan, self._shared, name, port)]
         if self._reserved:
-            self._fronts.append(open_front(args, run_, plan, self._reserved, f"reserved-{name}", None))
-        self.fleet.follow(Rotations(self._fronts))
-        first, *others = [(front.host, front.port) for front in self._fronts]
+            self._endpoints.append(open_endpoint(args, run_, plan, self._reserved, f"reserved-{name}", None))
+        self.fleet.follow(Rotations(self._endpoints))
+        first, *others = [(endpoint.host, endpoint.port) for endpoint in self._endpoints]
         return first, others[0] if others else None
 
     def close(self) -> None:
-        for front in self._fronts:
-            front.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
         self.fleet.stop()
-        for front in self._fronts:
-            front.close_last()
+        for endpoint in self._endpoints:
+            endpoint.close_last()
 
 
 def make_servers(

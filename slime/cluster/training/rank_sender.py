@@ -18,7 +18,15 @@ from slime.utils.machine.ports import address_towards, get_host_info
 from slime.utils.machine.run_identity import LOOPBACK, Run
 from slime.utils.misc import load_function
 from slime.utils.models.finite import first_non_finite
-from slime.weight_sync import LiveReport, LiveSender, Parcel, Sender, Target, live_sender_of, transport_of
+from slime.weight_sync import (
+    LiveReport,
+    LiveSender,
+    Sender,
+    Target,
+    WeightBundle,
+    live_sender_of,
+    transport_of,
+)
 from slime.weight_sync.base import DeltaOptions, NamedTensors, SenderOptions, nothing_after_writing
 from slime.weight_sync.fp8 import engine_format, quantize_named, served_config
 from slime.weight_sync.late_copy import LateCopySender
@@ -112,15 +120,15 @@ class RankSender:
         elsewhere = next((host for host in hosts if not is_loopback(host)), None)
         return address_towards(elsewhere) if elsewhere is not None else LOOPBACK
 
-    def export(self, version: str, dtype: str | None) -> Parcel | None:
-        """The model or its adapters go into the transport; the first rank returns the parcel."""
+    def export(self, version: str, dtype: str | None) -> WeightBundle | None:
+        """The model or its adapters go into the transport; the first rank returns the bundle."""
         for bucket in self._stream(dtype):
             if self._sender is not None:
                 self._sender.send(self._as_engines_hold(bucket))
-        parcel = self._sender.finish(version) if self._sender is not None else None
+        bundle = self._sender.finish(version) if self._sender is not None else None
         if self._post_write is not None:
-            self._post_write.on_every_rank(parcel.written if parcel is not None else None)
-        return parcel
+            self._post_write.on_every_rank(bundle.written if bundle is not None else None)
+        return bundle
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
         """The whole model goes to engines that wait for it; a rank that sends nothing returns None."""

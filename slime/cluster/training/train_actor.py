@@ -36,7 +36,7 @@ from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spr
 from slime.utils.machine import accelerator
 from slime.utils.machine.process_groups import limit_every_group, open_store, prefer_interface_towards
 from slime.utils.machine.run_identity import Run
-from slime.weight_sync import Parcel
+from slime.weight_sync import WeightBundle
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class TrainActor:
         assert self._sender is not None, "weights are sent before it is known how"
         return self._sender
 
-    def export(self, version: str, dtype: str | None) -> Parcel | None:
+    def export(self, version: str, dtype: str | None) -> WeightBundle | None:
         """The weights go out as `version`, see `RankSender.export`."""
         self.note_version(int(version.rpartition(":")[2]))
         return self.sender().export(version, dtype)

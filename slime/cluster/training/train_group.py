@@ -44,7 +44,7 @@ class TrainerLost(WorkerDied):
 
 
 @dataclass(slots=True)
-class Presence:
+class RankState:
     """`away`: the trainer's processes have ended and will be back; calls find nobody.
 
     `lost`: why they are gone, where that was not meant; calls fail until they are replaced.
@@ -58,12 +58,12 @@ class Presence:
 class Ranks(Generic[T]):
     """The same object on every trainer rank, called on all at once; the first failure ends the call."""
 
-    def __init__(self, handles: Sequence[Handle[T]], presence: Presence | None = None):
-        self._all, self._presence = list(handles), presence or Presence()
+    def __init__(self, handles: Sequence[Handle[T]], state: RankState | None = None):
+        self._all, self._state = list(handles), state or RankState()
 
     @property
     def handles(self) -> list[Handle[T]]:
-        return self._all[: self._presence.count]
+        return self._all[: self._state.count]
 
     def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """The answers of all ranks; none in a run that does not train."""
@@ -72,13 +72,13 @@ class Ranks(Generic[T]):
     def begin(
         self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[R]]:
-        if self._presence.lost is not None:
-            raise TrainerLost(self._presence.lost)
-        handles = [] if self._presence.away else self.handles
+        if self._state.lost is not None:
+            raise TrainerLost(self._state.lost)
+        handles = [] if self._state.away else self.handles
         return [handle.call(method, *args, **kwargs) for handle in handles]
 
     def part(self, owner: Callable[[T], S]) -> Ranks[S]:
-        return Ranks([handle.part(owner) for handle in self._all], self._presence)
+        return Ranks([handle.part(owner) for handle in self._all], self._state)
 
 
 class RankProcesses:
@@ -86,9 +86,9 @@ class RankProcesses:
 
     def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
         self._args, self._runtime, self._run, self._slots = args, runtime, run, slots
-        self._presence = Presence()
+        self._state = RankState()
         self._renewable = [Renewable(self._spawn(rank, args)) for rank in range(len(slots))]
-        self._processes = Ranks(self._renewable, self._presence)
+        self._processes = Ranks(self._renewable, self._state)
         self._loaded: list[Future[bool]] = []  # one for each rank, once `join` is called
         self._joined = False
 
@@ -148,16 +148,16 @@ class RankProcesses:
 
     @property
     def away(self) -> bool:
-        return self._presence.away
+        return self._state.away
 
     @property
     def lost(self) -> str | None:
         """Why the ranks are gone; None: they are there, or away on purpose."""
-        return self._presence.lost
+        return self._state.lost
 
     def find_lost(self) -> list[WorkerDied]:
         """The errors of those ranks whose process has ended or is given up."""
-        handles = [] if self._presence.away else self._processes.handles
+        handles = [] if self._state.away else self._processes.handles
         calls = [handle.call_control(RankProcess.is_loaded) for handle in handles]
         deadline, found = time.monotonic() + _ASK_S, []
         for call in calls:
@@ -172,21 +172,21 @@ class RankProcesses:
     def lose(self, cause: str) -> None:
         """All processes end: those that are left wait for others that will not come."""
         self.end()
-        self._presence.lost = cause
+        self._state.lost = cause
 
     def find(self) -> None:
         """They are about to be replaced: calls find nobody until then."""
-        self._presence.lost = None
+        self._state.lost = None
 
     def end(self) -> None:
         """The processes end, and give back all memory; calls find nobody until `begin_again`."""
-        self._presence.away = True
+        self._state.away = True
         for handle in self._renewable:
             handle.kill()
 
     def move(self, slots: tuple[Slot, ...]) -> None:
         """Where processes begin again, at most as many as there were at first."""
-        self._slots, self._presence.count = slots, len(slots)
+        self._slots, self._state.count = slots, len(slots)
         self._run = replace(self._run, host=slots[0].host)
 
     def begin_again(self, settings: Args, checkpoint: Path | None) -> list[Layout]:
@@ -198,7 +198,7 @@ class RankProcesses:
         """New processes take the places of those that ended, and find each other."""
         for rank, handle in enumerate(self._renewable[: len(self._slots)]):
             handle.renew(self._spawn(rank, settings))
-        self._presence.away = False
+        self._state.away = False
         gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
 
     def load_again(self, source: Path | CopyPlace | None) -> list[Layout]:

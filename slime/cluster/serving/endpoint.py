@@ -20,7 +20,7 @@ from slime.utils.misc import load_function
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class Endpoint:
     """`port`: where requests go. Neither router nor balancer: to the single engine itself."""
 
     servers: tuple[FleetServer, ...]
@@ -49,9 +49,9 @@ class Front:
             run(self.balancer.stop())
 
 
-def open_front(
+def open_endpoint(
     args: Args, run_: Run, plan: RouterPlan, servers: Sequence[FleetServer], name: str, port: int | None
-) -> Front:
+) -> Endpoint:
     """Starts what stands before engines that serve. `name` is that of its log, `port` the one asked for."""
     servers = tuple(servers)
     if plan.kind == "sglang" or any(server.plan.worker_type != "regular" for server in servers):
@@ -60,22 +60,22 @@ def open_front(
         router = SGLangRouter(process, port=port or 0, silence_limit_s=args.engine_silence_timeout_s)
         for server in servers:
             router.enroll(server)
-        return Front(servers, router.start(), router=router)
+        return Endpoint(servers, router.start(), router=router)
     asked = port is not None or args.router_middleware_paths
     # An engine that asks for a token cannot be asked directly by code that has none: the balancer adds it.
     here = servers[0].url.startswith(f"http://{LOOPBACK}:") and token_of(servers[0].url) is None
     if len(servers) == 1 and not asked and here:
-        return Front(servers, int(servers[0].url.rpartition(":")[2]))
+        return Endpoint(servers, int(servers[0].url.rpartition(":")[2]))
     seen = plugin_args(args, RunInfo(run_.run_id, str(run_.run_dir)))
     balancer = Balancer(
         [server.url for server in servers],
         no_engine_timeout_s=args.no_engine_timeout_s,
         middlewares=[load_function(path)(seen) for path in args.router_middleware_paths],
     )
-    return Front(servers, run(balancer.start(port=port or 0)), balancer=balancer)
+    return Endpoint(servers, run(balancer.start(port=port or 0)), balancer=balancer)
 
 
-def join_router(args: Args, servers: Sequence[FleetServer]) -> Front:
+def join_router(args: Args, servers: Sequence[FleetServer]) -> Endpoint:
     """Tells the router that --sglang-router-ip names which engines serve."""
     assert args.sglang_router_ip is not None and args.sglang_router_port is not None, "the rules ask for both"
     host, port = args.sglang_router_ip, args.sglang_router_port
@@ -83,14 +83,16 @@ def join_router(args: Args, servers: Sequence[FleetServer]) -> Front:
     for server in servers:
         router.enroll(server)
     router.start()
-    return Front(tuple(servers), port, router=router, host=host)
+    return Endpoint(tuple(servers), port, router=router, host=host)
 
 
 class Rotations:
-    """Several fronts before one fleet: each hears of its own engines."""
+    """Several endpoints before one fleet: each hears of its own engines."""
 
-    def __init__(self, fronts: Sequence[Front]):
-        self._rotation_of = {server.url: front.rotation for front in fronts for server in front.servers}
+    def __init__(self, endpoints: Sequence[Endpoint]):
+        self._rotation_of = {
+            server.url: endpoint.rotation for endpoint in endpoints for server in endpoint.servers
+        }
 
     def add(self, server: FleetServer) -> None:
         rotation = self._rotation_of[server.url]
