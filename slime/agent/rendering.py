@@ -238,6 +238,11 @@ class Renderer:
         return PrefixReport(extends, tuple(forks), tuple(refuses))
 
 
+def template_report(tokenizer: Any) -> PrefixReport:
+    """Return what the chat template of a tokenizer does to earlier turns; `slime doctor` shows it."""
+    return Renderer(tokenizer).report()
+
+
 def _answers_calls(messages: Sequence[Message]) -> bool:
     return any(message.get("role") == "tool" for message in messages)
 

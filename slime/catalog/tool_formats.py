@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 _PARSING = "slime.agent.parsing"
+# Called with a tokenizer: what its chat template does to earlier turns of a conversation.
+TEMPLATE_REPORT = "slime.agent.rendering.template_report"
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,12 @@ def best_isolation() -> str:
     )
 
 
+def describe_protection() -> str:
+    """Return how programs of the model are isolated on this machine; SandboxUnavailable: nothing works."""
+    kind = best_isolation()
+    return f"programs of the model are isolated by {kind}. {limits_that_hold(kind)}"
+
+
 @functools.cache
 def report_start(kind: str) -> None:
     """Log once for each kind how sandboxes of this process are protected, and which limits hold."""
