@@ -208,7 +208,7 @@ class Cluster:
         push = self.weight_push
         with self.timeline.noted("pushing weights", max(rollout_id - 1, 0)), doing:
             metrics = self.recovery.run(push.push, max(rollout_id - 1, 0))
-        self.timeline.pushed(max(rollout_id - 1, 0), push.take_parts())
+        self.timeline.add(push.drain_spans(max(rollout_id - 1, 0)))
         number = push.num_pushes
         self.redo.note(Deed(f"weights {number}", lambda: push.push_again(number)))
         if self.canary is not None:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments import Args
+from slime.observability.tracer import Span, forget_spans, spans_of_samples, spans_of_waits, write_spans
 from slime.record import RECORD_FILE, RecordError, RecordWriter, group_entries
 from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_answer
 from slime.record.additions import Advantage, PieceBook, write_advantages
 from slime.record.schema import open_for_reading
-from slime.record.spans import Span, forget_spans, spans_of_samples, spans_of_waits, write_spans
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.journal import Settled
 from slime.utils import waits

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slime.catalog.estimators import ESTIMATORS
+from slime.observability.tracer import sample_spans
 from slime.utils.misc import group_by
 from slime.utils.types import Sample, flatten_samples, version_number
 
@@ -291,13 +292,10 @@ def _request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
     seen: dict[str, list[float]] = {}
     for sample in samples:
-        for event in (sample.__dict__.get("trace") or {}).get("events", ()):
-            attrs = event.get("attrs") if event.get("type") == "span_end" else None
-            if not attrs:
-                continue
+        for span in sample_spans(sample):
             for key, name in names.items():
-                if isinstance(attrs.get(key), (int, float)):
-                    seen.setdefault(name, []).append(attrs[key])
+                if isinstance(span["about"].get(key), (int, float)):
+                    seen.setdefault(name, []).append(span["about"][key])
     metrics: dict[str, float] = {}
     for name, values in seen.items():
         metrics.update(_with_prefix(name, distribution(values)))

@@ -18,7 +18,7 @@ from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.catalog.engines import ENGINES
 from slime.catalog.estimators import ESTIMATORS
-from slime.observability.trace_utils import trace_span
+from slime.observability.tracer import trace_span
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput

@@ -185,10 +185,7 @@ def test_single_signature_holds_for_fan_out_lists():
 def test_scoring_is_a_span_of_the_sample_s_trace():
     sample = Sample(index=0, response="a")
     score(make_args(custom_rm_path=here("length_reward")), sample)
-    assert [(e["type"], e["name"]) for e in sample.trace["events"]] == [
-        ("span_start", "reward_model"),
-        ("span_end", "reward_model"),
-    ]
+    assert [span["name"] for span in sample.trace["spans"]] == ["reward_model"]
 
 
 def test_sample_that_has_a_reward_keeps_it():

@@ -33,8 +33,8 @@ def facts(sample):
     """All of a sample but names that are drawn at random, and when it was worked on."""
     data = sample.to_dict()
     del data["session_id"]
-    events = data.pop("trace")["events"]
-    return data, [(event["type"], event["name"], event.get("attrs")) for event in events]
+    spans = data.pop("trace")["spans"]
+    return data, [(span["name"], span["about"]) for span in spans]
 
 
 NO_LOG_PROBS = {"meta": {"output_token_logprobs": None}}

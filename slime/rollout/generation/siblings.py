@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from slime.arguments import PluginArgs
-from slime.observability.trace_utils import trace_stretch
+from slime.observability.tracer import add_sample_span
 from slime.rollout.generation.concurrency import Limit
 from slime.rollout.generation.generate_request import (
     check_answer,
@@ -164,7 +164,7 @@ async def _answers(
                 cut_short: list[int] = []
                 for place, answer in fresh.items():
                     sample = samples[place]
-                    trace_stretch(sample, "generate", started, {"tokens": len(answer.ids), **engine})
+                    add_sample_span(sample, "generate", started, {"tokens": len(answer.ids), **engine})
                     is_whole = _take(args, requests, place, samples, answer, scope)
                     (whole if is_whole else cut_short).append(place)
                 yield whole, cut_short

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.catalog.rewards import find_reward
-from slime.observability.trace_utils import trace_span
+from slime.observability.tracer import trace_span
 from slime.rollout.prompt_groups import describe_fully
 from slime.rollout.rm_hub.hub import (
     CUSTOM_RM,
