@@ -175,7 +175,7 @@ def _sharded_as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
 def load_hf_weights(lm: HFModel, path: str | Path) -> None:
     """Read the weights of the HF folder `path` into a sharded model; another architecture is a ValueError.
 
-    A torch_dist folder has no config: its tensors are held against those of the model when they are read.
+    A torch_dist folder has no config: its tensors are compared with those of the model when they are read.
     """
     if not is_torch_dist(path):
         check_same_model(fingerprint(loading.empty_model(path)), fingerprint(lm, adapters=False), Path(path))

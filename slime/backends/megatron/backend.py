@@ -364,7 +364,7 @@ class MegatronBackend(TrainerBase):
         return self._own_adapters().buckets(self.args.update_weight_buffer_size, dtype)
 
     def adapter_config(self) -> dict[str, Any]:
-        """What an engine must know of the adapters beside their tensors, as peft writes it."""
+        """Return the adapter config for engines, in peft's format."""
         return adapters.adapter_config(self.args, self._own_adapters().names)
 
     def _own_adapters(self) -> SharedOut:
@@ -374,7 +374,7 @@ class MegatronBackend(TrainerBase):
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write an HF folder with weights and tokenizer; it appears whole or not at all.
 
-        Adapters are merged into it, and stand alone in its folder `adapter`.
+        Adapters are merged into the weights, and also written alone to the sub-folder `adapter`.
         """
         dtype = dtype or self.hf_config.dtype or torch.float32
         source = self.hf_checkpoint
@@ -414,7 +414,7 @@ class MegatronBackend(TrainerBase):
         return bool(self.saves.get_num_unfinalized_calls() == 0)
 
     def _reserve_host_memory(self) -> None:
-        """A trainer that leaves its device between steps needs room for weights, fp32 copies and moments."""
+        """Reserve host memory for weights, fp32 copies and moments, if the trainer leaves its device."""
         if self.device.type != "cuda" or not self.args.offload_train:
             return
         buffers = [b for chunk in self.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -113,7 +113,7 @@ def transformer_config(
     given = args.megatron_config or {}
     _check_architecture(given, architecture(hf_config) | _mtp_settings(args, hf_config), args.hf_checkpoint)
     facts = hub_facts(hf_config)
-    described = facts | settings  # held against the flags above: equal, or meaning the same
+    described = facts | settings  # compared with the flags above: equal, or equivalent
     overrides = _fields_of(MLAConfig, {name: given[name] for name in given if name not in described})
     kernel = args.attention_backend if args.attention_backend in TE_KERNELS else "auto"
     staged = args.pipeline_model_parallel_size > 1

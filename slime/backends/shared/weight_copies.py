@@ -10,7 +10,7 @@ LIVE = "actor"
 
 
 class WeightCopies:
-    """Copies of the local shards, in host memory or beside them. The tag "actor" is the live model itself."""
+    """Copies of the local shards, in host memory or on the device. The tag "actor" is the live model."""
 
     def __init__(self, local_tensors: Callable[[], list[Tensor]], *, on_device: bool = False) -> None:
         self._live = local_tensors
@@ -58,7 +58,7 @@ class WeightCopies:
 
     @contextmanager
     def filling(self, tag: str) -> Iterator[None]:
-        """What the block writes into the live model becomes the weights of `tag`; then it is as before."""
+        """Store what the block writes into the live model under `tag`, then restore the live model."""
         if tag == LIVE:
             yield
             return
