@@ -35,8 +35,8 @@ from slime.agent.adapters import AgentAdapter
 from slime.agent.engine_access import EnginePolicy, Made
 from slime.agent.rendering import Renderer
 from slime.agent.session import Budget, Session
+from slime.liveness.stacks import watch_exit
 from slime.utils import http_utils
-from slime.utils.machine.stacks import watch_exit
 from slime.utils.types import Sample
 
 ROOT = Path(__file__).parent.parent

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import psutil
 
+from slime.liveness.stacks import watch_exit
 from slime.record import schema
 from slime.record.packed import pack_floats, pack_ids
 from slime.utils.files.run_file import RunRecord, Start, write_run
-from slime.utils.machine.stacks import watch_exit
 
 TRIES = 5
 # What somebody does -> the view, the act, and when what it asks for is not yet seen. Measured in the page

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from slime.arguments.groups.engine import ENCODINGS
-from slime.utils.machine.stacks import watch_exit
+from slime.liveness.stacks import watch_exit
 from slime.weight_sync.base import DeltaOptions, SenderOptions
 from slime.weight_sync.delta.local_copy import LocalCopy
 from slime.weight_sync.delta.publication import FolderSource

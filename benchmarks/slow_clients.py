@@ -24,7 +24,7 @@ from typing import Any
 from slime.agent.adapters import AgentAdapter
 from slime.agent.engine_access import EnginePolicy
 from slime.agent.session import Budget
-from slime.utils.machine.stacks import watch_exit
+from slime.liveness.stacks import watch_exit
 from slime.utils.types import Sample
 
 NUM_TOKENS = 60

@@ -23,6 +23,7 @@ MOVED = {
     "slime.utils.eval_config": "slime.arguments.groups.eval_config",
     "slime.utils.logging_utils": "slime.observability.logging_utils",
     "slime.utils.trace_utils": "slime.observability.trace_utils",
+    "slime.utils.waits": "slime.liveness.waits",
 }
 
 # Old module -> new module -> the names it took over.

@@ -11,6 +11,7 @@ from source_trees import tree_of
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"utils"},
+    {"liveness"},
     {"catalog"},
     {"arguments", "record"},
     {"observability"},

@@ -37,15 +37,15 @@ from slime.engines.external import ExternalServer
 from slime.engines.fleet import FleetServer, Rotation
 from slime.engines.middleware import Middleware
 from slime.engines.prefix_cache import PrefixCacheMiddleware
-from slime.engines.pulse import Patient
 from slime.engines.sglang.router import SGLangRouter
+from slime.liveness.heartbeat import Beating
+from slime.liveness.pulse import Patient
 from slime.observability.logging_utils import RunArgs
 from slime.observability.rollout_metrics import MetricArgs
 from slime.observability.trackers.base import Service
 from slime.rollout.generation.policy_requests import PolicyRequests
 from slime.rollout.journal import CountingJournal, Journal
 from slime.runtime.base import Future, Guarded, Ready, Ref, Runtime
-from slime.runtime.heartbeat import Beating
 from slime.runtime.local import LocalFuture, LocalRuntime, ProcessHandle, SegmentRef
 from slime.simulation.costs import EngineCost, TrainerCost
 from slime.simulation.modelled_engines import AnswerLengths, EngineCosts

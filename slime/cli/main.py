@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from slime.liveness.stacks import watch_exit
+from slime.liveness.waits import WaitTimeout
 from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStopped
 from slime.utils.files.restricted import create_restricted
 from slime.utils.machine.garbage import search_no_more, search_seldom
 from slime.utils.machine.own_command import as_typed
-from slime.utils.machine.stacks import watch_exit
 from slime.utils.machine.standard_streams import open_missing
-from slime.utils.waits import WaitTimeout
 
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 

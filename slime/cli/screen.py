@@ -24,7 +24,8 @@ from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.cli.inspect.samples import show_answer
 from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows
-from slime.observability import phases
+from slime.liveness import phases
+from slime.liveness.waits import WaitTimeout
 from slime.observability.logging_utils import FORMAT
 from slime.observability.terminal.capture import Capture, Lines
 from slime.observability.terminal.metrics_tail import MetricsReader, Repeated
@@ -34,7 +35,6 @@ from slime.record import Answer, RecordError, Select, open_record
 from slime.utils.errors import RunStopped
 from slime.utils.files.run_file import METRICS_FILE, name_of_run
 from slime.utils.printable import cut_lines, printable
-from slime.utils.waits import WaitTimeout
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any
 from slime.arguments import Args, explain_batch, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.cli.main import USER_MISTAKE, user_errors
+from slime.liveness.stacks import watch_exit
 from slime.utils.files.folder_lock import refuse_locked
 from slime.utils.machine import descriptors
 from slime.utils.machine.own_command import as_typed
-from slime.utils.machine.stacks import watch_exit
 from slime.utils.machine.standard_streams import open_missing
 
 

@@ -29,14 +29,14 @@ from slime.cluster.training.release import OF_THE_FIRST_START, TrainerRelease
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
-from slime.observability import phases
+from slime.liveness import phases
 from slime.observability.advisories import Advisor
 from slime.observability.counters import Counters
 from slime.observability.tracking import Tracker
 from slime.preflight.run_plan import RunPlan
-from slime.runtime.base import Future, Handle, Ready, WorkerDied
+from slime.runtime.base import Future, Handle, Ready
 from slime.step.step_report import StepReport
-from slime.utils.errors import RunStopped
+from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.files.step_folders import TRAINER, Manifest, step_path
 from slime.utils.machine.run_identity import Run
 from slime.utils.types import RolloutBatch

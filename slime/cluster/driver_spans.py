@@ -10,10 +10,10 @@ from typing import Any
 
 from slime.cluster.recording import Recording
 from slime.cluster.training.rank_notes import RankNotes
-from slime.observability import phases
+from slime.liveness import phases, waits
 from slime.observability.tracer import LOOP, Span, Tracer, spans_of_waits
-from slime.runtime.base import Future, Handle, WorkerDied, gather
-from slime.utils import waits
+from slime.runtime.base import Future, Handle, gather
+from slime.utils.errors import WorkerDied
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments import Args
+from slime.liveness import waits
 from slime.observability.tracer import Span, forget_spans, spans_of_samples, spans_of_waits, write_spans
 from slime.record import RECORD_FILE, RecordError, RecordWriter, group_entries
 from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_answer
@@ -16,7 +17,6 @@ from slime.record.additions import Advantage, PieceBook, write_advantages
 from slime.record.schema import open_for_reading
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.journal import Settled
-from slime.utils import waits
 from slime.utils.machine.run_identity import Run
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample

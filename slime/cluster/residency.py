@@ -13,7 +13,8 @@ from slime.arguments import Args
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import Ranks
-from slime.runtime.base import Handle, WorkerDied
+from slime.runtime.base import Handle
+from slime.utils.errors import WorkerDied
 from slime.wire.control import Tag
 
 _MEMORY_DEADLINE_S = 600.0

@@ -16,7 +16,7 @@ from slime.cluster.checkpoints.run_ledger import Resume, open_ledger, plain_of
 from slime.cluster.recording import Recording
 from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.observability import phases
+from slime.liveness import phases, stacks
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.record import RECORD_FILE, LedgerReader
@@ -34,7 +34,6 @@ from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime, in_background
 from slime.runtime.placement import Placement
 from slime.utils.column_rewards import takes_columns
-from slime.utils.machine import stacks
 from slime.utils.machine.run_identity import Run
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call

@@ -18,10 +18,9 @@ from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import TrainGroup
-from slime.observability import phases
+from slime.liveness import phases, waits
 from slime.record.actions import ASKED, DONE, REFUSED, ActionRow
 from slime.runtime.base import Future, Handle
-from slime.utils import waits
 from slime.utils.files.run_file import read_run
 from slime.utils.machine.run_identity import Run
 

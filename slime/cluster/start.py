@@ -32,7 +32,6 @@ from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
 from slime.cluster.driver_spans import Timeline
-from slime.cluster.hang_watch import HangWatch
 from slime.cluster.host_check import check_hosts
 from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.batches import Batches
@@ -53,7 +52,8 @@ from slime.cluster.training.release import TrainerRelease
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import RankProcesses, Ranks, TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
-from slime.observability import phases
+from slime.liveness import phases, stacks, waits
+from slime.liveness.hang_watch import HangWatch
 from slime.observability.advisories import Advisor, Advisory, Facts
 from slime.observability.counters import Counters
 from slime.observability.incidents import keeping_incidents
@@ -63,14 +63,13 @@ from slime.observability.tracking import Tracker
 from slime.preflight.all_checks import preflight
 from slime.preflight.findings import COST, Report
 from slime.runtime import create_runtime
-from slime.runtime.base import Future, Handle, Runtime, WorkerDied, WorkerSpec, gather, in_background
+from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background
 from slime.runtime.janitor import Janitor
 from slime.runtime.placement import Placement, plan_placement
-from slime.utils import waits
-from slime.utils.errors import EndedBySignal, NotStarted
+from slime.utils.errors import EndedBySignal, NotStarted, WorkerDied
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.step_folders import StepFolder
-from slime.utils.machine import shm, stacks
+from slime.utils.machine import shm
 from slime.utils.machine.accelerator import device_count, has_bfloat16
 from slime.utils.machine.garbage import searching_new_only
 from slime.utils.machine.run_identity import Run

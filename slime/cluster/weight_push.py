@@ -11,7 +11,8 @@ from slime.cluster.training.rank_sender import RankSender
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import Ranks
 from slime.observability.tracer import PUSH, Span, Tracer
-from slime.runtime.base import Handle, WorkerDied
+from slime.runtime.base import Handle
+from slime.utils.errors import WorkerDied
 from slime.weight_sync import LiveReport, WeightBundle
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from slime.dashboard.run_folder import RunFolder
-from slime.observability.wait_table import read_table
+from slime.liveness.wait_table import read_table
 
 LOOK_S = 1.0
 _SHARE = 0.004  # of one core

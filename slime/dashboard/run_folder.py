@@ -15,8 +15,8 @@ from slime.catalog.metrics import find_metric, is_eval_score
 from slime.dashboard.curves import Curves
 from slime.dashboard.logs import LogTrouble
 from slime.dashboard.sample_pages import Positions
-from slime.observability import phases
-from slime.observability.wait_table import read_table
+from slime.liveness import phases
+from slime.liveness.wait_table import read_table
 from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import read_actions
 from slime.record.schema import open_for_reading

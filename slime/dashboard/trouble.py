@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from slime.dashboard.run_folder import LOST, RUNNING, RunFolder
-from slime.observability.wait_table import read_table
+from slime.liveness.wait_table import read_table
 
 _SILENT_S = 300.0
 _OVERDUE = 5.0  # times the usual length of a step

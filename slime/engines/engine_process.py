@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.engines.pulse import ENGINE_PATH
-from slime.utils import http_utils, waits
+from slime.liveness import stacks, waits
+from slime.liveness.pulse import ENGINE_PATH
+from slime.liveness.vital_signs import Signs, signs_of_group
+from slime.utils import http_utils
 from slime.utils.errors import RunStopped
-from slime.utils.machine import ports, stacks, warm_start
+from slime.utils.machine import ports, warm_start
 from slime.utils.machine.processes import Child, LifePipe, open_log, stop_process
-from slime.utils.machine.vital_signs import Signs, signs_of_group
 from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600

@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.engines.engine_process import EngineStartError, LaunchPlan
-from slime.utils import http_utils, waits
+from slime.liveness import waits
+from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.models.model_config import read_config
 from slime.wire.control import EngineControl

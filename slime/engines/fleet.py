@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from slime.engines.engine_process import LaunchPlan, MachineLost
-from slime.engines.pulse import PulseWatch
-from slime.utils import waits
+from slime.liveness import waits
+from slime.liveness.pulse import PulseWatch
+from slime.liveness.vital_signs import Signs
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
-from slime.utils.machine.vital_signs import Signs
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 

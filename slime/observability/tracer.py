@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from slime.utils import waits
+from slime.liveness import waits
 from slime.utils.types import Sample
 
 LOOP, ENGINES, EPISODES, REWARD, TRAINER = "loop", "engines", "episodes", "reward", "trainer-{rank}"

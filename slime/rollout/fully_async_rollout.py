@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.liveness import waits
 from slime.rollout import ledger, sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collection.batch_collector import DISCARD_GRACE_S
@@ -39,7 +40,6 @@ from slime.rollout.prompt_groups import (
     without_response,
 )
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.utils import waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.machine.garbage import searching_new_only

@@ -18,6 +18,8 @@ from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.catalog.engines import ENGINES
 from slime.catalog.estimators import ESTIMATORS
+from slime.liveness import waits
+from slime.liveness.loop_watch import loop_watch
 from slime.observability.tracer import trace_span
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout import ledger
@@ -57,11 +59,10 @@ from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.rm_hub.hub import waits_for_group
 from slime.rollout.rm_hub.scoring import score_one
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
-from slime.utils import http_utils, waits
+from slime.utils import http_utils
 from slime.utils.async_utils import run, side_by_side
 from slime.utils.errors import EpisodeEnded, RunStopped
 from slime.utils.machine.garbage import searching_new_only
-from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import Sample, flatten_samples

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from slime.runtime.notes import Notes
+from slime.liveness import waits
+from slime.liveness.notes import Notes
 from slime.runtime.placement import Placement, Slot
 from slime.runtime.worker_main import CONTROL, WORK
-from slime.utils import waits
-from slime.utils.errors import RunStopped
+from slime.utils.errors import WorkerDied
 
 _LOOK_S = 0.25
 
@@ -29,10 +29,6 @@ S = TypeVar("S")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 P = ParamSpec("P")
-
-
-class WorkerDied(RunStopped):
-    """A process of the run ended while somebody waited for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Generic
 
-from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
-from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
-from slime.runtime.notes import Notes
+from slime.liveness import stacks, waits
+from slime.liveness.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
+from slime.liveness.notes import Notes
+from slime.liveness.vital_signs import Signs, signs_of
+from slime.runtime.base import Handle, P, R, T, WorkerSpec
 from slime.runtime.placement import Placement, Slot
 from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
-from slime.utils import waits
-from slime.utils.errors import RunStopped
+from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.files import tensor_pickle
-from slime.utils.machine import shm, stacks, warm_start
+from slime.utils.machine import shm, warm_start
 from slime.utils.machine.processes import Child, import_environment, last_lines, open_log, stop_process
-from slime.utils.machine.vital_signs import Signs, signs_of
 
 
 class LocalFuture(Generic[R]):
@@ -145,8 +145,8 @@ class ProcessHandle(Handle[T]):
                 self._see_end()
                 return
             if frame.startswith(BEAT):
-                self.notes = pickle.loads(frame[len(BEAT) :])
-                log_reports(self.name, self.notes.reports, warnings=False)
+                self.notes, found = pickle.loads(frame[len(BEAT) :])
+                log_reports(self.name, found, warnings=False)
             else:
                 self._take_answer(frame)
             self._heard = True

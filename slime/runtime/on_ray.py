@@ -18,21 +18,20 @@ import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime.liveness import stacks, waits
+from slime.liveness.heartbeat import BEAT_S, DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
+from slime.liveness.notes import Notebook, Notes, working
+from slime.liveness.vital_signs import Signs, signs_of
 from slime.runtime import reports
-from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
-from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
-from slime.runtime.notes import Notebook, Notes, working
+from slime.runtime.base import Handle, P, R, T, WorkerSpec
 from slime.runtime.placement import Machine, Placement, Slot
 from slime.runtime.ray_folder import short_folder
 from slime.runtime.reports import log_reports
-from slime.runtime.worker_main import BEAT_S, CONTROL, WORK, invoke, make_object
-from slime.utils import waits
-from slime.utils.errors import RunStopped
-from slime.utils.machine import stacks
+from slime.runtime.worker_main import CONTROL, WORK, invoke, make_object
+from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine.cores import num_cores
 from slime.utils.machine.processes import import_environment, last_lines, open_log
 from slime.utils.machine.run_identity import LOOPBACK
-from slime.utils.machine.vital_signs import Signs, signs_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +95,10 @@ class _Actor:
         with working(method):
             return invoke(target, method, args, kwargs)
 
-    def pulse(self) -> tuple[str, int, Notes]:
-        """Where it lives: node and process; and what it waits for."""
-        return ray.get_runtime_context().get_node_id(), os.getpid(), self._notebook.look()
+    def pulse(self) -> tuple[str, int, Notes, list[reports.Report]]:
+        """Where it lives: node and process; what it waits for, and what it logged."""
+        node = ray.get_runtime_context().get_node_id()
+        return node, os.getpid(), self._notebook.look(), reports.drain_reports()
 
     def live(self) -> None:
         """Never answers: with its process ends the call, which Ray tells at once."""
@@ -193,9 +193,9 @@ class RayHandle(Handle[T]):
     def _ask(self) -> Any:
         return self._actor.pulse.options(concurrency_group=_PULSE).remote()
 
-    def _place(self, found: tuple[str, int, Notes]) -> None:
-        self._node, self._pid, self.notes = found
-        log_reports(self.name, self.notes.reports, warnings=self._near_driver)
+    def _place(self, found: tuple[str, int, Notes, list[reports.Report]]) -> None:
+        self._node, self._pid, self.notes, logged = found
+        log_reports(self.name, logged, warnings=self._near_driver)
 
     def dump_stacks(self) -> None:
         self._actor.dump_stacks.options(concurrency_group=_PULSE).remote()

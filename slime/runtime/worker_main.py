@@ -22,13 +22,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from slime.liveness import stacks, waits
+from slime.liveness.heartbeat import BEAT_S
+from slime.liveness.notes import Notebook, working
 from slime.runtime import reports
-from slime.runtime.notes import Notebook, working
-from slime.utils import waits
-from slime.utils.machine import garbage, stacks
+from slime.utils.machine import garbage
 
 WORK, CONTROL = "work", "control"  # the lanes
-BEAT, BEAT_S = b"beat", 1.0  # a pickle begins otherwise
+BEAT = b"beat"  # a pickle begins otherwise
 _HEAD_BYTES = 64
 MAKE = "__init__"  # the first call: makes the object, from the path of its class
 
@@ -74,7 +75,7 @@ class _Worker:
         notebook = Notebook()
         with contextlib.suppress(OSError):  # the driver is gone, which the reader sees
             while True:
-                frame = BEAT + pickle.dumps(notebook.look())
+                frame = BEAT + pickle.dumps((notebook.look(), reports.drain_reports()))
                 with self._write_lock:
                     self._connection.send_bytes(frame)
                 time.sleep(BEAT_S)

@@ -14,9 +14,10 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Generic
 
+from slime.liveness import waits
 from slime.runtime.base import Future, Handle, Ready, T
 from slime.runtime.worker_main import CONTROL
-from slime.utils import async_utils, waits
+from slime.utils import async_utils
 from slime.utils.errors import RunStopped
 
 

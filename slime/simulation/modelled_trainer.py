@@ -18,10 +18,11 @@ from slime.cluster.checkpoints.checkpoint import files_of_rank
 from slime.cluster.training.rank_notes import RankNotes
 from slime.cluster.training.train_actor import Memory
 from slime.cluster.training.train_group import Ranks, RankState, TrainGroup
-from slime.runtime.base import Future, WorkerDied
+from slime.runtime.base import Future
 from slime.simulation.clock import Clock, ModelledHandle
 from slime.step.agreement import Agreement
 from slime.step.step_report import StepReport
+from slime.utils.errors import WorkerDied
 from slime.utils.files.checksums import FileRecord, record_files
 from slime.utils.types import RolloutBatch
 from slime.weight_sync import WeightBundle

@@ -36,13 +36,13 @@ from slime.record.audit import Audit, audit
 from slime.record.writer import MAX_GATHER_S, RecordWriter
 from slime.rollout import fully_async_rollout, ledger
 from slime.rollout.generation import state as generation_state
-from slime.runtime.base import WorkerDied
 from slime.simulation import workload as work
 from slime.simulation.clock import Clock, ModelledHandle
 from slime.simulation.costs import Costs
 from slime.simulation.modelled_engines import ROUTER, ModelledEngine, ModelledFleet
 from slime.simulation.modelled_trainer import ModelledProcesses, ModelledTrainGroup
 from slime.utils import http_utils
+from slime.utils.errors import WorkerDied
 from slime.utils.machine.run_identity import Run
 
 _MAX_STARTS = 40

@@ -27,3 +27,7 @@ class EpisodeEnded(RuntimeError):
 
 class EngineAnswerError(ValueError):
     """An engine answered what no engine in its senses does: it is asked again, whoever called it."""
+
+
+class WorkerDied(RunStopped):
+    """A process of the run ended while somebody waited for it."""

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.utils import waits
+from slime.liveness import waits
 from slime.utils.errors import RunStopped
 from slime.utils.files.safetensors_files import all_files, read_tensors, write_index, write_tensors
 from slime.utils.machine import shm

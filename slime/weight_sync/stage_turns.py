@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from slime.utils import waits
+from slime.liveness import waits
 from slime.utils.errors import RunStopped
 from slime.weight_sync.base import LiveReport, LiveSender, NamedTensors, Target
 

@@ -6,7 +6,8 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from slime.utils import http_utils, waits
+from slime.liveness import waits
+from slime.utils import http_utils
 from slime.utils.errors import EngineAnswerError
 from slime.wire.dialects import ID_IS_TAKEN
 from slime.wire.grouped import GroupedRequests

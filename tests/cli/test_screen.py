@@ -12,7 +12,7 @@ from terminal import Window
 
 from slime.cli import panels, screen
 from slime.cli.screen import RunScreen
-from slime.observability import phases
+from slime.liveness import phases
 from slime.observability.advisories import Advisory
 from slime.observability.terminal.capture import log_to
 from slime.record import RecordWriter, group_entries

@@ -12,7 +12,7 @@ import pytest
 
 from slime.cli.inspect import status
 from slime.cli.main import main
-from slime.observability.wait_table import WaitRow, write_table
+from slime.liveness.wait_table import WaitRow, write_table
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.run_file import close_run_file, open_run_file
 

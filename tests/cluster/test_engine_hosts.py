@@ -20,10 +20,11 @@ from slime.cluster.serving.engine_host import HostedEngine, host_engine
 from slime.cluster.serving.served_model import make_servers
 from slime.engines.engine_process import EngineStartError, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.liveness import waits
 from slime.runtime.base import WorkerSpec
 from slime.runtime.local import LocalRuntime
 from slime.runtime.placement import Machine, Placement, Slot, cores_each, plan_placement
-from slime.utils import http_utils, waits
+from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.run_identity import Run

@@ -9,9 +9,9 @@ from patience import PATIENCE_S
 
 from slime.arguments.groups.topology import plain_topology
 from slime.cluster.serving.served_model import ModelService
+from slime.liveness.waits import until
 from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.waits import until
 
 
 class Server:

@@ -5,9 +5,8 @@ import types
 from slime.cluster import run_requests
 from slime.cluster.driver_spans import Timeline
 from slime.cluster.run_requests import Requests
-from slime.observability import phases
+from slime.liveness import phases, waits
 from slime.record.actions import ActionRow
-from slime.utils import waits
 
 
 class Scripted(Requests):

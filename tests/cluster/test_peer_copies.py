@@ -5,7 +5,7 @@ from argument_helpers import parse
 
 from slime.cluster.restart.peer_copies import PeerCopies
 from slime.cluster.restart.redo import Deed, Redo, SafeState
-from slime.runtime.base import WorkerDied
+from slime.utils.errors import WorkerDied
 from slime.utils.files.machine_copies import CopyPlace
 from slime.utils.machine import shm
 

@@ -7,8 +7,7 @@ from slime.cluster.restart.faults import cause_of
 from slime.cluster.restart.recovery import Recovery, _Budget
 from slime.cluster.restart.redo import Deed, Redo, SafeState, UnreadableState
 from slime.cluster.training.train_group import TrainerLost
-from slime.runtime.base import WorkerDied
-from slime.utils.errors import RunStopped
+from slime.utils.errors import RunStopped, WorkerDied
 
 
 def a_redo(done):

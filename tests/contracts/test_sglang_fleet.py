@@ -15,11 +15,11 @@ from stage_ranks import StageRanks
 from slime.engines.balancer import Balancer
 from slime.engines.engine_process import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command
+from slime.liveness.waits import until
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.types import Sample, flatten_samples
-from slime.utils.waits import until
 from slime.weight_sync import LiveReport, transport_of
 from slime.weight_sync.base import DeltaOptions, SenderOptions
 from slime.weight_sync.delta.transport import DELTA

@@ -12,8 +12,9 @@ from loop_helpers import ROOT, make_world, run_train, series, start_train, wait_
 from patience import PATIENCE_S
 from processes import cmdline
 
+from slime.liveness import stacks
 from slime.rollout.dumps import load_rollout_dump
-from slime.utils.machine import shm, stacks
+from slime.utils.machine import shm
 
 SLOW_REWARD = '''
 """A reward that takes a while, and behind the first rollout as long as there is a file `wait`."""

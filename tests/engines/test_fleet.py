@@ -14,7 +14,7 @@ from patience import LONG_S, PATIENCE_S, eventually
 from slime.engines import engine_process as engine_server
 from slime.engines.engine_process import EngineServer, EngineStartError, LaunchPlan, MachineLost
 from slime.engines.fleet import EngineFleet, EnginesKeepDying, NoEngineLeft, WatchPolicy
-from slime.utils.waits import WaitTimeout
+from slime.liveness.waits import WaitTimeout
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fake_engine_process.py"
 

@@ -5,11 +5,11 @@ import sqlite3
 
 import pytest
 
+from slime.liveness import waits
 from slime.observability.tracer import Span, spans_of_samples, spans_of_waits, write_spans
 from slime.record import RecordError, RecordWriter, group_entries, open_record, schema
 from slime.record.actions import ask, read_actions, write_answer
 from slime.record.additions import Advantage, PieceBook, read_advantage, write_advantages
-from slime.utils import waits
 from slime.utils.types import Sample
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from fake_engine import FakeEngine, sample_index
 from rollout_helpers import assert_conserved, counts, make_args, make_source
 
 from slime.batch.convert import samples_to_batch
-from slime.observability.wait_table import collapse, rows_of_this_process
+from slime.liveness.wait_table import collapse, rows_of_this_process
 from slime.rollout.collection.collector import MAX_FAILED_IN_A_ROW, GroupFailed
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout

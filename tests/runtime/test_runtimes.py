@@ -11,13 +11,12 @@ import warm_start
 from patience import PATIENCE_S, eventually
 from worker_target import Reporting, SlowToMake, Target, Unmade, Unreadable
 
-from slime.runtime import heartbeat
-from slime.runtime.base import Guarded, WorkerDied, WorkerSpec, gather
-from slime.runtime.heartbeat import WorkerSilent
+from slime.liveness import heartbeat, waits
+from slime.liveness.heartbeat import WorkerSilent
+from slime.runtime.base import Guarded, WorkerSpec, gather
 from slime.runtime.local import LocalFuture, LocalRuntime
 from slime.runtime.placement import Slot
-from slime.utils import waits
-from slime.utils.errors import RunStopped
+from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine import shm
 
 LIMIT_S = 2.0

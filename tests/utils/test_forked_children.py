@@ -10,7 +10,7 @@ import threading
 import pytest
 from patience import PATIENCE_S, eventually
 
-from slime.utils import waits
+from slime.liveness import waits
 from slime.utils.machine import warm_start
 from slime.utils.machine.processes import import_environment, thread_environment
 from slime.utils.machine.warm_start import WarmChild, warm_starts
@@ -109,7 +109,7 @@ def test_a_warm_child_is_as_one_that_was_executed(program, interrupts, tmp_path,
 OWNER = """
 import atexit, json, os, sys
 from pathlib import Path
-from slime.utils import waits
+from slime.liveness import waits
 from slime.utils.machine import warm_start
 from slime.utils.machine.processes import import_environment, thread_environment
 

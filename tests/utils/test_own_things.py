@@ -8,7 +8,7 @@ import sys
 import pytest
 from patience import PATIENCE_S
 
-from slime.utils import waits
+from slime.liveness import waits
 from slime.utils.machine.own_processes import protect
 from slime.utils.machine.processes import stop_process
 from slime.utils.plugin_errors import PluginError

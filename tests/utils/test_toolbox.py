@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 from patience import LONG_S
 
-from slime.utils import async_utils, http_utils, misc, waits
+from slime.liveness import waits
+from slime.utils import async_utils, http_utils, misc
 from slime.utils.machine import shm
 
 

@@ -13,9 +13,9 @@ from patience import LONG_S, PATIENCE_S
 from slime.catalog.engines import ENGINES
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.liveness.waits import until
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
-from slime.utils.waits import until
 from slime.weight_sync import disk
 from slime.weight_sync.base import SenderOptions, WeightBundle
 from slime.weight_sync.disk import until_written

@@ -16,10 +16,10 @@ from tiny_model import make_tiny_model
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.liveness.waits import until
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.processes import thread_environment
-from slime.utils.waits import until
 from slime.weight_sync import LiveReport, WeightBundle
 from slime.weight_sync.base import SenderOptions, Target
 from slime.weight_sync.distributed import DistributedSender

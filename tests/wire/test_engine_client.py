@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
+from slime.liveness.waits import WaitTimeout
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
-from slime.utils.waits import WaitTimeout
 from slime.wire.client import SESSION_HEADER, EngineClient
 from slime.wire.control import EngineControl
 from slime.wire.protocol import GenerateRequest, SamplingParams

@@ -13,10 +13,10 @@ from slime.agent.session import (
     TokenBudgetUsed,
     TurnBudgetUsed,
 )
+from slime.liveness.waits import WaitTimeout
 from slime.rollout.generation.turnstile import RolloutEnded
 from slime.utils.errors import EngineAnswerError
 from slime.utils.http_utils import HttpError
-from slime.utils.waits import WaitTimeout
 
 
 class ApiError(Exception):

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.agent.environments.protocol import EnvironmentFailure
+from slime.liveness.loop_watch import loop_watch
 from slime.utils.async_utils import in_thread
 from slime.utils.errors import RunStopped
-from slime.utils.machine.loop_watch import loop_watch
 
 MAX_HANGING = 64  # threads whose environment did not come back
 _ABOUT_ERRORS = 300  # characters

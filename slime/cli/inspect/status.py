@@ -14,15 +14,15 @@ from typing import Any
 
 from rich.text import Text
 
-from slime.observability import phases
+from slime.liveness import phases
+from slime.liveness.vital_signs import signs_of
+from slime.liveness.wait_table import WaitTable, read_table
 from slime.observability.incidents import describe_incidents, read_incidents
 from slime.observability.terminal.progress import Progress, duration, short, sparkline
 from slime.observability.terminal.terminal import Terminal
 from slime.observability.tracking import read_metrics
-from slime.observability.wait_table import WaitTable, read_table
 from slime.utils.files.folder_lock import holder_here, is_locked
 from slime.utils.files.run_file import METRICS_FILE, RunRecord, no_run, read_run
-from slime.utils.machine.vital_signs import signs_of
 from slime.utils.printable import printable
 
 _EVERY_S = 2.0

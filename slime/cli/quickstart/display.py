@@ -15,7 +15,7 @@ from rich.text import Text
 from slime.cli.quickstart.metric_names import ACCURACY
 from slime.cli.quickstart.outcome import QuickstartOutcome
 from slime.cli.quickstart.tasks import Task
-from slime.observability import phases
+from slime.liveness import phases
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import Capture, Lines
 from slime.observability.terminal.metrics_tail import MetricsReader, Repeated, Row

@@ -14,8 +14,8 @@ from slime.cluster.canary.probe import LogProbs, Reading, batch_of, compare, dia
 from slime.cluster.residency import GENERATE, SYNC, Residency
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.training.train_group import TrainGroup
+from slime.liveness import waits
 from slime.runtime.base import Handle
-from slime.utils import waits
 
 logger = logging.getLogger(__name__)
 

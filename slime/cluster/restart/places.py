@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slime.arguments import Args
+from slime.liveness import waits
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Slot
-from slime.utils import waits
 from slime.utils.errors import RunStopped
 
 logger = logging.getLogger(__name__)

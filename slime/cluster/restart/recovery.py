@@ -11,7 +11,7 @@ from typing import Generic
 from slime.cluster.restart.faults import cause_of
 from slime.cluster.restart.redo import Redo, SafeState, UnreadableState
 from slime.cluster.training.train_group import RankProcesses, TrainerLost
-from slime.observability import phases
+from slime.liveness import phases
 from slime.runtime.base import Future, Guarded, R, Runtime
 from slime.utils.errors import RunStopped
 

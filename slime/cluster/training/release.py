@@ -8,7 +8,7 @@ from pathlib import Path
 from slime.arguments import Args
 from slime.cluster.training.train_actor import Memory, TrainActor
 from slime.cluster.training.train_group import RankProcesses
-from slime.observability import phases
+from slime.liveness import phases
 from slime.runtime.base import gather
 from slime.utils.files.step_folders import TRAINER, step_path
 

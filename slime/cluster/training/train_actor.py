@@ -24,13 +24,13 @@ from slime.cluster.checkpoints.checkpoint import files_of_rank
 from slime.cluster.training.rank_notes import RankNotes, notes_of
 from slime.cluster.training.rank_sender import RankSender
 from slime.cluster.training.warm_up import warm_up
+from slime.liveness import waits
 from slime.observability.logging_utils import configure_logger
 from slime.runtime.base import Ref, in_background
 from slime.step.agreement import Agreement, threshold_of
 from slime.step.profiling import StepProfiler
 from slime.step.step_report import StepReport
 from slime.step.training_step import TrainingStep
-from slime.utils import waits
 from slime.utils.files.checksums import FileRecord, find_damage, record_files
 from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spread
 from slime.utils.machine import accelerator

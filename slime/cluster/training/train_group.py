@@ -12,22 +12,11 @@ from slime.arguments import Args
 from slime.backends.base import Layout
 from slime.batch.split import split_for_ranks
 from slime.cluster.training.train_actor import RankProcess, TrainActor
-from slime.observability import phases
-from slime.runtime.base import (
-    Future,
-    Handle,
-    P,
-    R,
-    Renewable,
-    Runtime,
-    S,
-    T,
-    WorkerDied,
-    WorkerSpec,
-    gather,
-)
+from slime.liveness import phases
+from slime.runtime.base import Future, Handle, P, R, Renewable, Runtime, S, T, WorkerSpec, gather
 from slime.runtime.placement import Slot, cores_each
 from slime.step.step_report import StepReport
+from slime.utils.errors import WorkerDied
 from slime.utils.files.checksums import FileRecord, find_damage
 from slime.utils.files.machine_copies import CopyPlace
 from slime.utils.machine.process_groups import network_environment

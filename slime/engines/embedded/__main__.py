@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.liveness import stacks
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
-from slime.utils.machine import garbage, stacks
+from slime.utils.machine import garbage
 from slime.utils.machine.open_files import raise_limit, tell_of_scarcity
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.engines.engine_process import Command, EngineServer, LaunchPlan
-from slime.engines.pulse import PulseWatch
 from slime.engines.sglang import supervisor
 from slime.engines.sglang.router_registry import RouterGone, WorkerRegistry
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
-from slime.utils import waits
+from slime.liveness import waits
+from slime.liveness.pulse import PulseWatch
 from slime.utils.machine import ports
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 
 from slime.engines.fleet import FleetServer
-from slime.utils import http_utils, waits
+from slime.liveness import waits
+from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.liveness import waits
 from slime.rollout.collection.collector import Collector, Ticket
 from slime.rollout.data_source import take_groups
 from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.prompt_groups import Group, begin_again, copy_group, is_scored
-from slime.utils import waits
 from slime.utils.errors import RunStopped
 from slime.utils.types import flatten_samples
 

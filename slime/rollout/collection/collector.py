@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.liveness.loop_watch import loop_watch
 from slime.rollout import ledger
 from slime.rollout.collection.waste import Waste, teaches_nothing
 from slime.rollout.data_source import DataSource
@@ -37,7 +38,6 @@ from slime.rollout.prompt_groups import (
 )
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
-from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.machine.own_command import as_typed
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.reward_failure import RewardFailure

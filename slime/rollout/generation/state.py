@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 from slime.arguments import PluginArgs
 from slime.arguments.groups.topology import EVALUATION_ENGINES
+from slime.liveness import waits
 from slime.rollout.generation.concurrency import Limit, TokenLimit, make_limit, tokens_of
 from slime.rollout.generation.generate_request import sampling_params_of
 from slime.rollout.generation.per_args import OnePerArgs
 from slime.rollout.generation.policy_requests import is_trained
 from slime.rollout.generation.scope import RequestScope, current_scope
-from slime.utils import waits
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, Generation

@@ -14,15 +14,16 @@ from typing import Any
 
 from slime.arguments import Flags, PluginArgs, with_defaults
 from slime.catalog.rewards import BOXED, REWARDS, Reward
+from slime.liveness import waits
+from slime.liveness.loop_watch import loop_watch
 from slime.observability.rollout_metrics import NOT_COMPARED_KEY
 from slime.rollout.prompt_groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.checks import box_of, check
-from slime.utils import async_utils, waits
+from slime.utils import async_utils
 from slime.utils.column_rewards import reward_columns, scores_of, takes_columns
 from slime.utils.machine import descriptors
-from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.reward_failure import RewardFailure, infra_error, invalid

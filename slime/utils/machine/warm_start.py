@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.utils import waits
 from slime.utils.machine.cores import num_cores
 from slime.utils.machine.own_processes import protect
 from slime.utils.machine.processes import Child, import_environment, thread_environment
@@ -226,8 +225,7 @@ class Template:
         request = json.dumps(job).encode()
         if len(request) > LONGEST or len(fds) > _MAX_FILES:
             return 0
-        told = f"a new process (pid {self._process.pid} forks it)"
-        with adopting_orphans(), waits.waiting(told, deadline_s=_PATIENCE_S, target="the template"):
+        with adopting_orphans():
             socket.send_fds(self._socket, [request], fds)
             return int(self._socket.recv(64) or b"0")
 

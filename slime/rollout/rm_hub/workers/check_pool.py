@@ -29,8 +29,8 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.arguments.groups.rewards import RewardFlags
+from slime.liveness import waits
 from slime.rollout.rm_hub.workers import limits
-from slime.utils import waits
 from slime.utils.machine.processes import thread_environment
 from slime.utils.reward_failure import infra_error, invalid, too_large
 

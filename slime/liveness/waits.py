@@ -1,7 +1,7 @@
 """Everything that waits has an owner, a name and a deadline; a breach is an error that says all three.
 
 The table of waits in progress is what `slime status`, the page and a post-mortem show: workers send theirs to
-the driver with every sign of life, and the driver writes them all down (`slime.observability.wait_table`).
+the driver with every sign of life, and the driver writes them all down (`slime.liveness.wait_table`).
 """
 
 from __future__ import annotations

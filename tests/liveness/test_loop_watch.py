@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 from patience import PATIENCE_S, eventually
 
-from slime.utils.machine import loop_watch as module
-from slime.utils.machine.loop_watch import LoopWatch
+from slime.liveness import loop_watch as module
+from slime.liveness.loop_watch import LoopWatch
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_what_is_begun_gives_the_same_whether_it_waits_or_not(watch, caplog):
 def test_a_regular_expression_that_lets_nobody_run_is_shown_by_the_interpreter():
     script = """
 import asyncio, re, time
-from slime.utils.machine import loop_watch as module
+from slime.liveness import loop_watch as module
 module._NOBODY_RUNS_S = 1.0
 looked, look = [], module._dump_if_nobody_runs
 module._dump_if_nobody_runs = lambda: looked.append(look())
@@ -149,7 +149,7 @@ asyncio.run(module.loop_watch.run("--custom-rm-path mine", my_reward()))
 def test_a_process_that_is_forked_has_a_watch_of_its_own():
     program = """
 import asyncio, os, threading
-from slime.utils.machine.loop_watch import loop_watch
+from slime.liveness.loop_watch import loop_watch
 async def one():
     return 1
 names = lambda: [t.name for t in threading.enumerate()].count("loop-watch")

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from slime.observability import phases
-from slime.utils import waits
+from slime.liveness import phases, waits
 
 WAITS_FILE = "waits.json"
 _MAX_ROWS = 200

@@ -8,14 +8,12 @@ import threading
 import pytest
 from patience import PATIENCE_S, eventually
 
-from slime.cluster import hang_watch
-from slime.cluster.hang_watch import HangWatch, RunHangs
-from slime.observability.wait_table import read_table
-from slime.runtime.heartbeat import WorkerSilent
-from slime.runtime.notes import NotedWait, Notes
-from slime.utils import waits
-from slime.utils.machine import vital_signs
-from slime.utils.machine.vital_signs import Signs
+from slime.liveness import hang_watch, vital_signs, waits
+from slime.liveness.hang_watch import HangWatch, RunHangs
+from slime.liveness.heartbeat import WorkerSilent
+from slime.liveness.notes import NotedWait, Notes
+from slime.liveness.vital_signs import Signs
+from slime.liveness.wait_table import read_table
 
 
 class FakeRuntime:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from patience import eventually
 
-from slime.utils.machine.vital_signs import Signs, SilenceClock, signs_of, signs_of_group
+from slime.liveness.vital_signs import Signs, SilenceClock, signs_of, signs_of_group
 
 STILL = Signs(stopped=False, held=False, cpu_s=5.0)
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="signs are read from /proc")

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from slime.observability.wait_table import SIGN_OF_LIFE
-from slime.utils import waits
-from slime.utils.machine.vital_signs import Signs, SilenceClock
+from slime.liveness import waits
+from slime.liveness.vital_signs import Signs, SilenceClock
+from slime.liveness.wait_table import SIGN_OF_LIFE
 
 _ROUNDS = 4  # questions within the limit
 ENGINE_PATH = "/model_info"  # SGLang answers `/health` with a generation

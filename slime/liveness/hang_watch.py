@@ -15,24 +15,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
-from slime.observability.wait_table import (
+from slime.liveness import stacks, waits
+from slime.liveness.notes import Notes
+from slime.liveness.vital_signs import Signs, SilenceClock, family_of, signs_of
+from slime.liveness.wait_table import (
     WaitRow,
     chain_of_causes,
     row_of,
     rows_of_this_process,
     write_table,
 )
-from slime.runtime.base import Runtime, WorkerDied
-from slime.runtime.notes import Notes
-from slime.utils import waits
-from slime.utils.errors import RunStopped
+from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.files.restricted import restricted
-from slime.utils.machine import stacks
-from slime.utils.machine.vital_signs import Signs, SilenceClock, family_of, signs_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +47,21 @@ class RunHangs(RunStopped):
     """The run ends because nothing moved for too long."""
 
 
+class Workers(Protocol):
+    """The runtime, as far as the hang watch needs it."""
+
+    def notes(self) -> dict[str, Notes]: ...
+    def dump_stacks(self) -> list[str]: ...
+    def before_silence(self, tell: Callable[[WorkerDied], None]) -> None: ...
+
+
 class HangWatch:
     """One thread beside the driver's loop. `limit_s` 0: it writes the table and ends nothing.
 
     `error`: why the run was ended.
     """
 
-    def __init__(self, run_dir: Path, runtime: Runtime, limit_s: float):
+    def __init__(self, run_dir: Path, runtime: Workers, limit_s: float):
         self._run_dir, self._runtime, self._limit_s = run_dir, runtime, limit_s
         self._clock = SilenceClock(limit_s, 3 * _LOOK_S) if limit_s else None
         self.error: RunHangs | None = None

@@ -3,7 +3,8 @@
 import math
 import time
 
-from slime.observability.wait_table import (
+from slime.liveness import waits
+from slime.liveness.wait_table import (
     WaitRow,
     chain_of_causes,
     collapse,
@@ -12,7 +13,6 @@ from slime.observability.wait_table import (
     rows_of_this_process,
     write_table,
 )
-from slime.utils import waits
 
 NOW = time.time()
 

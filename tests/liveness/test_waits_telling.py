@@ -3,7 +3,7 @@
 import logging
 import threading
 
-from slime.utils import waits
+from slime.liveness import waits
 
 
 class Records(logging.Handler):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime.utils import waits
+from slime.liveness import waits
 
 _START, RUN = "start of the run", "run"
 PAUSED = "paused"  # between two steps, until somebody resumes the run

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
-from slime.runtime.reports import Report, drain_reports
-from slime.utils import waits
+from slime.liveness import waits
 
 OTHER_RANKS = "the other ranks"
 _COLLECTIVES = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication")
@@ -34,13 +33,10 @@ class NotedWait:
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """`moves`: how often its threads were seen at another place, and how many of its waits have ended.
-    `reports`: its errors and warnings since the last sign of life.
-    """
+    """`moves`: how often its threads were seen at another place, and how many of its waits have ended."""
 
     moves: int = 0
     waits: list[NotedWait] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
 
 
 class _Call:
@@ -90,7 +86,7 @@ class Notebook:
                 continue
             what, target = _describe(frame)
             found.append(NotedWait(f"{call.method}: {what}", target, now - call.since, None))
-        return Notes(self._moves + waits.num_ended(), found, drain_reports())
+        return Notes(self._moves + waits.num_ended(), found)
 
 
 def _stack_of(frame: FrameType | None) -> tuple[tuple[int, int], ...]:

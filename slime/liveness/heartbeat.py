@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from slime.observability.wait_table import SIGN_OF_LIFE
-from slime.runtime.base import WorkerDied
-from slime.runtime.worker_main import BEAT_S
-from slime.utils import waits
-from slime.utils.machine.vital_signs import Signs, SilenceClock
+from slime.liveness import waits
+from slime.liveness.vital_signs import Signs, SilenceClock
+from slime.liveness.wait_table import SIGN_OF_LIFE
+from slime.utils.errors import WorkerDied
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT_S = 60.0
+BEAT_S = 1.0
 _FIRST_WARNING = 0.25  # of the limit; then at twice the silence each time
 _MISSED_BEATS = 3  # from then on it is in the table of waits
 

@@ -8,12 +8,12 @@ import time
 import pytest
 from patience import PATIENCE_S, eventually
 
-from slime.utils.machine import stacks
+from slime.liveness import stacks
 
 ANSWERS = """
 import asyncio, threading
 from slime.utils import async_utils
-from slime.utils.machine import stacks
+from slime.liveness import stacks
 stacks.answer_signal()
 
 async def the_task_that_waits():
@@ -99,7 +99,7 @@ def test_a_handler_that_somebody_has_set_stays(tmp_path):
 
 NEVER_ENDS = """
 import sys, threading
-from slime.utils.machine.stacks import watch_exit
+from slime.liveness.stacks import watch_exit
 
 def the_thread_that_keeps_the_exit():
     sys.stdin.read()
