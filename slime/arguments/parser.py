@@ -110,6 +110,8 @@ def _read_all(
         with refusals.collect("--config", alone=True):
             server_flags = _apply_config_file(draft, given["config"], custom, refusals) | server_flags
     for name, value in given.items():
+        if name in all_specs() and all_specs()[name].info.rows is not None:
+            value = draft.values[name] | value  # names that a file gave and the command line did not
         draft.set(name, value, COMMAND_LINE)
     if draft.custom_config_path:
         with refusals.collect("--custom-config-path"):

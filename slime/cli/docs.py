@@ -120,6 +120,8 @@ def flags_page() -> str:
             blocks.append(f"## {group}")
         facts = "; ".join(filter(None, (_type_text(spec), _default_text(spec))))
         blocks.append(f"- `{spec.option}` ({facts}): {_meaning(spec)}")
+        for name, row in (spec.info.rows or {}).items():
+            blocks.append(f"    - `{name}` (default `{row.default:g}`): {_text(row.help)}")
     return _page("Flags", blocks)
 
 
@@ -174,15 +176,15 @@ def _page(title: str, blocks: Sequence[str]) -> str:
     """Headings and paragraphs stand apart, entries of a list below each other."""
     text, before = f"{GENERATED}\n# {title}\n", ""
     for block in blocks:
-        item = block.startswith("- ")
+        item = block.lstrip().startswith("- ")
         lines = textwrap.wrap(
             block,
             WIDTH,
-            subsequent_indent="  " if item else "",
+            subsequent_indent=block[: block.index("- ") + 2].replace("-", " ") if item else "",
             break_long_words=False,
             break_on_hyphens=False,
         )
-        text += ("" if item and before.startswith("- ") else "\n") + "\n".join(lines) + "\n"
+        text += ("" if item and before.lstrip().startswith("- ") else "\n") + "\n".join(lines) + "\n"
         before = block
     return text
 
@@ -201,6 +203,8 @@ def _traits(row: Any) -> Iterator[str]:
 def _type_text(spec: FlagSpec) -> str:
     if spec.info.choices:
         return ", ".join(spec.info.choices)
+    if spec.info.rows:
+        return "NAME=NUMBER,..."
     name = {bool: "switch", dict: "JSON", int: "int", float: "float", str: "text"}[spec.kind]
     return (f"{name} ..." if spec.many else name) + (
         f" {_text(spec.info.limits)}" if spec.info.limits else ""

@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.arguments import Args, explain_batch
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.catalog.deadlines import timeout_s
 from slime.cluster.canary.canary import Canary
 from slime.cluster.checkpoints.checkpoint import resolve_load, rollout_state
 from slime.cluster.checkpoints.in_flight import read_in_flight, tell_differences
@@ -131,7 +132,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
             closing.add(Janitor(shm.FOLDER, run.shm_prefix).dismiss)
             closing.add(shm.hold(run.shm_prefix))
             closing.add(lambda: shm.unlink_prefix(run.shm_prefix))
-            watch = HangWatch(run.run_dir, runtime, args.hang_timeout_s)
+            watch = HangWatch(run.run_dir, runtime, timeout_s(args, "hang"))
             closing.add(watch.close)
             closing.add(runtime.close)
             if threading.current_thread() is threading.main_thread():

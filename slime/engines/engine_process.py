@@ -155,7 +155,7 @@ class EngineServer:
                 interval_s=0.02,
             )
         except waits.WaitTimeout as error:
-            raise EngineStartError(f"{error} (--engine-start-timeout-s); {self._last_words()}") from None
+            raise EngineStartError(f"{error} (--timeouts engine-start); {self._last_words()}") from None
         facts = json.loads(self._ready_file.read_text())
         self.port, self.bootstrap_port = facts["port"], facts.get("bootstrap_port")
         self._drop_ready_file()

@@ -171,7 +171,7 @@ class ExternalServer:
                 interval_s=0.5,
             )
         except waits.WaitTimeout as error:
-            raise EngineStartError(f"{error} (--engine-start-timeout-s)") from None
+            raise EngineStartError(f"{error} (--timeouts engine-start)") from None
         self._in_use = self._answers = True
         self._last_look = time.monotonic()
         return self.url

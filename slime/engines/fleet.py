@@ -291,7 +291,7 @@ class EngineFleet:
         self._alone_since = self._alone_since or now
         if limit is not None and now - self._alone_since > limit:
             raise NoEngineLeft(
-                f"no engine was left for {limit:g} s (--no-engine-timeout-s){self._why_evicted}; "
+                f"no engine was left for {limit:g} s (--timeouts no-engine){self._why_evicted}; "
                 f"the last to go: {self._last_end}"
             ) from self._eviction
 

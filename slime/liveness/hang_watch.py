@@ -2,7 +2,7 @@
 
 What counts is silence, not time: while a wait ends somewhere, a rank is seen at another place of its program
 or a wait has time left until its own deadline, the run lives; while its processes compute, it gets twelve
-times as long. Only a run in which nothing of the sort happens for `--hang-timeout-s` hangs.
+times as long. Only a run in which nothing of the sort happens for `--timeouts hang` hangs.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class HangWatch:
         if clock.is_overdue:
             said = clock.describe().replace("its process does nothing: it hangs", "no process does anything")
             error = RunHangs(
-                f"nothing moved for {clock.silent_s:.0f} s (--hang-timeout-s {self._limit_s:g}): {said}"
+                f"nothing moved for {clock.silent_s:.0f} s (--timeouts hang={self._limit_s:g}): {said}"
             )
             self.explain(error)
             self.error = error

@@ -68,7 +68,7 @@ class _Watched:
         self._mark()
         if self._clock.is_overdue and not self._failed:
             self._failed = True
-            error = WorkerSilent(f"{self._told()} (--worker-silence-timeout-s {self._limit_s:g})")
+            error = WorkerSilent(f"{self._told()} (--timeouts worker-silence={self._limit_s:g})")
             logger.error("%s", error)
             self._give_up(self.worker, error)
         elif self._clock.silent_s >= self._next_warning_s:

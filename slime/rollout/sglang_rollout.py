@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.engines import ENGINES
 from slime.catalog.estimators import ESTIMATORS
 from slime.liveness import waits
@@ -198,7 +199,7 @@ async def _call_function(
 
 async def _within_deadline(args: PluginArgs, path: str, call: Awaitable[Any]) -> Any:
     """The result of a user's generate function; one that does not return in time fails its group."""
-    name, limit_s = f"{CUSTOM_GENERATE} {path}", args.custom_generate_timeout_s
+    name, limit_s = f"{CUSTOM_GENERATE} {path}", timeout_s(args, "custom-generate")
     try:
         with waits.waiting(name, owner="rollout", deadline_s=limit_s):
             async with asyncio.timeout(limit_s) as deadline:
@@ -207,7 +208,7 @@ async def _within_deadline(args: PluginArgs, path: str, call: Awaitable[Any]) ->
         if not deadline.expired():
             raise  # a timeout of the function's own
         raise GroupFailed(
-            f"{name} did not return within --custom-generate-timeout-s {limit_s:g}: give what it waits for a "
+            f"{name} did not return within --timeouts custom-generate={limit_s:g}: give what it waits for a "
             "timeout, or raise the limit if its episodes take longer."
         ) from None
 

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.catalog.deadlines import timeout_s
 from slime.runtime.base import Runtime
 
 
@@ -14,7 +15,7 @@ def create_runtime(args: Args, run_dir: Path, shm_prefix: str) -> Runtime:
             raise ValueError("--runtime ray needs the package ray: pip install 'slime[ray]'.")
         from slime.runtime.on_ray import RayRuntime  # ray is not installed everywhere
 
-        return RayRuntime(run_dir, args.worker_silence_timeout_s, args.host_timeout_s)
+        return RayRuntime(run_dir, timeout_s(args, "worker-silence"), timeout_s(args, "host"))
     from slime.runtime.local import LocalRuntime
 
-    return LocalRuntime(run_dir, shm_prefix, args.worker_silence_timeout_s)
+    return LocalRuntime(run_dir, shm_prefix, timeout_s(args, "worker-silence"))

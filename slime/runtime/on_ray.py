@@ -306,7 +306,7 @@ class RayRuntime:
         if not self._group.wait(self._host_timeout_s):
             raise RunStopped(
                 f"the Ray cluster gave no machines with {_listed(needs)} GPUs within "
-                f"{self._host_timeout_s:g} s (--host-timeout-s): other jobs hold them (`ray status` says who)"
+                f"{self._host_timeout_s:g} s (--timeouts host): other jobs hold them (`ray status` says who)"
             )
         looks = [_look_around(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
         found = ray.get(looks, timeout=self._host_timeout_s)
@@ -393,9 +393,7 @@ class RayRuntime:
             try:
                 answers[host] = ray.get(task, timeout=0)
             except ray.exceptions.GetTimeoutError:
-                answers[host] = TimeoutError(
-                    f"no answer within {self._host_timeout_s:g} s (--host-timeout-s)"
-                )
+                answers[host] = TimeoutError(f"no answer within {self._host_timeout_s:g} s (--timeouts host)")
                 ray.cancel(task)
             except ray.exceptions.RayError as error:
                 answers[host] = error

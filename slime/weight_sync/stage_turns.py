@@ -93,7 +93,7 @@ class StageTurns:
         except RuntimeError as error:  # of the group: out of time, or a member is gone
             raise RunStopped(
                 f"trainer rank {sender}, which sends the weights of stage {stage}, did not finish its turn "
-                f"within {self._deadline_s:.0f} s (--update-weight-timeout-s and a minute): {error}"
+                f"within {self._deadline_s:.0f} s (--timeouts update-weight and a minute): {error}"
             ) from error
         return box[0]
 

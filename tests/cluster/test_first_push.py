@@ -91,7 +91,7 @@ class World:
             pause_generation_mode="auto",
             check_weight_update_equal=False,
             weight_checksum_interval=0,
-            update_weight_timeout_s=60.0,
+            timeouts={"update-weight": 60.0},
         )
         self.fleet = EngineFleet(engines, WatchPolicy(3, 600.0))
         self.weights = EngineWeights(args, "slime-x", ((),) * len(engines), self.fleet)

@@ -44,6 +44,6 @@ def test_it_waits_for_a_machine(monkeypatch, caplog):
 
 def test_then_it_ends_with_what_it_needs():
     with pytest.raises(
-        RunStopped, match=r"has 1 machine\(s\) for 2, also after --restart-wait-s 0: .*--elastic"
+        RunStopped, match=r"has 1 machine\(s\) for 2, also after --timeouts restart-wait=0: .*--elastic"
     ):
-        find_places(parse(restart_wait_s=0), FakeRuntime({0}), SLOTS)
+        find_places(parse(timeouts="restart-wait=0"), FakeRuntime({0}), SLOTS)

@@ -61,7 +61,7 @@ MODES = {
         "script": "train_async.py",
         "rollout_engine": "sglang",
         "rollout_router": "sglang",
-        "engine_start_timeout_s": 900,
+        "timeouts": "engine-start=900",
     },
 }
 ALWAYS = list(MODES)[:3]

@@ -45,7 +45,7 @@ def test_an_engine_kind_is_a_row_and_its_code(toy, tmp_path):
         rollout_engine="toy",
         toy_flag="red",
         engine_threads=None,
-        engine_start_timeout_s=1.0,
+        timeouts={"engine-start": 1.0},
         engine_topology=plain_topology("org/model", 1, 1),
         rollout_quantization="none",
     )

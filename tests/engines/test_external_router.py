@@ -79,8 +79,8 @@ def test_plug_ins_get_the_address_of_the_router_that_was_given(tmp_path):
 def service_args(port):
     return SimpleNamespace(
         rollout_router="sglang", sglang_router_ip="127.0.0.1", sglang_router_port=port,
-        no_engine_timeout_s=5.0, engine_restart_limit=3, engine_restart_window_s=600.0,
-        engine_silence_timeout_s=0.0, use_fault_tolerance=False, rollout_health_check_timeout=5.0,
+        timeouts={"no-engine": 5.0, "engine-silence": 0.0, "health-check": 5.0}, engine_restart_limit=3,
+        use_fault_tolerance=False,
         rollout_health_check_first_wait=0.0, rollout_health_check_failures=1, engine_topology=None,
     )  # fmt: skip
 

@@ -349,7 +349,7 @@ def test_no_engine_left_for_too_long_ends_the_run_with_the_cause(make):
     fleet.kill(1)
     with pytest.raises(
         NoEngineLeft,
-        match=r"(?s)no engine was left for 0\.5 s \(--no-engine-timeout-s\).*engine-\d was killed",
+        match=r"(?s)no engine was left for 0\.5 s \(--timeouts no-engine\).*engine-\d was killed",
     ):
         fleet.fleet.failure.result(PATIENCE_S)
 

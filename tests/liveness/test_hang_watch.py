@@ -81,7 +81,7 @@ def test_a_run_that_stands_still_is_ended_with_who_waits_for_whom(tmp_path, runt
                 threading.Event().wait(0.02)
 
     error = in_a_driver(hang)
-    assert isinstance(error, RunHangs) and "--hang-timeout-s 0.3" in str(error)
+    assert isinstance(error, RunHangs) and "--timeouts hang=0.3" in str(error)
     assert "run waits: training" in str(error) and "trainer-0 waits for the other ranks" in str(error)
     assert f"stacks of driver, trainer-0 are in {tmp_path}/logs" in str(error) and runtime.dumped == 1
     assert "in hang" in (tmp_path / "logs" / "driver.log").read_text()

@@ -110,7 +110,7 @@ async def never_returns(args, sample, sampling_params):
 def test_a_generate_function_that_never_returns_is_named_with_its_deadline(tmp_path):
     name = f"--custom-generate-function-path {__name__}.never_returns"
     with FakeEngine() as engine:
-        args = make_args(tmp_path, engine, *name.split(), "--custom-generate-timeout-s", "0.2")
+        args = make_args(tmp_path, engine, *name.split(), "--timeouts", "custom-generate=0.2")
         source = make_source(args)
         with pytest.raises(GroupFailed, match=r"never_returns did not return within .*-timeout-s 0\.2"):
             generate_rollout(args, 0, source)

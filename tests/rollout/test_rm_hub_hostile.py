@@ -55,7 +55,7 @@ def make_args(rm_type):
         rm_type=rm_type,
         reward_key="score",
         rollout_seed=1,
-        reward_timeout_s=120.0,  # nothing here may need it
+        timeouts={"reward": 120.0},  # nothing here may need it
         reward_retries=0,
         reward_failure_limit=1,
         reward_failure_action="stop",

@@ -35,7 +35,7 @@ def _fresh():
 
 
 def make_args(**changes):
-    return declared(**{"reward_timeout_s": LONG_S, "generate_timeout_s": PATIENCE_S, **changes})
+    return declared(**{"timeouts": {"reward": LONG_S, "generate": PATIENCE_S}, **changes})
 
 
 def here(name):
@@ -332,7 +332,7 @@ def test_a_task_of_the_function_s_own_that_was_cancelled_is_a_failure_not_the_en
 )
 def test_exits_and_stop_iteration_are_mistakes_too(name):
     with pytest.raises(PluginError, match=f"in {name}"):
-        score(make_args(custom_rm_path=here(name), generate_timeout_s=60.0), Sample(index=5))
+        score(make_args(custom_rm_path=here(name), timeouts={"generate": 60.0}), Sample(index=5))
 
 
 def test_an_interrupt_that_a_reward_raises_itself_does_not_end_the_event_loop():
@@ -360,10 +360,10 @@ def test_reward_that_recovers_within_its_retries_is_a_score():
 def test_hanging_custom_reward_ends_at_its_deadline(name):
     sample = Sample(index=0)
     start = time.monotonic()
-    score(make_args(custom_rm_path=here(name), generate_timeout_s=0.2, reward_retries=0), sample)
+    score(make_args(custom_rm_path=here(name), timeouts={"generate": 0.2}, reward_retries=0), sample)
     assert time.monotonic() - start < LONG_S
     assert sample.reward_failure.kind == "infra_error"
-    assert "--generate-timeout-s 0.2" in sample.reward_failure.reason
+    assert "--timeouts generate=0.2" in sample.reward_failure.reason
 
 
 def test_time_out_raised_by_the_function_keeps_its_own_words():
@@ -376,7 +376,7 @@ def test_built_in_check_that_hangs_is_invalid_and_is_not_tried_again(monkeypatch
     monkeypatch.setitem(REWARDS, "endless", Reward(here("endless_reward"), "never ends", in_worker=False))
     for seconds in longer_each_time(0.5):  # the other one has no longer
         calls_of(here("endless_reward")).clear()
-        args = make_args(rm_type="endless", reward_timeout_s=seconds)
+        args = make_args(rm_type="endless", timeouts={"reward": seconds})
         hung, fine = Sample(index=0), Sample(index=1, response="cat", label="cat", metadata={"rm_type": "f1"})
         score(args, hung, fine)
         close_pools()

@@ -350,7 +350,7 @@ def test_rewards_that_all_fail_trip_the_breaker(tmp_path):
 
 def test_a_dead_engine_is_an_error_with_a_deadline(tmp_path):
     with FakeEngine(lambda payload, number: {"delay_s": 60}) as engine:
-        args = make_args(tmp_path, engine, "--generate-timeout-s", "0.2")
+        args = make_args(tmp_path, engine, "--timeouts", "generate=0.2")
         source = make_source(args)
         with pytest.raises(GroupFailed, match=r"not done after 0\.2 s"):
             rollout(args, source)

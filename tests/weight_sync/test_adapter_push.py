@@ -64,7 +64,7 @@ def engines(request, model, tmp_path_factory):
         pause_generation_mode="auto",
         check_weight_update_equal=True,
         weight_checksum_interval=1,
-        update_weight_timeout_s=60.0,
+        timeouts={"update-weight": 60.0},
     )
     fleet = EngineFleet([server], WatchPolicy(8, 3600.0))
     weights = EngineWeights(settings, prefix, ((),), fleet)

@@ -141,7 +141,7 @@ def member(monkeypatch):
         pause_generation_mode="auto",
         check_weight_update_equal=False,
         weight_checksum_interval=None,
-        update_weight_timeout_s=60.0,
+        timeouts={"update-weight": 60.0},
     )
     fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02))
     weights = EngineWeights(args, "slime-x", ((),), fleet)
@@ -205,8 +205,8 @@ def test_an_engine_that_does_not_answer_within_the_deadline_is_evicted_by_name(
 
     monkeypatch.setattr(EngineControl, "update_from_disk", UPDATE_FROM_DISK)
     server.url = run(serve())
-    weights._args.update_weight_timeout_s = 0.3
     (tmp_path / "bundle").mkdir()
+    weights._args.timeouts = {"update-weight": 0.3}
     started = time.monotonic()
     assert (
         weights.receive(WeightBundle("run:1", "disk", 1, 4, None, tmp_path / "bundle"))[

@@ -48,7 +48,7 @@ def served(models, tmp_path_factory):
         pause_generation_mode="auto",
         check_weight_update_equal=False,
         weight_checksum_interval=1,
-        update_weight_timeout_s=DEADLINE_S,
+        timeouts={"update-weight": DEADLINE_S},
     )
     fleet = EngineFleet([EngineServer(plan) for plan in plans], WatchPolicy(8, 3600.0))
     weights = EngineWeights(args, prefix, ((), ()), fleet)

@@ -30,6 +30,7 @@ from slime.agent.environments.rows import ENV_KEY, HELD_OUT_KEY, SEED_KEY, seed_
 from slime.agent.environments.seat import Seat, Voice, fingerprint
 from slime.arguments import PluginArgs
 from slime.batch.convert import ROLE_KEY
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.environments import ENVIRONMENTS, Choice, read_choices
 from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
@@ -162,7 +163,7 @@ class Episode:
         self.voice = Voice(args, self.state.tokenizer)
         self.longest: int | None = sampling_params.get("max_new_tokens")
         self.calls = EnvironmentCalls(
-            self.choice.name, lambda: make_environment(args, self.choice), args.env_timeout_s
+            self.choice.name, lambda: make_environment(args, self.choice), timeout_s(args, "env")
         )
         self.seats: dict[int, Seat] = {}
         self.progress = _Progress()
@@ -186,9 +187,8 @@ class Episode:
 
     async def _play(self) -> Sample | list[Sample]:
         observation, in_turn = await self._begin()
-        deadline = (
-            None if self.args.episode_timeout_s is None else time.monotonic() + self.args.episode_timeout_s
-        )
+        limit_s = timeout_s(self.args, "episode")
+        deadline = time.monotonic() + limit_s if limit_s else None
         end = None
         while end is None:
             seat = self._seat_of(observation.player)
@@ -327,8 +327,8 @@ class Episode:
         acted = {player: seat for player, seat in self.seats.items() if seat.turns}
         if not acted:
             raise EnvironmentFailure(
-                f"environment {self.choice.name}: no turn was finished within --episode-timeout-s "
-                f"{self.args.episode_timeout_s}"
+                f"environment {self.choice.name}: no turn was finished within --timeouts "
+                f"episode={timeout_s(self.args, 'episode'):g}"
             )
         for player, seat in acted.items():
             seat.add_to_last_turn(scores[player])

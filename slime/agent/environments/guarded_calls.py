@@ -74,7 +74,7 @@ class EnvironmentCalls:
                 raise self._failure(what, error) from error
             self._leave_behind()
             raise EnvironmentFailure(
-                f"environment {self.name}: {what} did not return within --env-timeout-s {self.timeout_s:g}"
+                f"environment {self.name}: {what} did not return within --timeouts env={self.timeout_s:g}"
             ) from None
         except (EnvironmentFailure, RunStopped):
             raise
@@ -113,7 +113,7 @@ class EnvironmentCalls:
         if len(_hanging) > MAX_HANGING:
             raise RunStopped(
                 f"--env {self.name}: {len(_hanging)} calls of environments hang for longer than "
-                f"--env-timeout-s {self.timeout_s:g}. Mend the environment, or give it more time."
+                f"--timeouts env={self.timeout_s:g}. Mend the environment, or give it more time."
             )
 
 

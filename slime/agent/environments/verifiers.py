@@ -19,6 +19,7 @@ from slime.agent.adapters import adapter_of
 from slime.agent.environments.protocol import EnvironmentFailure, Item
 from slime.agent.session import Budget, Session
 from slime.arguments import PluginArgs
+from slime.catalog.deadlines import timeout_s
 from slime.data.mix import mix64
 from slime.utils.types import Sample
 
@@ -148,7 +149,7 @@ async def play(
     seed = mix64(args.rollout_seed, sample.index or 0, int(sample.metadata.get("attempt", 0)))
     session = adapter.open_session(sid, params, budget=budget_of(args, params), seed=seed)
     try:
-        async with served.playing(), asyncio.timeout(args.episode_timeout_s):
+        async with served.playing(), asyncio.timeout(timeout_s(args, "episode") or None):
             episode = await served.env.run_episode(
                 served.task_for(item), _context(f"{adapter.url}/sessions/{sid}")
             )
@@ -156,7 +157,7 @@ async def play(
         return await adapter.finish_session(sid, base_sample=sample, reward=reward, args=args)
     except TimeoutError:
         raise EnvironmentFailure(
-            f"the episode took longer than --episode-timeout-s {args.episode_timeout_s}"
+            f"the episode took longer than --timeouts episode={timeout_s(args, 'episode'):g}"
         ) from None
     finally:
         if adapter.session(sid) is session:

@@ -10,6 +10,7 @@ import shlex
 from slime.agent.rewards.programs import Checks, grader_text, program_in, read_checks, same_output
 from slime.agent.sandbox import Sandbox, SandboxDied, SandboxError, SandboxUnavailable, open_sandbox
 from slime.arguments import PluginArgs
+from slime.catalog.deadlines import timeout_s
 from slime.utils.reward_failure import RewardFailure, infra_error, invalid
 from slime.utils.types import Sample
 
@@ -21,7 +22,7 @@ _UNPROTECTED = "cannot protect the grader"
 
 
 async def code_reward(args: PluginArgs, sample: Sample, *, response: str) -> float | RewardFailure:
-    """0.0 to 1.0. Each test has --reward-timeout-s. Answers wait for one of --sandbox-num-boxes boxes.
+    """0.0 to 1.0. Each test has --timeouts reward. Answers wait for one of --sandbox-num-boxes boxes.
 
     An answer without a program, one that crashes and one that hangs score 0; a label without tests and a
     box that cannot be had are failures with a name.
@@ -37,7 +38,7 @@ async def code_reward(args: PluginArgs, sample: Sample, *, response: str) -> flo
         async with open_sandbox(
             args.sandbox, image=args.sandbox_image, num_boxes=args.sandbox_num_boxes
         ) as box:
-            passed = await count_passed(box, program, tests, args.reward_timeout_s)
+            passed = await count_passed(box, program, tests, timeout_s(args, "reward"))
     except SandboxUnavailable:
         raise  # no answer of this run can be tested
     except SandboxError as error:

@@ -19,6 +19,7 @@ from typing import Any
 from slime.agent.engine_access import EnginePolicy, PolicyDown
 from slime.agent.rendering import Renderer
 from slime.arguments import PluginArgs
+from slime.catalog.deadlines import timeout_s
 from slime.utils import http_utils
 from slime.utils.errors import EngineAnswerError
 from slime.utils.processing_utils import load_tokenizer
@@ -58,14 +59,14 @@ async def judge_reward(
     gate = _gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(args.judge_num_requests))
     last = ""
     try:
-        async with gate, asyncio.timeout(args.judge_timeout_s):
+        async with gate, asyncio.timeout(timeout_s(args, "judge")):
             for number in range(MAX_TRIES):
                 last = await _asked(args, question, seed=number + 1)
                 score = read_score(last, args.judge_max_score)
                 if score is not None:
                     return score / args.judge_max_score
     except TimeoutError:
-        return infra_error(f"the judge gave no score within --judge-timeout-s {args.judge_timeout_s:g}")
+        return infra_error(f"the judge gave no score within --timeouts judge={timeout_s(args, 'judge'):g}")
     except (http_utils.HttpError, PolicyDown, EngineAnswerError, JudgeSaidNothing) as error:
         return infra_error(f"the judge could not be asked: {error}")
     return infra_error(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.catalog.named_numbers import NamedNumber, read_named_numbers
+
 
 @dataclass(frozen=True)
 class OnlyWith:
@@ -48,6 +50,7 @@ class FlagInfo:
     alias: str | None = None
     repeatable: bool = False  # `--hook a --hook b` collects both
     secret: bool = False  # never printed
+    rows: Mapping[str, NamedNumber] | None = None  # of an object: the only names it takes
     # Values that slime knows and this version refuses, each with what there is instead; "": nothing.
     not_built: Mapping[str, str] = field(default_factory=dict)
     only_with: tuple[OnlyWith, ...] = ()  # all must hold; the first that does not is the one told
@@ -146,7 +149,8 @@ def convert(spec: FlagSpec, value: Any) -> Any:
     if spec.kind is bool:
         return _to_bool(value)
     if spec.kind is dict:
-        return _to_object(value)
+        rows = spec.info.rows
+        return _to_object(value) if rows is None else read_named_numbers(value, rows)
     if spec.kind is str:
         if isinstance(value, (dict, list)):
             raise ValueError(f"expected text, found a {type(value).__name__}")

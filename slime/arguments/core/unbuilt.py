@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from slime.arguments.core.removed import REMOVED_FLAGS
+
 UNBUILT_FLAGS = frozenset(
     """
     load-forge-rollout-data lr-warmup-samples lr-decay-samples lr-wsd-decay-style lr-wsd-decay-iters
@@ -41,6 +43,8 @@ _INSTEAD |= {
     for flag, names in _COMPANIONS.items()
     for name in names.split()
 }
+
+_INSTEAD |= REMOVED_FLAGS
 
 # Why a flag does nothing here and changes nothing of what is trained -> such flags, of slime and of Megatron.
 IDLE_FLAGS = {
@@ -192,7 +196,7 @@ def _instead(name: str) -> str | None:
     """The alternative to a flag; a flag that chooses a teacher has one whatever its exact name is."""
     if name.startswith("teacher-") and name not in _WHY_IDLE:
         return _TEACHER
-    return _INSTEAD.get(name)
+    return _INSTEAD.get(name) or REMOVED_FLAGS.get(name.removeprefix("no-"))
 
 
 def is_neutral(option: str, words: Sequence[str]) -> bool:

@@ -46,10 +46,6 @@ class AgentFlags:
         only_with=ENV,
     )
     eval_env_num_items: int = flag(64, "items that it holds out of each task", ge=1, only_with=ENV)
-    env_timeout_s: float = flag(60.0, "longest time for one call of an environment", gt=0, only_with=ENV)
-    episode_timeout_s: float | None = flag(
-        None, "longest time for an episode, which then ends as it stands", gt=0, only_with=ENV
-    )
     max_turns: int | None = flag(None, "longest episode in turns of the policy", ge=1, only_with=ENV)
     turn_max_response_len: int | None = flag(
         None,

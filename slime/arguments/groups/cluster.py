@@ -39,29 +39,11 @@ class ClusterFlags:
         None, "torch.distributed backend; default: nccl on GPUs, gloo on CPU", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(10, "longest wait for one collective", gt=0)
-    worker_silence_timeout_s: float = flag(
-        60.0,
-        "a process of the run (a trainer rank) that gives no sign of life for this long ends it, one that "
-        "is seen to compute gets 12 times as much; its work may take as long as it needs; 0: never",
-        ge=0,
-    )
-    host_timeout_s: float = flag(
-        600.0,
-        "how long a host may take at the start to give its devices, to start a process of the run and to "
-        "answer; a cold network file system may need minutes",
-        gt=0,
-    )
     max_restarts: int = flag(
         3,
         "how often in a row, without a new step in between, a trainer whose rank died or hangs is started "
         "again, from its last checkpoint or the initial weights, while engines and rollouts stay; 0: the "
         "first loss ends the run",
-        ge=0,
-    )
-    restart_wait_s: float = flag(
-        600.0,
-        "how long a trainer that lost a machine waits for another to join Ray; then the run ends and says "
-        "what it needs",
         ge=0,
     )
     elastic: bool = flag(
@@ -75,13 +57,6 @@ class ClusterFlags:
         "of weights and optimizer, see `slime plan --config`), and with several machines into that of the "
         "next one too, so that a rank or a machine that is lost costs no more steps than that; 0: it goes "
         "back to the last checkpoint",
-        ge=0,
-    )
-    hang_timeout_s: float = flag(
-        1800.0,
-        "a run in which nothing moves for this long ends with the chain of causes and the stacks of all its "
-        "processes; a wait with a deadline of its own, and a debugger, are waited for, and processes that "
-        "compute get 12 times as much; 0: never",
         ge=0,
     )
     train_env_vars: dict | None = flag(

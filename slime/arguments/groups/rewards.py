@@ -65,7 +65,6 @@ class RewardFlags:
         "requeue", "what happens to a sample whose reward keeps failing", choices=("requeue", "drop", "stop")
     )
     reward_failure_limit: int = flag(32, "failed samples in a row that stop the run", ge=1)
-    reward_timeout_s: float = flag(10.0, "longest time for one check; a hanging one is killed", gt=0)
     reward_num_workers: int = flag(1, "processes that check answers", ge=1)
 
 

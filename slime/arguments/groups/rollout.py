@@ -84,12 +84,6 @@ class RolloutFlags:
     custom_generate_function_path: str | None = flag(
         None, "function that generates one sample", metavar="PATH"
     )
-    custom_generate_timeout_s: float = flag(
-        7200.0,
-        "longest time for one call of a generate function of your own; --group-failure-action decides about "
-        "the group of one that takes longer",
-        gt=0,
-    )
     rollout_sample_hook_path: list[str] = flag(
         [],
         "function called on each generated sample before its reward (repeatable)",

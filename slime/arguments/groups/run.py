@@ -11,6 +11,7 @@ from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.catalog.datasets import ENDINGS, why_unreadable
+from slime.catalog.deadlines import DEADLINE_FLAGS, DEADLINES
 from slime.utils.files.run_file import choose_run_folder, goes_on_with, has_finished, read_run, resumption_of
 from slime.utils.files.step_folders import same_folder
 
@@ -76,6 +77,12 @@ class RunFlags:
         "the same bits in every run: reproducible kernels, requests computed one at a time by the embedded "
         "engine (slow), SGLang on GPUs with its --enable-deterministic-inference",
     )
+    timeouts: dict = flag(
+        {},
+        "deadlines in seconds:",
+        metavar="NAME=SECONDS,...",
+        rows=DEADLINES,
+    )
     custom_config_path: str | None = flag(
         None, "YAML of extra values for plug-ins; each key becomes an attribute of args", metavar="FILE"
     )
@@ -130,6 +137,17 @@ class AssertionFlags:
     ci_load_grad_norm: str | None = flag(
         None, "stop where the gradient norm is another than in these files, by 1%", metavar="TEMPLATE"
     )
+
+
+def deadlines(draft: Draft) -> None:
+    """Refuse a deadline that two flags set to different values."""
+    for name, (flag_name, seconds) in DEADLINE_FLAGS.items():
+        value = getattr(draft, flag_name)
+        if name in draft.timeouts and draft.was_given(flag_name) and draft.timeouts[name] != value * seconds:
+            raise ValueError(
+                f"--timeouts {name}={draft.timeouts[name]:g} and --{flag_name.replace('_', '-')} {value:g} "
+                "set the same deadline; keep one of them."
+            )
 
 
 def dumps_and_assertions(draft: Draft) -> None:

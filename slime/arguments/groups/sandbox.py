@@ -58,7 +58,4 @@ class SandboxFlags:
         10.0, "the judge's best score, which becomes reward 1", gt=0, only_with=JUDGE
     )
     judge_max_tokens: int = flag(512, "longest answer of the judge", ge=1, only_with=JUDGE)
-    judge_timeout_s: float = flag(
-        120.0, "longest time for one judgement, all tries together", gt=0, only_with=JUDGE
-    )
     judge_num_requests: int = flag(16, "most judgements under way at a time", ge=1, only_with=JUDGE)

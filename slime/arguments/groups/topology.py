@@ -79,9 +79,6 @@ class TopologyFlags:
         "classes that see each request and answer at the built-in balancer, outermost first",
         metavar="PATH",
     )
-    no_engine_timeout_s: float = flag(
-        600.0, "a run without any engine left waits this long for one, then stops", gt=0
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 from rich.text import Text
 
+from slime.catalog.deadlines import DEADLINES, all_timeouts
 from slime.liveness import phases
 from slime.liveness.vital_signs import signs_of
 from slime.liveness.wait_table import WaitTable, read_table
@@ -200,7 +202,25 @@ def _lines(
         lines.append(f"  {record.last.told_restarts}")
     if record.last.checkpoints:
         lines.append(f"  checkpoints in {record.last.checkpoints}")
+    lines += _deadline_lines(record)
     return lines, dict(values)
+
+
+def _deadline_lines(record: RunRecord) -> list[str]:
+    """List every deadline in force, those that differ from their default marked with it."""
+    values = {name: entry["value"] for name, entry in record.last.settings.items()}
+    texts = [
+        f"{name} {seconds:g}" + (f" (default {default:g})" if seconds != default else "")
+        for name, seconds in all_timeouts(values).items()
+        for default in (DEADLINES[name].default,)
+    ]
+    return textwrap.wrap(
+        "deadlines in seconds (--timeouts): " + ", ".join(texts),
+        110,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
 
 
 def _total(record: RunRecord) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slime.arguments import Args
+from slime.catalog.deadlines import timeout_s
 from slime.liveness import waits
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Slot
@@ -22,9 +23,10 @@ _LOOK_S = 5.0
 def find_places(args: Args, runtime: Runtime, slots: Sequence[Slot]) -> tuple[Slot, ...]:
     """A place for each rank; with --elastic for as many as the machines that are left can hold.
 
-    Waits for machines that are missing, and says what it needs; RunStopped when --restart-wait-s is over.
+    Waits for machines that are missing, and says what it needs; RunStopped after --timeouts restart-wait.
     """
-    with waits.waiting("machines for the trainer", owner="driver", deadline_s=args.restart_wait_s) as wait:
+    limit_s = timeout_s(args, "restart-wait")
+    with waits.waiting("machines for the trainer", owner="driver", deadline_s=limit_s) as wait:
         told = False
         while True:
             found = [slot for slot in runtime.find_again(slots) if slot is not None]
@@ -37,18 +39,18 @@ def find_places(args: Args, runtime: Runtime, slots: Sequence[Slot]) -> tuple[Sl
                     *(_missing(slots, found), fewer),
                 )
                 return tuple(replace(slot, index=rank) for rank, slot in enumerate(found[:fewer]))
-            if wait.age_s >= args.restart_wait_s:
+            if wait.age_s >= limit_s:
                 raise RunStopped(
-                    f"{_missing(slots, found)}, also after --restart-wait-s {args.restart_wait_s:g}: start "
+                    f"{_missing(slots, found)}, also after --timeouts restart-wait={limit_s:g}: start "
                     "Ray on another machine and this command again, or go on with fewer ranks by --elastic."
                 )
             if not told:
-                left = args.restart_wait_s - wait.age_s
+                left = limit_s - wait.age_s
                 logger.warning(
                     "%s: waiting for another machine to join Ray (%.0f s)", _missing(slots, found), left
                 )
             told = True
-            time.sleep(min(_LOOK_S, max(0.0, args.restart_wait_s - wait.age_s)))
+            time.sleep(min(_LOOK_S, max(0.0, limit_s - wait.age_s)))
 
 
 def _whole_replicas(args: Args, num_places: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime.arguments import Args, RunInfo, plugin_args
+from slime.catalog.deadlines import timeout_s
 from slime.cluster.serving.engine_plan import plan_router_process
 from slime.engines.balancer import Balancer
 from slime.engines.fleet import FleetServer, Rotation
@@ -57,7 +58,7 @@ def open_endpoint(
     if plan.kind == "sglang" or any(server.plan.worker_type != "regular" for server in servers):
         words = (*plan.words, *args.router_options)
         process = plan_router_process(args, run_, name, words)
-        router = SGLangRouter(process, port=port or 0, silence_limit_s=args.engine_silence_timeout_s)
+        router = SGLangRouter(process, port=port or 0, silence_limit_s=timeout_s(args, "engine-silence"))
         for server in servers:
             router.enroll(server)
         return Endpoint(servers, router.start(), router=router)
@@ -69,7 +70,7 @@ def open_endpoint(
     seen = plugin_args(args, RunInfo(run_.run_id, str(run_.run_dir)))
     balancer = Balancer(
         [server.url for server in servers],
-        no_engine_timeout_s=args.no_engine_timeout_s,
+        no_engine_timeout_s=timeout_s(args, "no-engine"),
         middlewares=[load_function(path)(seen) for path in args.router_middleware_paths],
     )
     return Endpoint(servers, run(balancer.start(port=port or 0)), balancer=balancer)
@@ -79,7 +80,7 @@ def join_router(args: Args, servers: Sequence[FleetServer]) -> Endpoint:
     """Tells the router that --sglang-router-ip names which engines serve."""
     assert args.sglang_router_ip is not None and args.sglang_router_port is not None, "the rules ask for both"
     host, port = args.sglang_router_ip, args.sglang_router_port
-    router = ExternalRouter(host, port, patience_s=args.no_engine_timeout_s)
+    router = ExternalRouter(host, port, patience_s=timeout_s(args, "no-engine"))
     for server in servers:
         router.enroll(server)
     router.start()

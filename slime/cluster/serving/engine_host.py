@@ -62,7 +62,7 @@ class HostedEngine:
             raise EngineStartError(
                 f"{self.plan.name}: its host {self.plan.host} did not start a process within "
                 f"{self._answer_s:g} s; a host that loads Python from a cold network file system may need "
-                "more: raise --host-timeout-s"
+                "more: raise --timeouts host"
             ) from error
         except WorkerDied as error:
             raise MachineLost(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.engines import ENGINES, EngineKind
 from slime.engines.engine_process import Command, LaunchPlan
 from slime.engines.launch_plan import EnginePlace, EngineSite, place_engines
@@ -56,7 +57,7 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
                 **slot.env,
             },
             log_path=run.run_dir / "logs" / f"{place.name}.log",
-            start_timeout_s=args.engine_start_timeout_s,
+            start_timeout_s=timeout_s(args, "engine-start"),
             worker_type=place.worker_type,
             host=slot.host,
             beside_trainer=slot.host == run.host,
@@ -69,13 +70,13 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
 def plan_router_process(args: Args, run: Run, name: str, words: Sequence[str]) -> LaunchPlan:
     """SGLang's router before engines of one model; `words`: more of its own flags."""
     assert args.router_python is not None, "the rules of the arguments find the router's interpreter"
-    timeout = ("--request-timeout-secs", str(args.sglang_router_request_timeout_secs))
+    timeout = ("--request-timeout-secs", str(round(timeout_s(args, "router-request"))))
     return LaunchPlan(
         name=name,
         command=router_command(args.router_python, "cache_aware", (*timeout, *words)),
         env={},
         log_path=run.run_dir / "logs" / f"{name}.log",
-        start_timeout_s=args.engine_start_timeout_s,
+        start_timeout_s=timeout_s(args, "engine-start"),
     )
 
 

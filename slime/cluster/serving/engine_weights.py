@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.arguments import Args
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster.serving.loaded_weights import LoadedWeights
 from slime.engines.fleet import EngineFleet
@@ -83,7 +84,7 @@ class EngineWeights:
         return self._members[url].life if url in self._members else 0
 
     def _control(self, url: str) -> EngineControl:
-        return EngineControl(url, self._args.update_weight_timeout_s)
+        return EngineControl(url, timeout_s(self._args, "update-weight"))
 
     # -- a bundle
 

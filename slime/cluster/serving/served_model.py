@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from slime.arguments import Args
 from slime.arguments.groups.topology import ServedModel
+from slime.catalog.deadlines import timeout_s
 from slime.cluster.serving.endpoint import Endpoint, Rotations, join_router, open_endpoint
 from slime.cluster.serving.engine_host import host_engine
 from slime.cluster.serving.engine_plan import plan_engines
@@ -19,6 +20,8 @@ from slime.runtime.placement import Placement, Slot
 from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
+
+_RESTART_WINDOW_S = 600.0  # --engine-restart-limit counts the deaths of this long
 
 Address = tuple[str, int]  # host and port
 
@@ -101,13 +104,13 @@ def make_servers(
                     "--enable-deterministic-inference, and its tokens differ from run to run",
                     engine.url,
                 )
-        patience_s = args.engine_start_timeout_s
+        patience_s = timeout_s(args, "engine-start")
         return {args.engine_topology.policy.name: [ExternalServer(engine, patience_s) for engine in engines]}
     servers: dict[str, list[FleetServer]] = {}
     plans = plan_engines(args, run_, slots)
     for place, plan, slot in zip(place_engines(args.engine_topology), plans, slots, strict=True):
         spec = WorkerSpec(plan.name, slot=slot, near_driver=True)
-        servers.setdefault(place.model, []).append(host_engine(runtime, plan, spec, args.host_timeout_s))
+        servers.setdefault(place.model, []).append(host_engine(runtime, plan, spec, timeout_s(args, "host")))
     return servers
 
 
@@ -136,11 +139,11 @@ def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
 def _watch_policy(args: Args) -> WatchPolicy:
     return WatchPolicy(
         restart_limit=args.engine_restart_limit,
-        restart_window_s=args.engine_restart_window_s,
-        silence_limit_s=args.engine_silence_timeout_s or None,
+        restart_window_s=_RESTART_WINDOW_S,
+        silence_limit_s=timeout_s(args, "engine-silence") or None,
         probe_interval_s=args.rollout_health_check_interval if args.use_fault_tolerance else None,
-        probe_timeout_s=args.rollout_health_check_timeout,
+        probe_timeout_s=timeout_s(args, "health-check"),
         probe_first_wait_s=args.rollout_health_check_first_wait,
         probe_failures=args.rollout_health_check_failures,
-        no_engine_timeout_s=args.no_engine_timeout_s,
+        no_engine_timeout_s=timeout_s(args, "no-engine"),
     )

@@ -10,6 +10,7 @@ import torch
 
 from slime.arguments import Args, PluginArgs
 from slime.backends.base import TrainBackend
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.transports import TRANSPORTS
 from slime.engines.external import read_address
 from slime.utils.errors import RunStopped
@@ -83,7 +84,7 @@ class RankSender:
             self._live_sender = live_sender_of(transport)(self._sender_options())
         if not every_rank:
             place = StagePlace(layout.pp_rank, layout.pp_size, layout.is_first_of_stage)
-            deadline_s = self._args.update_weight_timeout_s + _SENDER_SLACK_S
+            deadline_s = timeout_s(self._args, "update-weight") + _SENDER_SLACK_S
             self._turns = StageTurns(place, self._live_sender, deadline_s)
 
     def _sender_options(self) -> SenderOptions:
@@ -93,7 +94,7 @@ class RankSender:
             self._policy_path,
             self._rank,
             self._own_address(),
-            self._args.update_weight_timeout_s,
+            timeout_s(self._args, "update-weight"),
             self._backend.layout.pp_rank,
             quantization=self._quantization,
             adapter_config=self._backend.adapter_config() if self._content == "adapter" else None,

@@ -20,6 +20,7 @@ from slime.backends.base import Layout
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.backends.shared.old_policy import old_policy_of
 from slime.batch.split import RankData
+from slime.catalog.deadlines import timeout_s
 from slime.cluster.checkpoints.checkpoint import files_of_rank
 from slime.cluster.training.rank_notes import RankNotes, notes_of
 from slime.cluster.training.rank_sender import RankSender
@@ -47,7 +48,7 @@ class RankProcess:
     def __init__(self, args: Args, run: Run, rank: int, world_size: int):
         configure_logger(f" rank {rank}", level=args.log_level)
         self._args, self._run, self._rank, self._world_size = args, run, rank, world_size
-        self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        self._timeout = datetime.timedelta(seconds=timeout_s(args, "collective"))
         has_device = accelerator.device_count() > 0
         self._device = torch.device(accelerator.device_type(), 0) if has_device else torch.device("cpu")
         self._store: dist.Store | None = None  # on rank 0, once it is opened

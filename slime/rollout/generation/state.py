@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from slime.arguments import PluginArgs
 from slime.arguments.groups.topology import EVALUATION_ENGINES
+from slime.catalog.deadlines import timeout_s
 from slime.liveness import waits
 from slime.rollout.generation.concurrency import Limit, TokenLimit, make_limit, tokens_of
 from slime.rollout.generation.generate_request import sampling_params_of
@@ -65,10 +66,10 @@ class GenerateState(metaclass=OnePerArgs):
         if engines not in held:
             url = get_model_url(self.args, "default", endpoint="")
             # Attempts outlast the wait for an engine: whoever watches the engines ends the run and knows why.
-            attempts = max(60, int(self.args.no_engine_timeout_s / _PAUSE_BETWEEN_ATTEMPTS_S))
+            attempts = max(60, int(timeout_s(self.args, "no-engine") / _PAUSE_BETWEEN_ATTEMPTS_S))
             held[engines] = EngineClient(
                 url,
-                timeout_s=self.args.generate_timeout_s,
+                timeout_s=timeout_s(self.args, "generate"),
                 max_retries=attempts,
                 max_running=self.max_running,
             )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.arguments import Flags, PluginArgs, with_defaults
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.rewards import BOXED, REWARDS, Reward
 from slime.liveness import waits
 from slime.liveness.loop_watch import loop_watch
@@ -132,9 +133,9 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
             ended, rest = loop_watch.begin(name, function(args, subject, **kwargs))
         if ended:
             return rest  # it never waited, and nothing could have ended it earlier
-    waited = waits.waiting(f"reward {path}", owner="rollout", deadline_s=args.generate_timeout_s)
+    waited = waits.waiting(f"reward {path}", owner="rollout", deadline_s=timeout_s(args, "generate"))
     try:
-        async with asyncio.timeout(args.generate_timeout_s) as deadline:
+        async with asyncio.timeout(timeout_s(args, "generate")) as deadline:
             with waited, telling_mistakes:
                 if rest is not None:
                     return await rest
@@ -145,7 +146,9 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
     except TimeoutError:
         if not deadline.expired():
             raise  # a time-out of the function's own
-        return infra_error(f"{path} did not return within --generate-timeout-s {args.generate_timeout_s:g}")
+        return infra_error(
+            f"{path} did not return within --timeouts generate={timeout_s(args, 'generate'):g}"
+        )
 
 
 @functools.lru_cache(maxsize=128)

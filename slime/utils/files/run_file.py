@@ -194,7 +194,7 @@ _OF_A_START = {
     "dry_run",
     "max_restarts",
     "peer_copies",
-    "restart_wait_s",
+    "timeouts",
     "elastic",
 }
 

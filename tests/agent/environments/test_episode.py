@@ -166,7 +166,7 @@ def test_an_episode_that_is_out_of_time_ends_with_the_turns_it_has(tmp_path):
 
     with FakeEngine(slow_second_turn) as engine:
         for seconds in longer_each_time(0.5):
-            args = env_args(tmp_path, engine, "Countdown", "--episode-timeout-s", f"{seconds:g}")
+            args = env_args(tmp_path, engine, "Countdown", "--timeouts", f"episode={seconds:g}")
             with contextlib.suppress(RewardFailuresExceeded):  # without a turn there is nothing to score
                 samples = flatten_samples(play(args).samples)
                 break
@@ -194,11 +194,9 @@ def test_an_environment_that_breaks_is_a_failure_with_its_name_and_never_a_score
 
 def test_an_environment_that_hangs_is_left_behind_and_its_deadline_is_named(tmp_path):
     with FakeEngine(answer) as engine:
-        args = env_args(
-            tmp_path, engine, "Hangs", "--env-timeout-s", "0.3", "--reward-failure-action", "stop"
-        )
+        args = env_args(tmp_path, engine, "Hangs", "--timeouts", "env=0.3", "--reward-failure-action", "stop")
         # A busy machine may need longer than that for an earlier call, too.
-        late = r"(its start|reset|step) did not return within --env-timeout-s 0\.3"
+        late = r"(its start|reset|step) did not return within --timeouts env=0\.3"
         with pytest.raises(Exception, match=late):
             play(args)
 

@@ -38,13 +38,13 @@ def score(program, label, **settings):
     ],
 )
 def test_the_share_of_passed_asserts_is_the_reward(program, expected):
-    assert score(program, DOUBLE, reward_timeout_s=LONG_S) == pytest.approx(expected)
+    assert score(program, DOUBLE, timeouts={"reward": LONG_S}) == pytest.approx(expected)
 
 
 def test_a_test_that_hangs_costs_its_own_share_only():
     program = "def double(x):\n    if x == 2:\n        while True: pass\n    return x * 2"
     for seconds in longer_each_time(1.0):  # the others have as long, too
-        share = score(program, DOUBLE, reward_timeout_s=seconds)
+        share = score(program, DOUBLE, timeouts={"reward": seconds})
         assert share <= 0.7
         if share == pytest.approx(2 / 3):
             break

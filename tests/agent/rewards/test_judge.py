@@ -92,12 +92,12 @@ def test_a_judge_that_hangs_ends_with_its_budget():
 
         server = await asyncio.start_server(hang, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        args = declared(rm_type="judge", judge_url=f"http://127.0.0.1:{port}/v1", judge_timeout_s=0.3)
+        args = declared(rm_type="judge", judge_url=f"http://127.0.0.1:{port}/v1", timeouts={"judge": 0.3})
         reward = await async_rm(args, Sample(index=3, prompt="p", response="r"))
         server.close()
         return reward
 
-    assert "within --judge-timeout-s 0.3" in run(inner()).reason
+    assert "within --timeouts judge=0.3" in run(inner()).reason
 
 
 def test_a_rubric_of_ones_own_is_filled_in_once(tmp_path):

@@ -29,6 +29,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.arguments.groups.rewards import RewardFlags
+from slime.catalog.deadlines import timeout_s
 from slime.liveness import waits
 from slime.rollout.rm_hub.workers import limits
 from slime.utils.machine.processes import thread_environment
@@ -55,7 +56,7 @@ class CheckPool:
         if num_workers < 1:
             raise ValueError(f"--reward-num-workers is {num_workers}: at least one worker is needed")
         if deadline_s <= 0:
-            raise ValueError(f"--reward-timeout-s is {deadline_s}: a check needs a deadline above 0")
+            raise ValueError(f"--timeouts reward is {deadline_s}: a check needs a deadline above 0")
         self.deadline_s = deadline_s
         self._lock = threading.Lock()
         self._closed = False
@@ -203,7 +204,7 @@ class _Worker:
                     f"reward check {function}: its worker was stopped from outside; it was replaced"
                 )
             return too_large(
-                f"timeout: {function} ran longer than --reward-timeout-s {deadline_s:g} and was killed"
+                f"timeout: {function} ran longer than --timeouts reward={deadline_s:g} and was killed"
             )
         return self._judged(function, *self._connection.recv())
 
@@ -256,7 +257,7 @@ def get_pool(args: PluginArgs) -> CheckPool:
     """The process-wide pool of this size and deadline, made on first use."""
     # A namespace that a test or a script made itself may lack them.
     full_args = SimpleNamespace(**{**_DEFAULTS, **vars(args)})
-    key = (full_args.reward_num_workers, full_args.reward_timeout_s)
+    key = (full_args.reward_num_workers, timeout_s(full_args, "reward"))
     with _pools_lock:
         if key not in _pools:
             _pools[key] = CheckPool(*key)
