@@ -47,6 +47,7 @@ from slime.arguments.groups.rollout import (
 from slime.arguments.groups.run import (
     auto_resume,
     check_paths_exist,
+    deadlines,
     debug_modes,
     dumps_and_assertions,
     needed_flags,
@@ -61,6 +62,7 @@ from slime.arguments.groups.training import derive_batch, learning_rate
 Rule = Callable[[Draft], None]
 
 RULES: tuple[Rule, ...] = (
+    deadlines,
     choose_trainer,
     debug_modes,
     dumps_and_assertions,

@@ -8,6 +8,7 @@ from source_trees import tree_of
 
 from slime.arguments.all_flags import all_specs
 from slime.arguments.groups import off_policy
+from slime.catalog.deadlines import DEADLINE_FLAGS
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.catalog.rewards import REWARDS
@@ -75,7 +76,8 @@ def names_read_outside_arguments() -> set[str]:
 
 def test_every_flag_is_read_by_what_it_steers():
     of_trackers = set(tracker_options(None)) | {f"use_{name}" for name in TRACKERS}
-    read = names_read_outside_arguments() | of_trackers
+    of_deadlines = {flag for flag, _ in DEADLINE_FLAGS.values()}
+    read = names_read_outside_arguments() | of_trackers | of_deadlines
     assert sorted(set(all_specs()) - read - USED_WHILE_PARSING) == []
 
 

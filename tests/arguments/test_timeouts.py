@@ -1,4 +1,4 @@
-"""Deadlines share --timeouts NAME=SECONDS,...; other releases' flags for three of them feed the same table."""
+"""Deadlines share --timeouts NAME=SECONDS,...; flags of other releases feed the same table."""
 
 import pytest
 import yaml
@@ -46,8 +46,8 @@ def test_flags_of_other_releases_set_the_same_deadlines():
 
 
 def test_a_former_flag_names_the_deadline_that_replaces_it(tmp_path):
-    with pytest.raises(ValueError, match="--timeouts hang: give it as --timeouts hang=SECONDS"):
-        parse("--timeouts", "hang=3")
+    with pytest.raises(ValueError, match="--hang-timeout-s: give it as --timeouts hang=SECONDS"):
+        parse("--hang-timeout-s", "3")
     file = tmp_path / "run.yaml"
     file.write_text("hang_timeout_s: 3\n")
     with pytest.raises(ValueError, match="give it as --timeouts hang=SECONDS"):
