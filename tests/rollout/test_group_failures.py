@@ -112,7 +112,7 @@ def test_a_generate_function_that_never_returns_is_named_with_its_deadline(tmp_p
     with FakeEngine() as engine:
         args = make_args(tmp_path, engine, *name.split(), "--timeouts", "custom-generate=0.2")
         source = make_source(args)
-        with pytest.raises(GroupFailed, match=r"never_returns did not return within .*-timeout-s 0\.2"):
+        with pytest.raises(GroupFailed, match=r"never_returns did not return within .*generate=0\.2"):
             generate_rollout(args, 0, source)
     [row] = [row for row in SEEN if row.what == name][:1]
     assert (row.owner, row.deadline_s) == ("rollout", 0.2)
