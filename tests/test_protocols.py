@@ -13,8 +13,7 @@ from slime.agent.environments.gymnasium import TextGymnasium
 from slime.agent.environments.protocol import Environment
 from slime.agent.environments.reasoning_gym import ReasoningGym
 from slime.agent.environments.textarena import TextArena
-from slime.agent.parsing import FormatParser
-from slime.agent.parsing.output import Parser, PlainParser
+from slime.agent.parsing import FormatParser, Parser, PlainParser
 from slime.agent.sandbox.base import Sandbox
 from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
@@ -157,7 +156,7 @@ def test_so_do_those_of_ray():
 
 def test_every_protocol_of_the_package_is_held_to():
     declared = {
-        f"{file.relative_to(PACKAGE).with_suffix('')}.{line.split()[1].partition('(')[0]}"
+        f"{str(file.relative_to(PACKAGE).with_suffix('')).removesuffix('/__init__')}.{line.split()[1].partition('(')[0]}"
         for file in PACKAGE.rglob("*.py")
         for line in file.read_text().splitlines()
         if line.startswith("class ") and ("(Protocol)" in line or "(Protocol[" in line)

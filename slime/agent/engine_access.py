@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from slime.agent.shown_pictures import PromptImages
-from slime.agent.spelling import SpelledPrompts
 from slime.arguments import PluginArgs
 from slime.rollout.generation.generate_request import wrong_images
 from slime.rollout.generation.turnstile import current_turnstile
@@ -134,7 +133,6 @@ class EnginePolicy:
         self.url = url.rstrip("/")
         self.client = client or EngineClient(self.url)
         self.extra = dict(extra or {})  # of every request: `lora_path`, say
-        self._prompts = SpelledPrompts()
 
     async def complete(
         self,
@@ -181,9 +179,7 @@ class EnginePolicy:
     ) -> AsyncIterator[GenerateRequest]:
         """Requests until `made`, which the caller fills between two of them, has ended."""
         params, idle, turnstile = SamplingParams.from_json(dict(sampling)), 0, current_turnstile()
-        wire: Sequence[int] = (
-            images.wire_ids if images is not None else self._prompts.spelled(session, prompt_ids)
-        )
+        wire = images.wire_ids if images is not None else list(prompt_ids)
         while made.finish is None:
             scope = await turnstile.passing() if turnstile is not None else None
             left = params

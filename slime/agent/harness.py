@@ -10,23 +10,17 @@ it (`SLIME_AGENT_NODE_TARBALL`), and must reach `adapter_url`.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shlex
 from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from slime.agent.sandbox.helpers import exec_and_wait
+from slime.agent.sandbox.base import Sandbox, exec_and_wait
 from slime.utils.misc import SingletonMeta
 
-if TYPE_CHECKING:
-    from slime.agent.sandbox.base import Sandbox
-
-_INSTALL_ATTEMPTS = 3
 _INSTALL_S = 600
-_PAUSE_S = 5.0
 _REMOTE_TARBALL = "/tmp/slime_agent_package.tgz"
 _REMOTE_NODE = "/tmp/slime_agent_node.tar.gz"
 
@@ -88,17 +82,14 @@ class NpmHarness(BaseHarness):
         if tarball:
             await sandbox.write_file(_REMOTE_TARBALL, Path(tarball))
             package = _REMOTE_TARBALL
-        told = ""
-        for attempt in range(_INSTALL_ATTEMPTS):
-            code, out, err = await sandbox.exec(f"npm install -g {shlex.quote(package)}", timeout=_INSTALL_S)
-            if code == 0:
-                return
-            told = (err or out)[-500:]
-            await asyncio.sleep(_PAUSE_S * attempt)
-        raise RuntimeError(
-            f"{self.name} could not be installed in the sandbox ({_INSTALL_ATTEMPTS} attempts): {told}; use "
-            f"an image that has it, or set SLIME_AGENT_{self.variables}_TARBALL to its npm package"
-        )
+        # npm itself retries downloads; the sandbox retries a connection that broke.
+        command = f"npm install -g --fetch-retries=5 {shlex.quote(package)}"
+        code, out, err = await sandbox.exec(command, timeout=_INSTALL_S, idempotent=True)
+        if code != 0:
+            raise RuntimeError(
+                f"{self.name} could not be installed in the sandbox: {(err or out)[-500:]}; use an image "
+                f"that has it, or set SLIME_AGENT_{self.variables}_TARBALL to its npm package"
+            )
 
     async def _install_node(self, sandbox: Sandbox) -> None:
         tarball = os.environ.get("SLIME_AGENT_NODE_TARBALL")

@@ -27,8 +27,7 @@ from uuid import uuid4
 
 from slime.agent.engine_access import Made, Policy, policy_of
 from slime.agent.history import THOUGHTS, History, Said
-from slime.agent.parsing import ParsedModelOutput, Parser, parser_for
-from slime.agent.parsing.output import plain_parser
+from slime.agent.parsing import ParsedModelOutput, Parser, parser_for, plain_parser
 from slime.agent.rendering import Message, Renderer
 from slime.agent.session_errors import (
     BadConversation,

@@ -6,12 +6,10 @@ import json
 import re
 from typing import Any
 
-from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.chat_calls import Call, content_parts, folded, function_tool, paired, text_parts
 from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
 from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
-from slime.agent.adapters.unused import ANTHROPIC, PART, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 
@@ -32,29 +30,23 @@ _STOP_REASONS = {"length": "max_tokens"}
 class Messages(ClientDialect):
     path = "/v1/messages"
 
-    def read(self, request: Body) -> Call:
-        body = request.fields
+    def read(self, body: dict[str, Any]) -> Call:
         given = want(body.get("messages"), list, "messages", "a list")
         if count(body, "max_tokens") is None:
             raise invalid("max_tokens: Field required", "max_tokens")
         system = body.get("system")
-        check_unused(body, ANTHROPIC)
         if (maybe(body, "output_config", dict, "an object") or {}).get("format") is not None:
             raise invalid("output_config.format: other formats than text are not supported")
-
-        def read(start: int) -> list[Message]:
-            messages: list[Message] = []
-            if start == 0 and system is not None and (words := _text(system, "system")):
-                messages.append({"role": "system", "content": words})
-            for place, message in enumerate(given, start):
-                _add_message(messages, message, f"messages.{place}")
-            return paired(folded(messages), start)
-
+        messages: list[Message] = []
+        if system is not None and (words := _text(system, "system")):
+            messages.append({"role": "system", "content": words})
+        for place, message in enumerate(given):
+            _add_message(messages, message, f"messages.{place}")
         choice = maybe(body, "tool_choice", dict, "an object")
         if choice is not None and choice.get("type") not in ("auto", "none"):
             raise invalid("tool_choice: only auto and none are supported: a call cannot be forced here")
         return Call(
-            messages=request.messages(read),
+            messages=paired(folded(messages)),
             tools=_tools(body.get("tools")),
             sampling=_sampling(body),
             stream=bool(maybe(body, "stream", bool, "a boolean")),
@@ -165,7 +157,6 @@ def _add_user_blocks(messages: list[Message], blocks: list[dict[str, Any]], wher
             continue
         name = f"{where}.content.{place}"
         identity = want(block.get("tool_use_id"), str, f"{name}.tool_use_id", "a string")
-        check_unused(block, PART, name)
         content = block.get("content")
         result = _shown("" if content is None else content, f"{name}.content")
         messages.append({"role": "tool", "tool_call_id": identity, "content": result})
@@ -178,7 +169,6 @@ def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):
         name, kind = f"{where}.content.{place}", block.get("type")
-        check_unused(block, PART, name)
         if kind == "text":
             texts.append(want(block.get("text"), str, f"{name}.text", "a string"))
         elif kind == "thinking":

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.agent.adapters.client_errors import invalid, want
-from slime.agent.adapters.unused import PART, check_unused
 from slime.agent.history import Message
 from slime.agent.shown_pictures import Shown, shown
 from slime.utils.media.pictures import NotAnImage
 
+_NOT_JSON = "We could not parse the JSON body of your request"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or in bytes
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
@@ -34,6 +35,21 @@ class Call:
     after: str | None = None  # the id of the answer that the messages follow
     response_id: str = ""  # set by the adapter
     tokenizer: Any = None  # set by the adapter
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Parse the body of a request, which must be a JSON object whose text can be encoded again."""
+    try:
+        body = json.loads(raw)
+        if _SURROGATE.search(raw):  # nearly always two escapes that make one character
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise invalid(f"{_NOT_JSON}: half of a surrogate pair stands alone") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{_NOT_JSON}: {error}") from None
+    if not isinstance(body, dict):
+        raise invalid("The body must be a JSON object.")
+    return body
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
@@ -83,7 +99,6 @@ def content_parts(
     for place, part in enumerate(want(content, list, where, "a string or a list")):
         name = f"{where}[{place}]"
         kind = want(part, dict, name, "an object").get("type")
-        check_unused(part, PART, name)
         if isinstance(kind, str) and kind in pictures:
             parts.append({"type": "image", "image": _picture(pictures[kind](part, name), name)})
             continue
@@ -109,12 +124,11 @@ def _picture(address: Any, where: str) -> Shown:
         raise invalid(f"Invalid image: {error}.", where) from None
 
 
-def paired(messages: list[Message], start: int = 0) -> list[Message]:
+def paired(messages: list[Message]) -> list[Message]:
     """The same messages with the results of several calls in the order of the calls.
 
     Clients send results in the order in which tools ended; templates do not write which call each answers.
-    A result without a call, or a call without a result, is refused as the real endpoints do. `start` is the
-    number of messages before these.
+    A result without a call, or a call without a result, is refused as the real endpoints do.
     """
     out: list[Message] = []
     wanted: list[str] = []
@@ -126,14 +140,14 @@ def paired(messages: list[Message], start: int = 0) -> list[Message]:
             while end < len(messages) and messages[end]["role"] == "tool":
                 end += 1
             results = messages[at:end]
-            out.extend(_in_order(results, wanted, start + at))
+            out.extend(_in_order(results, wanted, at))
             wanted, at = [], end
             continue
         if wanted:
             raise invalid(
                 "An assistant message with 'tool_calls' must be followed by tool messages responding to each "
                 f"'tool_call_id'. These ids have no response: {', '.join(wanted)}",
-                f"messages[{start + at}].role",
+                f"messages[{at}].role",
             )
         wanted = [str(call["id"]) for call in message.get("tool_calls") or ()]
         out.append(message)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from uuid import uuid4
 
 from aiohttp import web
 
-from slime.agent.adapters.bodies import Body, Known, read_body
-from slime.agent.adapters.chat_calls import Call, folded, paired
+from slime.agent.adapters.chat_calls import Call, folded, json_object, paired
 from slime.agent.adapters.client_errors import ApiError, api_error, invalid
 from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
 from slime.agent.adapters.live_text import LiveText, Piece
@@ -76,7 +76,6 @@ class _Open:
     unread: dict[bytes, tuple[Asked, Made]] = field(default_factory=dict)  # made, and lost on the way
     last: tuple[bytes, str, Asked, Made] | None = None  # what was delivered last
     kept: dict[str, tuple[TurnNode, bool]] = field(default_factory=dict)  # by id: answers to go on with
-    known: Known = field(default_factory=Known)
 
     def keep(self, digest: bytes, asked: Asked, made: Made) -> None:
         """Keep an answer for a client that asks again; of those that never do, a few are kept."""
@@ -224,17 +223,15 @@ class BaseAdapter:
             held.session.end()
             self._over.append(sid)
 
-    def _find(self, request: web.Request, protocol: ClientDialect, raw: bytes) -> tuple[_Open, Body]:
-        """Whose request it is, and what it says."""
+    def _find(self, request: web.Request, protocol: ClientDialect, body: Mapping[str, Any]) -> _Open:
+        """Return the session that a request belongs to."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else None
         named = request.match_info.get("sid") or bearer or request.headers.get("X-Api-Key")
-        held = self._sessions.get(named) if named else None
-        body = read_body(raw, protocol.path, held.known if held is not None else Known())
-        key = named or protocol.key_in(body.fields) or "default"
+        key = named or protocol.key_in(body) or "default"
         held = self._sessions.get(key)
         if held is not None:
-            return held, body
+            return held
         if key in self._over:
             raise ApiError(503, "closed", "this session is over", retry=False)
         raise ApiError(
@@ -244,17 +241,20 @@ class BaseAdapter:
     # -- one request ---------------------------------------------------------------------------------------
 
     def _handler(
-        self, protocol: ClientDialect, serve: Callable[[web.Request, ClientDialect, _Open, Body], Any]
+        self,
+        protocol: ClientDialect,
+        serve: Callable[[web.Request, ClientDialect, _Open, bytes, dict[str, Any]], Any],
     ) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 raw = await request.read()
-                held, body = self._find(request, protocol, raw)
+                body = json_object(raw)
+                held = self._find(request, protocol, body)
                 task = asyncio.current_task()
                 assert task is not None, "a handler runs in a task"
                 held.tasks[task] = asyncio.get_running_loop()
                 try:
-                    response: web.StreamResponse = await serve(request, protocol, held, body)
+                    response: web.StreamResponse = await serve(request, protocol, held, raw, body)
                     return response
                 finally:
                     held.tasks.pop(task, None)
@@ -273,12 +273,12 @@ class BaseAdapter:
         return handle
 
     async def _count(
-        self, request: web.Request, protocol: ClientDialect, held: _Open, body: Body
+        self, request: web.Request, protocol: ClientDialect, held: _Open, raw: bytes, body: dict[str, Any]
     ) -> web.StreamResponse:
-        call = self._read(protocol, replace(body, fields={"max_tokens": 1, **body.fields}))
+        call = self._read(protocol, {"max_tokens": 1, **body})
         return web.json_response(protocol.count(held.session.count_tokens(call.messages, call.tools)))
 
-    def _read(self, protocol: ClientDialect, body: Body) -> Call:
+    def _read(self, protocol: ClientDialect, body: dict[str, Any]) -> Call:
         call = protocol.read(body)
         call.response_id, call.tokenizer = uuid4().hex[:24], self.tokenizer
         if self._folds and call.after is None:
@@ -300,12 +300,12 @@ class BaseAdapter:
         return paired(folded(messages) if self._folds else messages)
 
     async def _turn(
-        self, request: web.Request, protocol: ClientDialect, held: _Open, body: Body
+        self, request: web.Request, protocol: ClientDialect, held: _Open, raw: bytes, body: dict[str, Any]
     ) -> web.StreamResponse:
         call = self._read(protocol, body)
         if call.after is not None:
             call.messages = self._with_earlier(held, call)
-        digest = body.digest
+        digest = hashlib.blake2b(raw, digest_size=16).digest()
         again = held.unread.pop(digest, None)
         if again is None and held.last is not None and held.last[0] == digest and _is_retry(request):
             call.response_id = held.last[1]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.chat_calls import Call
 from slime.agent.adapters.client_errors import ApiError
 from slime.agent.engine_access import Made
@@ -59,7 +58,7 @@ class ClientDialect(ABC):
     path: ClassVar[str]
 
     @abstractmethod
-    def read(self, body: Body) -> Call: ...
+    def read(self, body: dict[str, Any]) -> Call: ...
 
     @abstractmethod
     def answer(self, reply: Reply) -> dict[str, Any]: ...

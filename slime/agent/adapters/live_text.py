@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slime.agent.parsing.output import THINK_END, THINK_START, ParsedModelOutput
+from slime.agent.parsing import THINK_END, THINK_START, ParsedModelOutput
 
 Piece = tuple[str, str]  # ("thought" or "text", what is new of it)
 _BROKEN = "\ufffd"

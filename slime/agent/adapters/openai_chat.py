@@ -7,11 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.chat_calls import Call, arguments_of, content_parts, function_tool, paired
 from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
 from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
-from slime.agent.adapters.unused import CHAT, CHAT_MESSAGE, FUNCTION, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 from slime.wire.openai_shapes import error_json, log_prob_entries
@@ -71,7 +69,6 @@ def refuse_what_is_not_done(body: dict[str, Any]) -> None:
     for name in ("audio", "web_search_options"):
         if body.get(name) is not None:
             raise invalid(f"'{name}' is not supported.", name)
-    check_unused(body, CHAT)
 
 
 def tool_choice_of(body: Mapping[str, Any]) -> bool:
@@ -98,20 +95,14 @@ class OpenAIDialect(ClientDialect):
 class ChatCompletions(OpenAIDialect):
     path = "/v1/chat/completions"
 
-    def read(self, request: Body) -> Call:
-        body = request.fields
+    def read(self, body: dict[str, Any]) -> Call:
         refuse_what_is_not_done(body)
         given = want(body.get("messages"), list, "messages", "an array of objects")
-
-        def read(start: int) -> list[Message]:
-            places = enumerate(given, start)
-            return paired([_message(message, f"messages[{place}]") for place, message in places], start)
-
         if count(body, "top_logprobs", 0):
             raise invalid("'top_logprobs' above 0 is not supported.", "top_logprobs")
         options = maybe(body, "stream_options", dict, "an object") or {}
         return Call(
-            messages=request.messages(read),
+            messages=paired([_message(one, f"messages[{place}]") for place, one in enumerate(given)]),
             tools=_tools(body.get("tools")),
             sampling=sampling_of(body, ("max_tokens", "max_completion_tokens")),
             stream=bool(maybe(body, "stream", bool, "a boolean")),
@@ -240,7 +231,6 @@ def _tools(given: Any) -> list[dict[str, Any]]:
                 f"Invalid value: {tool.get('type')!r}. Supported values are: 'function'.", f"{where}.type"
             )
         function = want(tool.get("function"), dict, f"{where}.function", "an object")
-        check_unused(function, FUNCTION, f"{where}.function")
         out.append(
             function_tool(
                 function.get("name"), function.get("description"), function.get("parameters"), where
@@ -253,7 +243,6 @@ def _message(given: Any, where: str) -> Message:
     role = want(given, dict, where, "an object").get("role")
     if role not in _ROLES:
         raise invalid(f"Invalid value: {role!r}. Supported values are: {', '.join(_ROLES)}.", f"{where}.role")
-    check_unused(given, CHAT_MESSAGE, where)
     content = given.get("content")
     if isinstance(content, list):
         pictures = {"image_url": _image_url} if role in ("user", "tool") else {}

@@ -6,7 +6,6 @@ import json
 import time
 from typing import Any
 
-from slime.agent.adapters.bodies import Body
 from slime.agent.adapters.chat_calls import (
     Call,
     arguments_of,
@@ -18,7 +17,6 @@ from slime.agent.adapters.chat_calls import (
 from slime.agent.adapters.client_errors import ApiError, count, invalid, maybe, want
 from slime.agent.adapters.dialect import Reply, Stream
 from slime.agent.adapters.openai_chat import OpenAIDialect, sampling_of, tool_choice_of
-from slime.agent.adapters.unused import FUNCTION, RESPONSES, RESPONSES_ITEM, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 
@@ -30,26 +28,21 @@ _ID = "resp_"
 class Responses(OpenAIDialect):
     path = "/v1/responses"
 
-    def read(self, request: Body) -> Call:
-        body = request.fields
+    def read(self, body: dict[str, Any]) -> Call:
         _refuse_what_is_not_done(body)
         words, given = body.get("instructions"), body.get("input")
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
         items = want(given, list, "input", "a string or an array")
         after = maybe(body, "previous_response_id", str, "a string")
-
-        def read(start: int) -> list[Message]:
-            messages: list[Message] = []
-            if start == 0 and words is not None:
-                told = want(words, str, "instructions", "a string")
-                messages.append({"role": "system", "content": told})
-            for place, item in enumerate(items, start):
-                _add_item(messages, item, f"input[{place}]")
-            return paired(messages, start) if after is None else messages
-
+        messages: list[Message] = []
+        if words is not None:
+            told = want(words, str, "instructions", "a string")
+            messages.append({"role": "system", "content": told})
+        for place, item in enumerate(items):
+            _add_item(messages, item, f"input[{place}]")
         return Call(
-            messages=request.messages(read),
+            messages=paired(messages) if after is None else messages,
             tools=_tools(body.get("tools")),
             sampling=sampling_of(body, ("max_output_tokens",)),
             stream=bool(maybe(body, "stream", bool, "a boolean")),
@@ -76,11 +69,9 @@ def _refuse_what_is_not_done(body: dict[str, Any]) -> None:
     if count(body, "top_logprobs", 0):
         raise invalid("'top_logprobs' above 0 is not supported.", "top_logprobs")
     text = maybe(body, "text", dict, "an object") or {}
-    check_unused(text, {"verbosity": str}, "text")
     style = text.get("format")
     if style is not None and want(style, dict, "text.format", "an object").get("type") != "text":
         raise invalid("'text.format' other than text is not supported.", "text.format")
-    check_unused(body, RESPONSES)
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
@@ -90,7 +81,6 @@ def _tools(given: Any) -> list[dict[str, Any]]:
         where = f"tools[{place}]"
         kind = want(tool, dict, where, "an object").get("type")
         if want(kind, str, f"{where}.type", "a string") == "function":
-            check_unused(tool, FUNCTION, where)
             out.append(
                 function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
             )
@@ -99,7 +89,6 @@ def _tools(given: Any) -> list[dict[str, Any]]:
 
 def _add_item(messages: list[Message], item: Any, where: str) -> None:
     kind = want(item, dict, where, "an object").get("type", "message")
-    check_unused(item, RESPONSES_ITEM, where)
     if kind == "message":
         role = item.get("role")
         if role not in _ROLES:

@@ -96,5 +96,5 @@ def grader_text() -> tuple[str, str]:
         sources = [here.with_name(name).read_text() for name in names]
         return "\n".join([*(f"exec(compile({source!r}, 'box', 'exec'))" for source in sources), start])
 
-    worker = text(("box_values.py", "box_worker.py"), "work()")
-    return text(("box_values.py", "box_grader.py"), "main(sys.argv[1])"), worker
+    worker = text(("grader_values.py", "grader_worker.py"), "work()")
+    return text(("grader_values.py", "grader.py"), "main(sys.argv[1])"), worker

@@ -31,7 +31,7 @@ _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/cer
 class Walls:
     """The kind of isolation and the command that starts the first process of a box.
 
-    `settings` are sent to that process (`box_agent.py`) together with the limits.
+    `settings` are sent to that process (`guest_agent.py`) together with the limits.
     """
 
     kind: str
@@ -111,9 +111,9 @@ def _source(name: str) -> str:
 def program_text(plan: Walls, limits: Limits, hello: str) -> bytes:
     """Return the program of a sandbox's first process. `hello`: the id of the reply that says it is ready."""
     settings = {**plan.settings, "limits": asdict(limits), "hello": hello}
-    files, calls = ["box_files.py", "box_memory.py", "box_agent.py"], ["main(settings)"]
+    files, calls = ["guest_files.py", "guest_memory.py", "guest_agent.py"], ["main(settings)"]
     if plan.settings["build_root"]:
-        files, calls = ["box_root.py", *files], ["build_root(settings)", *calls]
+        files, calls = ["guest_root.py", *files], ["build_root(settings)", *calls]
     lines = [f"exec(compile({_source(name)!r}, {name!r}, 'exec'))" for name in files]
     text = "\n".join([*lines, f"settings = {settings!r}", *calls]).encode()
     return b"%d\n%s" % (len(text), text)

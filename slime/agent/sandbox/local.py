@@ -1,4 +1,4 @@
-"""The local box: a process of this machine behind walls, with `box_agent.py` as its first process."""
+"""The local box: a process of this machine behind walls, with `guest_agent.py` as its first process."""
 
 from __future__ import annotations
 

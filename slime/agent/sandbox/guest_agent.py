@@ -33,8 +33,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` itself, as `platform`, would be a seventh of the start of a box
     from typing import Any
 
-    from slime.agent.sandbox.box_files import file_operation  # sent ahead of this text
-    from slime.agent.sandbox.box_memory import MOST_MAPS, count_maps, process_memory, socket_use
+    from slime.agent.sandbox.guest_files import file_operation  # sent ahead of this text
+    from slime.agent.sandbox.guest_memory import MOST_MAPS, count_maps, process_memory, socket_use
 
 WATCH_S = 0.05  # how often memory and files are counted while something runs
 HARD_OUTPUT = 16  # times the output that is kept: then the command is ended

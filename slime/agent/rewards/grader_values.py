@@ -1,6 +1,6 @@
 """Plain values as text, for the pipe between the grader of a program and the program's own process.
 
-Sent to a sandbox as text, ahead of `box_grader.py` and of `box_worker.py`: it uses nothing but the standard
+Sent to a sandbox as text, ahead of `grader.py` and of `grader_worker.py`: it uses nothing but the standard
 library of any Python >= 3.8. What arrives is content of built-in types and nothing else: an object of the
 program, with methods of its own, never reaches the grader.
 """

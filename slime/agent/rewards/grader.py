@@ -1,9 +1,9 @@
 """The process that grades a program: it has the tests and the secret, and never runs code of the program.
 
-Sent to the sandbox as text behind `box_values.py`. The program runs in another process (`box_worker.py`) that
-is not forked from this one. Names of the program that a test uses are stand-ins here: a call travels through
-a pipe, and what comes back is content of built-in types, on which the test's own comparison works.
-Other processes of the same user can neither trace this one nor open its descriptors or memory.
+The text of this file is sent to the sandbox after that of `grader_values.py`. The program runs in another
+process (`grader_worker.py`) that is not forked from this one. Names of the program that a test uses are
+proxies here: a call travels through a pipe, and what comes back is content of built-in types, which the test
+itself compares. No other process of the same user can trace this one or open its descriptors or memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from slime.agent.rewards.box_values import decode, encode, receive, send
+    from slime.agent.rewards.grader_values import decode, encode, receive, send
 
 # What tests use for comparing, without importing it: taken from here, never from the program.
 HELPERS = {

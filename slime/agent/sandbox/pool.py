@@ -1,6 +1,6 @@
-"""A pool of boxes that are started ahead, so that an episode does not wait for one.
+"""Opening sandboxes: a pool starts local ones ahead, so that an episode does not wait for one.
 
-A box is used once: what one episode leaves behind, no other sees. The pool belongs to one event loop.
+A sandbox is used once: what one episode leaves behind, no other sees. A pool belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import logging
 import weakref
 from collections.abc import AsyncIterator, Callable
 
-from slime.agent.sandbox.base import Limits, SandboxError
+from slime.agent.sandbox.base import Limits, Sandbox, SandboxError
 from slime.agent.sandbox.local import LocalSandbox
-
-logger = logging.getLogger(__name__)
+from slime.catalog.sandboxes import SANDBOXES
+from slime.utils.misc import load_function
 
 
 class BoxPool:
-    """`num_ready` boxes wait started; at most `num_boxes` are in use at a time, others wait their turn.
+    """`num_ready` sandboxes wait started; at most `num_boxes` are in use at a time, others wait their turn.
 
     Example: `async with BoxPool(num_ready=4) as pool: async with pool.box() as box: await box.exec("true")`.
     """
@@ -44,20 +43,23 @@ class BoxPool:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> BoxPool:
-        await self.warm()
+        """Start sandboxes ahead; raises the reason if none starts."""
+        self._refill()
+        await asyncio.gather(*self._ready)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def warm(self) -> None:
-        """Start boxes ahead; returns when they are ready, or with the reason why none starts."""
-        self._refill()
-        await asyncio.gather(*self._ready)
+        """End the sandboxes that wait, and wait for those that are ending."""
+        waiting, self._num_ready = list(self._ready), 0
+        self._ready.clear()
+        for task in waiting:
+            with contextlib.suppress(SandboxError):
+                await (await task).close()
+        await asyncio.gather(*self._closing)
 
     @contextlib.asynccontextmanager
     async def box(self) -> AsyncIterator[LocalSandbox]:
-        """A fresh box, ended afterwards beside the caller's work."""
+        """Yield a fresh sandbox; it is ended afterwards, in the background."""
         async with self._slots:
             box = await self._take()
             try:
@@ -81,22 +83,10 @@ class BoxPool:
     def _refill(self) -> None:
         while len(self._ready) < self._num_ready:
             task = asyncio.create_task(self._make().start())
-            task.add_done_callback(_seen)
+            task.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # whoever takes it raises
             self._ready.append(task)
-
-    async def close(self) -> None:
-        """End the boxes that wait, and wait for those that are ending."""
-        waiting, self._num_ready = list(self._ready), 0
-        self._ready.clear()
-        for task in waiting:
-            with contextlib.suppress(SandboxError):
-                await (await task).close()
-        await asyncio.gather(*self._closing)
-
-
-def _seen(task: asyncio.Task[LocalSandbox]) -> None:
-    if not task.cancelled():
-        task.exception()  # told to whoever takes the box
 
 
 _Pools = dict[tuple[Limits, str | None], BoxPool]
@@ -112,3 +102,24 @@ def shared_pool(
     if key not in pools:
         pools[key] = BoxPool(num_boxes=num_boxes, limits=key[0], isolation=isolation)
     return pools[key]
+
+
+@contextlib.asynccontextmanager
+async def open_sandbox(
+    kind: str = "local", *, image: str | None = None, limits: Limits | None = None, num_boxes: int = 32
+) -> AsyncIterator[Sandbox]:
+    """Yield a fresh sandbox of the kind that `--sandbox` names, and end it afterwards.
+
+    `limits` apply to a local sandbox; those of a vendor's are set by its image.
+
+    Example: `async with open_sandbox(args.sandbox, image=args.sandbox_image) as box: await box.exec("ls")`.
+    """
+    if kind not in SANDBOXES:
+        raise ValueError(f"--sandbox is {kind!r}; choose from {', '.join(SANDBOXES)}")
+    row = SANDBOXES[kind]
+    if row.is_local:
+        async with shared_pool(limits, num_boxes=num_boxes, isolation=row.isolation).box() as box:
+            yield box
+    else:
+        async with load_function(row.make)(image) as remote:
+            yield remote

@@ -1,6 +1,6 @@
 """The process in which the program of a response runs while it is graded; it has neither tests nor a secret.
 
-Sent to the sandbox as text behind `box_values.py`. `box_grader.py` starts it, sends the program and, for each
+Sent to the sandbox as text behind `grader_values.py`. `grader.py` starts it, sends the program and, for each
 test, the names that the test uses. Every test has a fork of its own. Whatever the program does to this
 process, it can only change the values that it sends, and those are compared elsewhere.
 """
@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from slime.agent.rewards.box_values import decode, encode, receive, send
+    from slime.agent.rewards.grader_values import decode, encode, receive, send
 
 
 class Worker:

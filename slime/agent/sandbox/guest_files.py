@@ -1,6 +1,6 @@
 """File operations of a local sandbox, done by a child of its first process that holds no other descriptors.
 
-Sent to the interpreter of the sandbox ahead of `box_agent.py` as text, so it uses nothing but the standard
+Sent to the interpreter of the sandbox ahead of `guest_agent.py` as text, so it uses nothing but the standard
 library of any Python >= 3.8.
 """
 

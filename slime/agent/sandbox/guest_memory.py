@@ -1,6 +1,6 @@
 """What the processes of a local sandbox hold of the machine's memory, counted by its first process.
 
-Sent to the interpreter of the sandbox ahead of `box_agent.py` as text, so it uses nothing but the standard
+Sent to the interpreter of the sandbox ahead of `guest_agent.py` as text, so it uses nothing but the standard
 library of any Python >= 3.8. Resident memory is not all of it: page tables and the buffers of sockets are
 the kernel's, and grow without any process growing.
 """

@@ -1,6 +1,6 @@
 """The root of a box where bubblewrap is not installed, made by its first process in its own namespaces.
 
-Sent to the interpreter of the box ahead of `box_agent.py`, as text: standard library of any Python >= 3.8.
+Sent to the interpreter of the box ahead of `guest_agent.py`, as text: standard library of any Python >= 3.8.
 `unshare` has made the namespaces; here the mounts are made, the old root is left, and all rights
 are given up.
 """
