@@ -37,8 +37,8 @@ from slime.engines.fleet import FleetServer, Rotation
 from slime.engines.middleware import Middleware
 from slime.engines.prefix_cache import PrefixCacheMiddleware
 from slime.engines.sglang.router import SGLangRouter
-from slime.liveness.heartbeat import Beating
-from slime.liveness.pulse import Patient
+from slime.liveness.hang_watch import Workers
+from slime.liveness.heartbeat import Beating, HttpBeat, HttpServer
 from slime.observability.logging_utils import RunArgs
 from slime.observability.rollout_metrics import MetricArgs
 from slime.observability.trackers.base import Service
@@ -46,6 +46,7 @@ from slime.rollout.generation.policy_requests import PolicyRequests
 from slime.rollout.journal import CountingJournal, Journal
 from slime.runtime.base import Future, Guarded, Ready, Ref, Runtime
 from slime.runtime.local import LocalFuture, LocalRuntime, ProcessHandle, SegmentRef
+from slime.runtime.worker_watch import Worker
 from slime.simulation.costs import EngineCost, TrainerCost
 from slime.simulation.modelled_engines import AnswerLengths, EngineCosts
 from slime.simulation.modelled_trainer import TrainerCosts
@@ -67,7 +68,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     CheckpointedTrainer: [FSDPBackend],
     OutputMatrix: [typing.get_type_hints(FSDPBackend.output_matrix)["return"]],
     FleetServer: [EngineServer, HostedEngine, ExternalServer],
-    Patient: [EngineServer, HostedEngine, ExternalServer],
+    HttpServer: [EngineServer, HostedEngine, ExternalServer],
     Rotation: [Balancer, SGLangRouter, Rotations],
     Middleware: [PrefixCacheMiddleware],
     Sender: sorted(
@@ -93,7 +94,9 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Observer: [PolicyRequests],
     Forwarder: [Balancer],
     Runtime: [LocalRuntime],
-    Beating: [ProcessHandle],
+    Beating: [ProcessHandle, HttpBeat],
+    Worker: [ProcessHandle],
+    Workers: [LocalRuntime],
     Child: [WarmChild],
     Ref: [SegmentRef],
     Future: [LocalFuture, Guarded, Ready],
@@ -150,7 +153,7 @@ def test_so_do_those_of_ray():
     pytest.importorskip("ray")
     from slime.runtime.on_ray import ObjectRef, RayFuture, RayHandle, RayRuntime
 
-    pairs = ((Future, RayFuture), (Ref, ObjectRef), (Beating, RayHandle), (Runtime, RayRuntime))
+    pairs = ((Future, RayFuture), (Ref, ObjectRef), (Worker, RayHandle), (Runtime, RayRuntime))
     assert [why for protocol, cls in pairs for why in differences(protocol, cls)] == []
 
 
@@ -159,7 +162,7 @@ def test_every_protocol_of_the_package_is_held_to():
         f"{str(file.relative_to(PACKAGE).with_suffix('')).removesuffix('/__init__')}.{line.split()[1].partition('(')[0]}"
         for file in PACKAGE.rglob("*.py")
         for line in file.read_text().splitlines()
-        if line.startswith("class ") and ("(Protocol)" in line or "(Protocol[" in line)
+        if line.startswith("class ") and ("Protocol)" in line or "(Protocol[" in line)
     }
     held = {f"{p.__module__.removeprefix('slime.').replace('.', '/')}.{p.__name__}" for p in IMPLEMENTATIONS}
     assert declared == held | OF_OPTIONAL_PACKAGES

@@ -126,7 +126,7 @@ class RunScreen:
     def _live_lines(self) -> list[Text]:
         active = phases.active()
         now = [f"{wait.name} {wait.age_s:.0f} s" for wait in active]
-        self._is_up = self._is_up or any(map(phases.is_part_of_a_step, active))
+        self._is_up = self._is_up or any(wait.owner == phases.RUN for wait in active)
         if not self._is_up and not self._num_steps:
             elapsed = time.monotonic() - self._started
             return [Text.assemble((f"starting {elapsed:.0f} s", "bold"), ("  " + " · ".join(now), "dim"))]

@@ -34,7 +34,7 @@ class Timeline:
         self._ended: _EndedStep | None = None
         if recording is not None:
             waits.keep_ended()
-            waits.take_ended()  # waits of the start are no part of a step
+            waits.drain_ended()  # waits of the start are no part of a step
 
     @contextlib.contextmanager
     def doing(self, name: str, rollout_id: int, **about: Any) -> Iterator[waits.Wait]:

@@ -90,7 +90,7 @@ class Recording:
     def begin(self, start_rollout_id: int) -> None:
         """What an earlier start left open: steps that are made anew, and actions that nobody answered."""
         if self.writer is not None:
-            waits.take_ended()  # of the start, which is no part of a step
+            waits.drain_ended()  # of the start, which is no part of a step
             self.writer.submit("the start", lambda c: forget_spans(c, start_rollout_id))
             self._refuse_open("the run had ended before it could answer")
 

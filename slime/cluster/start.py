@@ -351,7 +351,7 @@ def _load_both(
         engines_are = "serve" if rollout.done() else "are not up yet"
         return f"starting: {ranks.describe()}, {num_engines} engine(s) {engines_are}"
 
-    with waits.telling(progress):
+    with waits.logging_progress(progress):
         if args.colocate:  # engines size their memory first
             first: list[Future[object]] = [launched, rollout, in_background(ranks.warm_up, "trainer-warm-up")]
             gather(first)

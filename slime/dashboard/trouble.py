@@ -74,9 +74,11 @@ def _overdue(run: RunFolder) -> list[dict[str, Any]]:
     table = read_table(run.path)
     if table is None:
         return []
-    late = [_entry("error", row.told(table.time), "its deadline has passed", "logs") for row in table.overdue]
+    late = [
+        _entry("error", row.describe(table.time), "its deadline has passed", "logs") for row in table.overdue
+    ]
     text = "its process may be stopped, or the machine overloaded"
-    return late + [_entry("warning", row.told(table.time), text, "logs") for row in table.silent]
+    return late + [_entry("warning", row.describe(table.time), text, "logs") for row in table.silent]
 
 
 def _silence(run: RunFolder) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime.liveness import stacks, waits
-from slime.liveness.pulse import ENGINE_PATH
+from slime.liveness.heartbeat import ENGINE_PATH
 from slime.liveness.vital_signs import Signs, signs_of_group
 from slime.utils import http_utils
 from slime.utils.errors import RunStopped

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -15,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from slime.engines.engine_process import LaunchPlan, MachineLost
 from slime.liveness import waits
-from slime.liveness.pulse import PulseWatch
+from slime.liveness.heartbeat import HttpBeat, watch_servers
 from slime.liveness.vital_signs import Signs
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
@@ -38,9 +40,9 @@ class NoEngineLeft(RunStopped):
 class WatchPolicy:
     """When an engine counts as dead, and when the run gives up. `probe_interval_s` None: without probes.
 
-    `silence_limit_s`: how long it may give no sign of life, see `pulse`; None: for ever. `probe_failures`:
-    health questions that must fail in a row. `no_engine_timeout_s` None: a run without any engine waits for
-    as long as they are restarted.
+    `silence_limit_s`: how long it may give no sign of life, see `slime.liveness.heartbeat`; None: for ever.
+    `probe_failures`: health questions that must fail in a row. `no_engine_timeout_s` None: a run without any
+    engine waits for as long as they are restarted.
     """
 
     restart_limit: int
@@ -109,15 +111,7 @@ class EngineFleet:
         self._last_probe = time.monotonic() + policy.probe_first_wait_s
         self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.num_restarts = 0
-        self._pulse = self._watch_pulse(policy.silence_limit_s) if policy.silence_limit_s else None
-
-    def _watch_pulse(self, limit_s: float) -> PulseWatch:
-        return PulseWatch(
-            self._servers,
-            limit_s,
-            is_watched=lambda place: self._serves(place) and not self.asleep,
-            on_silent=lambda place, why: self.evict(self._servers[place].url, TimeoutError(why)),
-        )
+        self._heartbeats = watch_servers(policy.silence_limit_s or math.inf, self._evict_silent)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -137,6 +131,9 @@ class EngineFleet:
 
     def _serves(self, place: int) -> bool:
         return place not in self._out and self._servers[place].alive()
+
+    def _owes_heartbeat(self, place: int) -> bool:
+        return self._serves(place) and not self.asleep
 
     def follow(self, rotation: Rotation) -> None:
         """Tells the rotation from now on who leaves and who returns."""
@@ -161,8 +158,9 @@ class EngineFleet:
             server.wait_ready()
             waits.know_as(server.url, server.plan.name)
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
-        if self._pulse is not None:
-            self._pulse.start()
+        if self._policy.silence_limit_s:
+            for place, server in enumerate(self._servers):
+                self._heartbeats.add(HttpBeat(server, functools.partial(self._owes_heartbeat, place)))
         return self.urls
 
     @contextlib.contextmanager
@@ -181,6 +179,9 @@ class EngineFleet:
                 self._leave_rotation(server)
                 server.kill()
 
+    def _evict_silent(self, beat: HttpBeat, cause: str) -> None:
+        self.evict(beat.server.url, TimeoutError(f"no sign of life for {cause}"))
+
     def dump_stacks(self) -> None:
         for server in self._servers:
             with contextlib.suppress(Exception):  # what hangs may be what is asked
@@ -188,8 +189,7 @@ class EngineFleet:
 
     def stop(self) -> None:
         self._stopping.set()
-        if self._pulse is not None:
-            self._pulse.stop()
+        self._heartbeats.close()
         for server in self._servers:
             server.stop()
 

@@ -1,172 +1,221 @@
-"""Heartbeats of workers: a call may take as long as it needs, but a silent process is told by name.
+"""One heartbeat protocol for trainer ranks, engines and the router.
 
-Each worker has a thread that answers for it beside its work, so a long step is no silence. A stopped process,
-and one that hangs with Python's lock held, is: it is warned of, and after the limit its calls fail with what
-is known of the cause. One that ends is told of by that event itself, whether or not somebody waits for it.
+The watch asks every member once per interval whether it gave a sign of life. Ranks send theirs from a thread
+of their own; engines answer an HTTP request from the thread that accepts connections. So long work is no
+silence, but a stopped process is, and so is one that hangs with Python's lock held. The watch runs in its own
+thread with its own event loop: user code that blocks the driver's loop must not make others look dead.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import asyncio
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from slime.liveness import waits
 from slime.liveness.vital_signs import Signs, SilenceClock
 from slime.liveness.wait_table import SIGN_OF_LIFE
-from slime.utils.errors import WorkerDied
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LIMIT_S = 60.0
-BEAT_S = 1.0
-_FIRST_WARNING = 0.25  # of the limit; then at twice the silence each time
-_MISSED_BEATS = 3  # from then on it is in the table of waits
-
-
-class WorkerSilent(WorkerDied):
-    """A process of the run is there and gives no sign of life."""
+BEAT_S = 1.0  # between two heartbeats of a rank
+ENGINE_PATH = "/model_info"  # SGLang answers `/health` with a generation
+_ROUNDS = 4  # HTTP questions within the limit
+_MISSED_ROUNDS = 3  # before a member appears in the wait table
 
 
 class Beating(Protocol):
-    """A worker as the watch sees it."""
-
-    name: str
-    end: concurrent.futures.Future[WorkerDied]  # done as soon as it has ended: how
-    ended_here: bool  # on purpose: set before it is killed
+    """A process that gives signs of life."""
 
     @property
     def title(self) -> str:
-        """Its name, and its process where that is known."""
+        """Its name, with its process where that is known."""
 
-    def heard(self) -> bool:
-        """Whether it gave a sign of life since the last question."""
+    @property
+    def wait_name(self) -> str:
+        """Its name in the wait table."""
+
+    async def heard(self, timeout_s: float) -> bool | None:
+        """Return whether it gave a sign of life since the last call; None: it owes none now."""
 
     def signs(self) -> Signs | None:
-        """What the system says of its process; None: it cannot be seen from here."""
-
-    def fail(self, error: WorkerSilent | None) -> None:
-        """Its calls, those under way and later ones, end with this error; None: it answers again."""
+        """Return what the operating system reports of its process; None: it cannot be seen from here."""
 
 
-class _Watched:
-    def __init__(self, worker: Beating, limit_s: float, give_up: Callable[[Beating, WorkerSilent], None]):
-        self.worker, self._limit_s, self._give_up = worker, limit_s, give_up
-        self._clock = SilenceClock(limit_s, 3 * BEAT_S)
-        self._next_warning_s = limit_s * _FIRST_WARNING
-        self._failed = False
+M = TypeVar("M", bound=Beating)
 
-    def look(self, elapsed_s: float) -> None:
-        if self.worker.heard():
-            self._hear()
-            return
-        self._clock.miss(elapsed_s, self.worker.signs())
-        self._mark()
-        if self._clock.is_overdue and not self._failed:
-            self._failed = True
-            error = WorkerSilent(f"{self._told()} (--timeouts worker-silence={self._limit_s:g})")
-            logger.error("%s", error)
-            self._give_up(self.worker, error)
-        elif self._clock.silent_s >= self._next_warning_s:
-            self._next_warning_s *= 2
-            logger.warning("%s", self._told())
 
-    def _mark(self) -> None:
-        """Enters the worker in the table of waits, once more than a beat or two is missing."""
-        silent_s = self._clock.silent_s
-        if silent_s >= _MISSED_BEATS * BEAT_S:
+class _Watched(Generic[M]):
+    """A member with the clock of its silence."""
+
+    def __init__(self, member: M, limit_s: float, interval_s: float, warn_after_s: float):
+        self.member, self._limit_s = member, limit_s
+        self.clock = SilenceClock(limit_s, 3 * interval_s)
+        self._mark_after_s = _MISSED_ROUNDS * interval_s
+        self._warn_after_s = self._next_warning_s = warn_after_s
+        self.given_up = False
+
+    @property
+    def cause(self) -> str:
+        return f"{self.clock.silent_s:.0f} s: {self.clock.describe()}"
+
+    def hear(self) -> None:
+        waits.mark(self, None)
+        self.clock.hear()
+        self._next_warning_s = self._warn_after_s
+
+    def miss(self, elapsed_s: float) -> None:
+        """Count a silent round: enter the member in the wait table, and warn at doubling intervals."""
+        self.clock.miss(elapsed_s, self.member.signs())
+        silent_s = self.clock.silent_s
+        if silent_s >= self._mark_after_s:
+            what = f"{SIGN_OF_LIFE} ({self.clock.describe()})"
+            deadline_s = self.clock.allowed_s if self._limit_s < math.inf else None
             started = time.monotonic() - silent_s
-            what = f"{SIGN_OF_LIFE} ({self._clock.describe()})"
-            deadline_s = self._clock.allowed_s if self._limit_s < math.inf else None
-            waits.mark(self, waits.Wait(what, "the watch", started, deadline_s, self.worker.name))
-
-    def leave(self) -> None:
-        waits.mark(self, None)
-
-    def _hear(self) -> None:
-        waits.mark(self, None)
-        if self._failed:
-            self._failed = False
-            self.worker.fail(None)
-        if self._clock.silent_s >= self._limit_s * _FIRST_WARNING:  # now: whoever reads it may call
-            logger.warning("%s answers again after %.0f s", self.worker.title, self._clock.silent_s)
-        self._clock.hear()
-        self._next_warning_s = self._limit_s * _FIRST_WARNING
-
-    def _told(self) -> str:
-        return (
-            f"{self.worker.title} has not answered for {self._clock.silent_s:.0f} s: {self._clock.describe()}"
-        )
+            waits.mark(self, waits.Wait(what, "the watch", started, deadline_s, self.member.wait_name))
+        if silent_s >= self._next_warning_s and not self.clock.is_overdue:
+            self._next_warning_s *= 2
+            logger.warning("%s has not answered for %s", self.member.title, self.cause)
 
 
-class HeartbeatWatch:
-    """One thread for all workers of a runtime. `failure` gets the first that died, or is silent for too long.
+class HeartbeatWatch(Generic[M]):
+    """Watches its members in one thread.
 
-    `limit_s` 0: silence is no failure. `on_silence`: called before the calls of a silent worker are given up.
+    `on_silence` gets a member that was silent for too long, and the cause; `on_return` gets it when it
+    answers again. Warnings start at `warn_after_s` of silence.
     """
 
-    def __init__(self, limit_s: float = DEFAULT_LIMIT_S):
-        self._limit_s = limit_s or math.inf
-        self.on_silence: Callable[[WorkerSilent], None] = lambda error: None  # set by who can tell more
-        self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._watched: list[_Watched] = []
+    def __init__(
+        self,
+        limit_s: float,
+        on_silence: Callable[[M, str], None],
+        on_return: Callable[[M], None] = lambda member: None,
+        *,
+        interval_s: float = BEAT_S,
+        warn_after_s: float,
+    ):
+        self._limit_s, self._interval_s, self._warn_after_s = limit_s, interval_s, warn_after_s
+        self._on_silence, self._on_return = on_silence, on_return
+        self._watched: dict[int, _Watched[M]] = {}  # by id of the member
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, worker: Beating) -> None:
-        watched = _Watched(worker, self._limit_s, self._give_up)
+    def add(self, member: M) -> None:
         with self._lock:
-            self._watched.append(watched)
+            self._watched[id(member)] = _Watched(member, self._limit_s, self._interval_s, self._warn_after_s)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
                 self._thread.start()
-        worker.end.add_done_callback(lambda end: self._bury(watched, end.result()))
 
-    def forget_failure(self) -> None:
-        """Who was silent has been replaced: `failure` is for the next one."""
+    def remove(self, member: M) -> None:
         with self._lock:
-            self.failure = concurrent.futures.Future()
+            if (watched := self._watched.pop(id(member), None)) is not None:
+                waits.mark(watched, None)
 
     def close(self) -> None:
         self._closed.set()
-
-    def _give_up(self, worker: Beating, error: WorkerSilent) -> None:
-        """Tells of the silence while all still wait, which shows for whom; then gives the worker up."""
-        try:
-            self.on_silence(error)
-        except Exception:  # what happened matters more than what can be told of it
-            logger.exception("the chain of causes cannot be told")
-        worker.fail(error)
         with self._lock:
-            self._fail(error)
-
-    def _fail(self, error: WorkerDied) -> None:
-        """Notes that a worker has ended. The caller holds the lock: workers end on threads of their own."""
-        if not self.failure.done():
-            self.failure.set_exception(error)
-
-    def _bury(self, watched: _Watched, death: WorkerDied) -> None:
-        """The end itself calls this, on the thread that saw it: no look of the watch comes between."""
-        with self._lock:
-            self._watched.remove(watched)
-            watched.leave()
-            # Asked here: who is ended because another was lost is no failure of those that come after.
-            if not watched.worker.ended_here and not self._closed.is_set():
-                self._fail(death)
+            for watched in self._watched.values():
+                waits.mark(watched, None)
 
     def _run(self) -> None:
         last = time.monotonic()
-        while not self._closed.wait(BEAT_S):
-            now = time.monotonic()
-            elapsed_s, last = now - last, now
-            for one in list(self._watched):
-                one.look(elapsed_s)
-                if one.worker.end.done():  # meanwhile: it has no wait any more
-                    one.leave()
-        for one in self._watched:
-            one.leave()
+        with asyncio.Runner() as runner:
+            while not self._closed.is_set():
+                started = time.monotonic()
+                members = list(self._watched.values())
+                heard = runner.run(self._ask(members))
+                now = time.monotonic()
+                for watched, answer in zip(members, heard, strict=True):
+                    self._judge(watched, answer, now - last)
+                last = now
+                self._closed.wait(max(0.0, self._interval_s - (now - started)))  # silent members took time
+
+    async def _ask(self, members: list[_Watched[M]]) -> list[bool | None]:
+        return await asyncio.gather(*(each.member.heard(self._interval_s) for each in members))
+
+    def _judge(self, watched: _Watched[M], heard: bool | None, elapsed_s: float) -> None:
+        if heard is not False:
+            if heard and watched.given_up:
+                self._on_return(watched.member)
+            if heard and watched.clock.silent_s >= self._warn_after_s:
+                # Only now: whoever reads this line may call it.
+                logger.warning("%s answers again after %.0f s", watched.member.title, watched.clock.silent_s)
+            watched.given_up = False
+            watched.hear()
+            return
+        with self._lock:  # a member that is removed meanwhile leaves no row in the wait table
+            if self._closed.is_set() or id(watched.member) not in self._watched:
+                return
+            watched.miss(elapsed_s)
+        if watched.clock.is_overdue and not watched.given_up:
+            watched.given_up = True
+            self._on_silence(watched.member, watched.cause)
+
+
+class HttpServer(Protocol):
+    """An engine or the router, as far as its heartbeat needs it."""
+
+    @property
+    def url(self) -> str: ...
+    def signs(self) -> Signs | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HttpBeat:
+    """The heartbeat of a server: any byte of an HTTP response, which costs no token.
+
+    `is_watched`: whether its silence counts now; a server that is being started is somebody else's care.
+    """
+
+    server: HttpServer
+    is_watched: Callable[[], bool]
+    path: str = ENGINE_PATH
+
+    @property
+    def title(self) -> str:
+        return self.wait_name
+
+    @property
+    def wait_name(self) -> str:
+        return waits.known_as(self.server.url)
+
+    async def heard(self, timeout_s: float) -> bool | None:
+        if not self.is_watched():
+            return None
+        answered = await _answers(self.server.url, self.path, timeout_s)
+        # Asked again: a server that was stopped or put to sleep meanwhile owed no answer.
+        return True if answered else False if self.is_watched() else None
+
+    def signs(self) -> Signs | None:
+        return self.server.signs()
+
+
+def watch_servers(limit_s: float, on_silence: Callable[[HttpBeat, str], None]) -> HeartbeatWatch[HttpBeat]:
+    """Return a watch over servers, each asked four times within the limit."""
+    return HeartbeatWatch(limit_s, on_silence, interval_s=limit_s / _ROUNDS, warn_after_s=limit_s)
+
+
+async def _answers(url: str, path: str, timeout_s: float) -> bool:
+    """Return whether anything comes back, be it an error."""
+    parts = urlsplit(url)
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
+            return bool(await reader.read(1))
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.close()

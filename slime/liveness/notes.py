@@ -1,7 +1,7 @@
-"""What a worker tells of itself with every sign of life: what it waits for, and where its work stands still.
+"""Notes that a worker sends with every heartbeat: what it waits for, and where its work is stuck.
 
-Collectives are not wrapped one by one: wherever torch or Megatron begin them, the thread that works is seen
-to stand at the same place, inside `torch.distributed`, from one look to the next.
+Collectives are not wrapped one by one: a thread that is seen at the same place inside `torch.distributed` in
+two heartbeats in a row waits for the other ranks, wherever torch or Megatron started the collective.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from types import FrameType
 
 from slime.liveness import waits
 
-OTHER_RANKS = "the other ranks"
 _COLLECTIVES = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication")
-_DEPTH = 12  # frames above the innermost among which a collective is looked for
+_DEPTH = 12  # innermost frames that are searched for a collective
 
 
 @dataclass(frozen=True, slots=True)
 class NotedWait:
-    """A wait of a worker, as it travels: clocks of machines differ, so it has an age."""
+    """A wait of a worker. It has an age and no start time, because clocks of machines differ."""
 
     what: str
     target: str
@@ -33,20 +32,20 @@ class NotedWait:
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """`moves`: how often its threads were seen at another place, and how many of its waits have ended."""
+    """`moves` grows when a thread is seen at another place, and with each wait that ends."""
 
     moves: int = 0
     waits: list[NotedWait] = field(default_factory=list)
 
 
 class _Call:
-    """A call under way in one thread."""
+    """A call in progress in one thread."""
 
     __slots__ = ("method", "place", "since")
 
     def __init__(self, method: str):
         self.method, self.since = method, time.monotonic()
-        self.place: object = None  # where the last look found it
+        self.place: object = None  # the stack at the last heartbeat
 
 
 _calls: dict[int, _Call] = {}  # by thread
@@ -54,7 +53,7 @@ _calls: dict[int, _Call] = {}  # by thread
 
 @contextlib.contextmanager
 def working(method: str) -> Iterator[None]:
-    """Around a call that a worker answers."""
+    """Surround a call that a worker handles."""
     ident = threading.get_ident()
     _calls[ident] = _Call(method)
     try:
@@ -64,57 +63,49 @@ def working(method: str) -> Iterator[None]:
 
 
 class Notebook:
-    """Looks at this process once for every sign of life."""
+    """Takes notes on this process, once for every heartbeat."""
 
     def __init__(self) -> None:
         self._moves = 0
 
-    def look(self) -> Notes:
+    def take(self) -> Notes:
         now = time.monotonic()
-        found = [
-            NotedWait(wait.name, wait.target, now - wait.started, wait.deadline_s) for wait in waits.active()
-        ]
+        found = [NotedWait(wait.name, wait.target, wait.age_s, wait.deadline_s) for wait in waits.active()]
         frames = sys._current_frames()
         for ident, call in list(_calls.items()):
             frame = frames.get(ident)
             if frame is None:
                 continue
-            place = _stack_of(frame)
+            place = [(id(each.f_code), each.f_lasti) for each in _stack_of(frame)]
             if place != call.place:
                 call.place, call.since = place, now
                 self._moves += 1
-                continue
-            what, target = _describe(frame)
-            found.append(NotedWait(f"{call.method}: {what}", target, now - call.since, None))
+            else:
+                what, target = _describe(frame)
+                found.append(NotedWait(f"{call.method}: {what}", target, now - call.since, None))
         return Notes(self._moves + waits.num_ended(), found)
 
 
-def _stack_of(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
-    places = []
+def _stack_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames of a thread, innermost first."""
     while frame is not None:
-        places.append((id(frame.f_code), frame.f_lasti))
+        yield frame
         frame = frame.f_back
-    return tuple(places)
 
 
 def _describe(innermost: FrameType) -> tuple[str, str]:
-    """Where a thread stands, with the line of slime's that led there, and whom it waits for."""
-    collective: str | None = None
-    frame: FrameType | None = innermost
-    led_there, depth = innermost, 0
-    while frame is not None and "/slime/runtime/" not in frame.f_code.co_filename:
-        name = frame.f_code.co_filename
-        if depth < _DEPTH and any(part in name for part in _COLLECTIVES):
-            collective = frame.f_code.co_name  # the outermost of them has the name people know
-        led_there, depth = frame, depth + 1
-        if "/slime/" in name:
+    """Return where a thread is stuck, with the line of slime that led there, and whom it waits for."""
+    collective, caller = "", innermost
+    for depth, frame in enumerate(_stack_of(innermost)):
+        file = frame.f_code.co_filename
+        if "/slime/runtime/" in file:
             break
-        frame = frame.f_back
-    where = f"{collective or innermost.f_code.co_name} ({_line(led_there)})"
-    return f"stands in {where}", OTHER_RANKS if collective else ""
-
-
-def _line(frame: FrameType) -> str:
-    name = frame.f_code.co_filename
-    _, found, rest = name.rpartition("/slime/")
-    return f"{'slime/' + rest if found else name}:{frame.f_lineno}"
+        if depth < _DEPTH and any(part in file for part in _COLLECTIVES):
+            collective = frame.f_code.co_name  # the outermost of them has the name people know
+        caller = frame
+        if "/slime/" in file:
+            break
+    _, found, rest = caller.f_code.co_filename.rpartition("/slime/")
+    line = f"{'slime/' + rest if found else caller.f_code.co_filename}:{caller.f_lineno}"
+    name = collective or innermost.f_code.co_name
+    return f"stands in {name} ({line})", "the other ranks" if collective else ""

@@ -1,7 +1,6 @@
-"""What a run is doing: each part of its work stands in the table of waits while it lasts.
+"""Names what a run is doing: each part of its work is in the wait table while it lasts.
 
-The parts of its start are logged when they end. Whoever shows a run reads the table (`active`) and the log
-records that have a `phase` (`Ended`).
+The parts of its start are logged when they end, as records with a `phase` (`Ended`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 from slime.liveness import waits
 
-_START, RUN = "start of the run", "run"
+START, RUN = "start of the run", "run"  # owners in the wait table
 PAUSED = "paused"  # between two steps, until somebody resumes the run
 CHECKS, FIRST_PUSH = "checks", "first push"  # the first and the last part of a start
 
@@ -22,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Ended:
-    """A part of the start that is done. Who did it sets `note`, `total`, the steps of the whole run, and
-    `cost`, what the run is expected to need.
+    """A part of the start that is done. The part sets `note`; `total`: the steps of the whole run; `cost`:
+    what the run is expected to need.
 
     Example: Ended("data", 0.3, "48 prompts", 15).
     """
@@ -37,9 +36,9 @@ class Ended:
 
 @contextlib.contextmanager
 def starting(name: str) -> Iterator[Ended]:
-    """A part of the start of a run: told when it has ended."""
+    """Mark a part of the start of a run, and log it when it has ended."""
     ended = Ended(name)
-    with waits.waiting(name, owner=_START) as wait:
+    with waits.waiting(name, owner=START) as wait:
         yield ended
     ended.seconds = wait.age_s
     note = f" ({ended.note})" if ended.note else ""
@@ -47,14 +46,10 @@ def starting(name: str) -> Iterator[Ended]:
 
 
 def doing(name: str) -> contextlib.AbstractContextManager[waits.Wait]:
-    """A part of every step."""
+    """Mark a part of a step."""
     return waits.waiting(name, owner=RUN)
 
 
 def active() -> list[waits.Wait]:
-    """What is being done now, in this process; oldest first."""
-    return [wait for wait in waits.active() if wait.owner in (_START, RUN)]
-
-
-def is_part_of_a_step(wait: waits.Wait) -> bool:
-    return wait.owner == RUN
+    """Return what this process is doing now, oldest first."""
+    return [wait for wait in waits.active() if wait.owner in (START, RUN)]

@@ -1,7 +1,7 @@
-"""All waits of a run in one table, which the driver writes to `RUN/waits.json` every second or two.
+"""Collects all waits of a run in one table, which the driver writes to `RUN/waits.json` every second.
 
-Who looks reads that file: `slime status`, the page, and whoever asks afterwards why a run stood still. A row
-is overdue when its deadline has passed; what has none is bounded by signs of life of whom it waits for.
+`slime status` and the dashboard read that file. A row is overdue when its deadline has passed; a row without
+a deadline is bounded by the heartbeat of its target.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 from slime.liveness import phases, waits
 
 WAITS_FILE = "waits.json"
+SIGN_OF_LIFE = "a sign of life"  # how the waits of the heartbeat watch start
 _MAX_ROWS = 200
-_FIRST = ("start of the run", "run", "driver", "rollout")  # with whom a chain of causes begins
+_FIRST = (phases.START, phases.RUN, "driver", "rollout")  # owners with whom a chain of causes starts
 _CHAIN_LINES = 16
-SIGN_OF_LIFE = "a sign of life"
 
 
 @dataclass(frozen=True, slots=True)
 class WaitRow:
-    """Who waits for what and whom, since when. `count`: so many of one kind, of which this is the oldest.
+    """Who waits for what, and since when. `count`: the number of such waits, of which this is the oldest.
 
     Example: WaitRow("driver", "trainer-0.train and 1 more", "trainer-0, trainer-1", 1.7e9, None).
     """
@@ -44,7 +44,7 @@ class WaitRow:
     def is_overdue(self, now: float) -> bool:
         return self.deadline_s is not None and self.age_s(now) > self.deadline_s
 
-    def told(self, now: float) -> str:
+    def describe(self, now: float) -> str:
         many = f" ({self.count} of them)" if self.count > 1 else ""
         whom = f" for {self.target}" if self.target and not self.what.startswith(self.target) else ""
         deadline = f", deadline {self.deadline_s:.0f} s" if self.deadline_s is not None else ""
@@ -54,19 +54,19 @@ class WaitRow:
 
 
 def row_of(owner: str, what: str, target: str, age_s: float, deadline_s: float | None) -> WaitRow:
-    """A wait as it stands in the table; addresses of engines become their names."""
+    """Return a wait as a row; addresses of engines become their names."""
     finite = deadline_s if deadline_s is None or math.isfinite(deadline_s) else None
     return WaitRow(owner, what, waits.known_as(target), time.time() - age_s, finite)
 
 
 def rows_of_this_process(found: Iterable[waits.Wait] | None = None) -> list[WaitRow]:
-    """Rows of the waits in progress in this process, or of those that were."""
+    """Return rows of the given waits of this process; None: of those in progress."""
     found = waits.active() if found is None else found
     return [row_of(wait.owner, wait.name, wait.target, wait.age_s, wait.deadline_s) for wait in found]
 
 
 def collapse(rows: Iterable[WaitRow]) -> list[WaitRow]:
-    """Requests of the same kind are one row, with the age of the oldest; oldest first."""
+    """Merge requests of the same kind into one row with the age of the oldest; oldest first."""
     kinds: dict[tuple[str, str, str], WaitRow] = {}
     for row in sorted(rows, key=lambda row: row.since):
         kind = (row.owner, row.what.partition(waits.OF_ONE_REQUEST)[0], row.target)
@@ -76,7 +76,7 @@ def collapse(rows: Iterable[WaitRow]) -> list[WaitRow]:
 
 
 def chain_of_causes(rows: Sequence[WaitRow]) -> list[str]:
-    """Who waited for whom: from the run itself to whoever waits for nobody."""
+    """Return who waited for whom, from the run itself to processes that wait for nobody."""
     now, lines, seen = time.time(), list[str](), set[str]()
     owners = list(_FIRST)
     while owners and len(lines) < _CHAIN_LINES:
@@ -85,10 +85,10 @@ def chain_of_causes(rows: Sequence[WaitRow]) -> list[str]:
             continue
         seen.add(owner)
         for row in collapse(row for row in rows if row.owner == owner):
-            lines.append(row.told(now))
+            lines.append(row.describe(now))
             owners += _targets(row, rows)
     silent = [row for row in collapse(rows) if row.owner not in seen and row.what.startswith(SIGN_OF_LIFE)]
-    return lines[:_CHAIN_LINES] + [row.told(now) for row in silent]
+    return lines[:_CHAIN_LINES] + [row.describe(now) for row in silent]
 
 
 def _targets(row: WaitRow, rows: Sequence[WaitRow]) -> list[str]:
@@ -98,7 +98,7 @@ def _targets(row: WaitRow, rows: Sequence[WaitRow]) -> list[str]:
 
 
 def write_table(run_dir: Path, rows: Iterable[WaitRow]) -> None:
-    """Replaces the file; a disk that is full costs a look, not the run."""
+    """Replace the file. A full disk costs this report, not the run."""
     kept = collapse(rows)[:_MAX_ROWS]
     text = json.dumps({"time": time.time(), "waits": [asdict(row) for row in kept]})
     path = run_dir / WAITS_FILE
@@ -110,7 +110,7 @@ def write_table(run_dir: Path, rows: Iterable[WaitRow]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WaitTable:
-    """What the file says, overdue rows first. `time`: when it was written."""
+    """The table as a run wrote it at `time`, overdue rows first."""
 
     time: float
     rows: tuple[WaitRow, ...]
@@ -126,12 +126,12 @@ class WaitTable:
 
     @property
     def silent(self) -> list[WaitRow]:
-        """Processes that give no sign of life, and may yet."""
+        """Processes that give no sign of life, and still have time to."""
         return [row for row in self.rows if row.what.startswith(SIGN_OF_LIFE) and row not in self.overdue]
 
 
 def read_table(run_dir: Path) -> WaitTable | None:
-    """The table of waits that a run wrote last; None where there is none, or it cannot be read."""
+    """Return the table that a run wrote last; None if there is none, or it cannot be read."""
     try:
         found = json.loads((run_dir / WAITS_FILE).read_text())
         written, rows = float(found["time"]), [WaitRow(**row) for row in found["waits"]]

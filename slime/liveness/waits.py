@@ -1,7 +1,7 @@
-"""Everything that waits has an owner, a name and a deadline; a breach is an error that says all three.
+"""Gives every wait an owner, a name and a deadline; a breach is an error that names all three.
 
-The table of waits in progress is what `slime status`, the page and a post-mortem show: workers send theirs to
-the driver with every sign of life, and the driver writes them all down (`slime.liveness.wait_table`).
+`slime status`, the dashboard and post-mortems show the table of waits in progress. Workers send theirs to the
+driver with every heartbeat, and the driver writes them all to a file (`slime.liveness.wait_table`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-TELL_S = 10.0
-OF_ONE_REQUEST = " (request "  # behind it stands the id of a request
+LOG_INTERVAL_S = 10.0
+OF_ONE_REQUEST = " (request "  # in the name of a wait, followed by the id of the request
 _SHORT_S, _MAX_ENDED = 0.01, 5000
 
 
 class WaitTimeout(TimeoutError):
-    """A named wait took longer than it may. `others`: what else this process waited for at that moment."""
+    """A named wait exceeded its deadline. `others`: the other waits of this process at that moment."""
 
     def __init__(self, *words: object):
         super().__init__(*words)
@@ -36,8 +36,9 @@ class WaitTimeout(TimeoutError):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One wait in progress. `deadline_s` None: bounded by what it waits for, which shows that it lives;
-    infinite: meant to last until somebody ends it. `target`: who is waited for; empty: nobody in particular.
+    """One wait in progress. `target`: the process that is waited for; empty: nobody in particular.
+
+    `deadline_s` None: the heartbeat of the target bounds it; infinite: it lasts until somebody ends it.
 
     Example: Wait("trainer-0.train", "driver", 812.4, None, "trainer-0").
     """
@@ -64,13 +65,13 @@ _ended: collections.deque[tuple[Wait, float]] | None = None  # None: nobody asks
 
 
 def keep_ended() -> None:
-    """From now on the waits of this process that took a while are kept for `take_ended`."""
+    """Keep the waits of this process that took a while, for `drain_ended`."""
     global _ended
     _ended = _ended if _ended is not None else collections.deque(maxlen=_MAX_ENDED)
 
 
-def take_ended() -> list[tuple[Wait, float]]:
-    """Those since the last call, each with the seconds since 1970 when it was over."""
+def drain_ended() -> list[tuple[Wait, float]]:
+    """Return the waits that ended since the last call, each with its end in seconds since 1970."""
     with _lock:
         found = list(_ended or ())
         if _ended is not None:
@@ -79,13 +80,13 @@ def take_ended() -> list[tuple[Wait, float]]:
 
 
 def name_process(name: str) -> None:
-    """Who this process is in the table; it owns the waits that name no other owner."""
+    """Set the owner of all waits of this process that name no other owner."""
     global _process_name
     _process_name = name
 
 
 def know_as(address: str, name: str) -> None:
-    """The process behind an address, as the table calls it."""
+    """Show the process at this address under `name` in the wait table."""
     _known_as[address.rstrip("/")] = name
 
 
@@ -94,12 +95,12 @@ def known_as(target: str) -> str:
 
 
 def num_ended() -> int:
-    """How many waits of this process came to their end: as long as it grows, something moves."""
+    """Return the number of waits of this process that ended: while it grows, the run makes progress."""
     return _num_ended
 
 
 def active() -> list[Wait]:
-    """The waits of this process that have not ended, oldest first."""
+    """Return the waits in progress in this process, oldest first."""
     with _lock:
         return sorted(_active.values(), key=lambda w: w.started)
 
@@ -108,9 +109,9 @@ def active() -> list[Wait]:
 def waiting(
     name: str, *, owner: str = "", deadline_s: float | None = None, target: str = "", moves: bool = True
 ) -> Iterator[Wait]:
-    """Registers a wait for its duration; the body enforces the deadline itself.
+    """Register a wait for its duration; the body enforces the deadline itself.
 
-    `moves` False: that it ends says nothing of the run's progress (a look at somebody's health).
+    `moves` False: its end is no progress of the run (a health check).
     """
     global _num_ended
     wait = Wait(name, owner or _process_name, time.monotonic(), deadline_s, target)
@@ -118,8 +119,7 @@ def waiting(
         yield wait
         return
     key = next(_ids)
-    with _lock:
-        _active[key] = wait
+    mark(key, wait)
     try:
         yield wait
     finally:
@@ -132,7 +132,7 @@ def waiting(
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Waits that this thread begins meanwhile are parts of one that is in the table already."""
+    """Leave waits of this thread out of the table: they are parts of one that is in it already."""
     before, _thread.is_quiet = getattr(_thread, "is_quiet", False), True
     try:
         yield
@@ -141,7 +141,7 @@ def quietly() -> Iterator[None]:
 
 
 def mark(key: object, wait: Wait | None) -> None:
-    """What somebody is found to be waiting for, under a key of the caller's; None: it is over."""
+    """Enter a wait under a key of the caller's; None: remove it."""
     with _lock:
         if wait is not None:
             _active[key] = wait
@@ -158,14 +158,14 @@ async def within(
     target: str = "",
     moves: bool = True,
 ) -> T:
-    """`await` with a name and a deadline."""
+    """Await something with a name and a deadline."""
     with waiting(name, owner=owner, deadline_s=deadline_s, target=target, moves=moves):
         try:
             async with asyncio.timeout(deadline_s) as deadline:
                 return await awaitable
         except TimeoutError:
             if not deadline.expired():
-                raise  # a time-out of what was waited for
+                raise  # a timeout of what was waited for
             raise _breach(name, owner, deadline_s) from None
 
 
@@ -178,7 +178,7 @@ def until(
     interval_s: float = 0.05,
     target: str = "",
 ) -> None:
-    """Poll `condition` until it holds. It may raise to give up early with the cause."""
+    """Poll `condition` until it holds; it may raise to give up early with the cause."""
     with waiting(name, owner=owner, deadline_s=deadline_s, target=target) as wait:
         while not condition():
             if wait.age_s > deadline_s:
@@ -186,28 +186,26 @@ def until(
             time.sleep(interval_s)
 
 
+def _breach(name: str, owner: str, deadline_s: float) -> WaitTimeout:
+    by = f" (waited for by {owner})" if owner else ""
+    return WaitTimeout(f"{name}{by}: not done after {deadline_s:.1f} s")
+
+
 @contextlib.contextmanager
-def telling(state: Callable[[], str], interval_s: float = TELL_S) -> Iterator[None]:
-    """Logs `state()` after `interval_s` and then ever less
-    often while the block runs: silence looks like a hang.
-    """
+def logging_progress(state: Callable[[], str], interval_s: float = LOG_INTERVAL_S) -> Iterator[None]:
+    """Log `state()` every `interval_s`, then less often, while the block runs: silence looks like a hang."""
     ended, started = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def log() -> None:
         pause_s = interval_s
         while not ended.wait(pause_s):
             logger.info("%s after %.0f s", state(), time.monotonic() - started)
             pause_s = min(1.5 * pause_s, 6 * interval_s)
 
-    teller = threading.Thread(target=tell, name="telling", daemon=True)
-    teller.start()
+    thread = threading.Thread(target=log, name="progress-log", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        teller.join()
-
-
-def _breach(name: str, owner: str, deadline_s: float) -> WaitTimeout:
-    by = f" (waited for by {owner})" if owner else ""
-    return WaitTimeout(f"{name}{by}: not done after {deadline_s:.1f} s")
+        thread.join()

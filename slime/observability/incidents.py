@@ -15,7 +15,12 @@ INCIDENTS_FILE = "incidents.jsonl"
 _MOST = 1000  # of one start; driver.log has all
 _TEXT = 2000  # characters of one
 # Their warnings tell of engines and workers that were lost and came back.
-_OF_LOSSES = ("slime.engines.fleet", "slime.liveness.heartbeat", "slime.cluster.restart")
+_OF_LOSSES = (
+    "slime.engines.fleet",
+    "slime.liveness.heartbeat",
+    "slime.runtime.worker_watch",
+    "slime.cluster.restart",
+)
 
 
 @dataclass(frozen=True, slots=True)

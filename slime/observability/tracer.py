@@ -220,7 +220,7 @@ def spans_of_waits(rollout_id: int) -> list[Span]:
     """Return what this process waited for since the last call, except waits that have a lane already."""
     kept = [
         (wait, end)
-        for wait, end in waits.take_ended()
+        for wait, end in waits.drain_ended()
         if wait.owner not in _OF_THE_LOOP and waits.OF_ONE_REQUEST not in wait.name
     ]
     kept = sorted(kept, key=lambda entry: entry[0].started - entry[1])[:_MAX_WAITS]

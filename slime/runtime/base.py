@@ -161,8 +161,8 @@ class Runtime(Protocol):
     def failure(self) -> concurrent.futures.Future[None]:
         """Gets the error of a worker that died, or is silent for too long, whether or not somebody waits."""
 
-    def before_silence(self, tell: Callable[[WorkerDied], None]) -> None:
-        """`tell` is called with the error of a silent worker while everybody still waits for it."""
+    def before_silence(self, explain: Callable[[WorkerDied], None]) -> None:
+        """Call `explain` with the error of a silent worker while everybody still waits for it."""
 
     def forget_failure(self) -> None:
         """Whoever was lost has been replaced: `failure` is another future from now on."""

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Generic
 
 from slime.liveness import stacks, waits
-from slime.liveness.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
 from slime.liveness.notes import Notes
 from slime.liveness.vital_signs import Signs, signs_of
 from slime.runtime.base import Handle, P, R, T, WorkerSpec
 from slime.runtime.placement import Placement, Slot
 from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
+from slime.runtime.worker_watch import DEFAULT_LIMIT_S, WorkerSilent, WorkerWatch
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.files import tensor_pickle
 from slime.utils.machine import shm, warm_start
@@ -194,7 +194,11 @@ class ProcessHandle(Handle[T]):
     def title(self) -> str:
         return f"{self.name} (pid {self.pid})"
 
-    def heard(self) -> bool:
+    @property
+    def wait_name(self) -> str:
+        return self.name
+
+    async def heard(self, timeout_s: float) -> bool:
         heard, self._heard = self._heard, False
         return heard
 
@@ -253,7 +257,7 @@ class LocalRuntime:
     def __init__(self, run_dir: Path, shm_prefix: str, silence_limit_s: float = DEFAULT_LIMIT_S):
         self._run_dir, self._shm_prefix = run_dir, shm_prefix
         self._handles: list[Handle[Any]] = []
-        self._heartbeats = HeartbeatWatch(silence_limit_s)
+        self._watch = WorkerWatch(silence_limit_s)
 
     @property
     def log_folder(self) -> Path:
@@ -278,13 +282,13 @@ class LocalRuntime:
 
     @property
     def failure(self) -> concurrent.futures.Future[None]:
-        return self._heartbeats.failure
+        return self._watch.failure
 
     def forget_failure(self) -> None:
-        self._heartbeats.forget_failure()
+        self._watch.forget_failure()
 
-    def before_silence(self, tell: Callable[[WorkerDied], None]) -> None:
-        self._heartbeats.on_silence = tell
+    def before_silence(self, explain: Callable[[WorkerDied], None]) -> None:
+        self._watch.on_silence = explain
 
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         if spec.near_driver:
@@ -294,7 +298,7 @@ class LocalRuntime:
         log_path = self.log_folder / f"{spec.name}.log"
         handle: ProcessHandle[T] = ProcessHandle(spec, log_path, self._shm_prefix)
         handle.send(WORK, MAKE, (f"{cls.__module__}.{cls.__qualname__}", *args), kwargs)
-        self._heartbeats.add(handle)
+        self._watch.add(handle)
         self._handles.append(handle)
         return handle
 
@@ -318,7 +322,7 @@ class LocalRuntime:
         return SegmentRef(segment.name)
 
     def close(self) -> None:
-        self._heartbeats.close()
+        self._watch.close()
         handles, self._handles = self._handles, []
         for handle in reversed(handles):
             handle.kill()

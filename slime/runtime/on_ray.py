@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime.liveness import stacks, waits
-from slime.liveness.heartbeat import BEAT_S, DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
+from slime.liveness.heartbeat import BEAT_S
 from slime.liveness.notes import Notebook, Notes, working
 from slime.liveness.vital_signs import Signs, signs_of
 from slime.runtime import reports
@@ -28,6 +28,7 @@ from slime.runtime.placement import Machine, Placement, Slot
 from slime.runtime.ray_folder import short_folder
 from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import CONTROL, WORK, invoke, make_object
+from slime.runtime.worker_watch import DEFAULT_LIMIT_S, WorkerSilent, WorkerWatch
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine.cores import num_cores
 from slime.utils.machine.processes import import_environment, last_lines, open_log
@@ -98,7 +99,7 @@ class _Actor:
     def pulse(self) -> tuple[str, int, Notes, list[reports.Report]]:
         """Where it lives: node and process; what it waits for, and what it logged."""
         node = ray.get_runtime_context().get_node_id()
-        return node, os.getpid(), self._notebook.look(), reports.drain_reports()
+        return node, os.getpid(), self._notebook.take(), reports.drain_reports()
 
     def live(self) -> None:
         """Never answers: with its process ends the call, which Ray tells at once."""
@@ -210,7 +211,11 @@ class RayHandle(Handle[T]):
     def title(self) -> str:
         return f"{self.name} (pid {self._pid} on node {self._node})"
 
-    def heard(self) -> bool:
+    @property
+    def wait_name(self) -> str:
+        return self.name
+
+    async def heard(self, timeout_s: float) -> bool:
         """Whether it answered. Until its object is made it may be silent: torch loads from a cold disk."""
         if self._question is None:
             self._question = self._ask()
@@ -258,7 +263,7 @@ class RayRuntime:
     ):
         self._owns_ray = not ray.is_initialized()
         self._run_dir, self._silence_limit_s, self._host_timeout_s = run_dir, silence_limit_s, host_timeout_s
-        self._heartbeats = HeartbeatWatch(silence_limit_s)
+        self._watch = WorkerWatch(silence_limit_s)
         self._handles: list[Handle[Any]] = []
         if self._owns_ray:
             _join_or_start()
@@ -269,10 +274,10 @@ class RayRuntime:
 
     def __getstate__(self) -> dict[str, Any]:
         """An actor that spawns others owns them, and neither Ray nor the devices."""
-        return {**self.__dict__, "_owns_ray": False, "_handles": [], "_group": None, "_heartbeats": None}
+        return {**self.__dict__, "_owns_ray": False, "_handles": [], "_group": None, "_watch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _heartbeats=HeartbeatWatch(state["_silence_limit_s"]))
+        self.__dict__.update(state, _watch=WorkerWatch(state["_silence_limit_s"]))
 
     @property
     def log_folder(self) -> Path:
@@ -401,19 +406,19 @@ class RayRuntime:
 
     @property
     def failure(self) -> concurrent.futures.Future[None]:
-        return self._heartbeats.failure
+        return self._watch.failure
 
     def forget_failure(self) -> None:
-        self._heartbeats.forget_failure()
+        self._watch.forget_failure()
 
-    def before_silence(self, tell: Callable[[WorkerDied], None]) -> None:
-        self._heartbeats.on_silence = tell
+    def before_silence(self, explain: Callable[[WorkerDied], None]) -> None:
+        self._watch.on_silence = explain
 
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
         log = self.log_folder / f"{spec.name}.log"  # on the machine where it runs
         handle: RayHandle[T] = RayHandle(spec, node, log, (cls, args, kwargs))
-        self._heartbeats.add(handle)
+        self._watch.add(handle)
         self._handles.append(handle)
         return handle
 
@@ -434,7 +439,7 @@ class RayRuntime:
         return ObjectRef((ray.put(value),))
 
     def close(self) -> None:
-        self._heartbeats.close()
+        self._watch.close()
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.kill()

@@ -75,7 +75,7 @@ class _Worker:
         notebook = Notebook()
         with contextlib.suppress(OSError):  # the driver is gone, which the reader sees
             while True:
-                frame = BEAT + pickle.dumps((notebook.look(), reports.drain_reports()))
+                frame = BEAT + pickle.dumps((notebook.take(), reports.drain_reports()))
                 with self._write_lock:
                     self._connection.send_bytes(frame)
                 time.sleep(BEAT_S)

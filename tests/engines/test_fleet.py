@@ -106,7 +106,8 @@ def test_an_engine_that_computes_is_not_replaced_although_it_is_silent(make):
     fleet = make(silence_limit_s=1.0)
     fleet.start()
     fleet.set_mood("spins")
-    [clock] = fleet.fleet._pulse._clocks
+    [watched] = fleet.fleet._heartbeats._watched.values()
+    clock = watched.clock
     eventually(lambda: clock.silent_s > 2.0)
     fleet.set_mood("well")
     eventually(lambda: clock.silent_s == 0.0)

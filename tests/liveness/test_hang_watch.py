@@ -10,10 +10,10 @@ from patience import PATIENCE_S, eventually
 
 from slime.liveness import hang_watch, vital_signs, waits
 from slime.liveness.hang_watch import HangWatch, RunHangs
-from slime.liveness.heartbeat import WorkerSilent
 from slime.liveness.notes import NotedWait, Notes
 from slime.liveness.vital_signs import Signs
 from slime.liveness.wait_table import read_table
+from slime.runtime.worker_watch import WorkerSilent
 
 
 class FakeRuntime:

@@ -98,28 +98,6 @@ def test_exceptions_and_cancellations_go_through(watch):
     asyncio.run(main())
 
 
-def test_what_is_begun_gives_the_same_whether_it_waits_or_not(watch, caplog):
-    async def at_once(value):
-        return value
-
-    async def run_to_end(call):
-        ended, value = watch.begin("reward", call)
-        return ended, value if ended else await value
-
-    async def main():
-        assert await run_to_end(at_once(3)) == (True, 3)
-        assert await run_to_end(waits(0.01)) == (False, 0.01)
-        assert await run_to_end(sleeps_without_await(0.3)) == (False, 0.3)  # its second step is watched too
-        with pytest.raises(KeyError, match="gold"):
-            await run_to_end(raises())
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await run_to_end(waits(60))
-
-    asyncio.run(main())
-    assert "reward held up the event loop" in caplog.text
-
-
 def test_a_regular_expression_that_lets_nobody_run_is_shown_by_the_interpreter():
     script = """
 import asyncio, re, time
@@ -153,11 +131,11 @@ from slime.liveness.loop_watch import loop_watch
 async def one():
     return 1
 names = lambda: [t.name for t in threading.enumerate()].count("loop-watch")
-assert loop_watch.begin("mine", one()) == (True, 1) and names() == 1
+assert asyncio.run(loop_watch.run("mine", one())) == 1 and names() == 1
 child = os.fork()
 if child == 0:
     before = names()
-    loop_watch.begin("mine", one())
+    asyncio.run(loop_watch.run("mine", one()))
     os._exit(0 if (before, names()) == (0, 1) else 1)
 assert os.waitpid(child, 0)[1] == 0
 """

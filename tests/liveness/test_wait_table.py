@@ -25,7 +25,7 @@ def test_overdue_waits_are_read_first(tmp_path):
     write_table(tmp_path, [row("driver", "old", age=500), row("driver", "late", age=20, deadline=10)])
     table = read_table(tmp_path)
     assert [r.what for r in table.rows] == ["late", "old"] and [r.what for r in table.overdue] == ["late"]
-    assert "deadline 10 s OVERDUE" in table.rows[0].told(table.time)
+    assert "deadline 10 s OVERDUE" in table.rows[0].describe(table.time)
 
 
 def test_a_folder_without_a_table_or_with_half_of_one_has_none(tmp_path):

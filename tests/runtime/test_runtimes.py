@@ -12,10 +12,10 @@ from patience import PATIENCE_S, eventually
 from worker_target import Reporting, SlowToMake, Target, Unmade, Unreadable
 
 from slime.liveness import heartbeat, waits
-from slime.liveness.heartbeat import WorkerSilent
 from slime.runtime.base import Guarded, WorkerSpec, gather
 from slime.runtime.local import LocalFuture, LocalRuntime
 from slime.runtime.placement import Slot
+from slime.runtime.worker_watch import WorkerSilent
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine import shm
 
@@ -173,7 +173,7 @@ def test_a_death_is_noticed_although_nobody_waits_with_the_last_lines_of_its_log
 
 
 def test_the_death_itself_tells_of_it_and_no_look_of_a_watch(watched_alone, monkeypatch):
-    monkeypatch.setattr(heartbeat._Watched, "look", lambda watched, elapsed_s: None)
+    monkeypatch.setattr(heartbeat.HeartbeatWatch, "_judge", lambda *rest: None)
     doomed = watched_alone.spawn(WorkerSpec("doomed"), Target, 0)
     os.kill(doomed.call(Target.pid).result(PATIENCE_S), signal.SIGKILL)
     with pytest.raises(WorkerDied, match="doomed"):

@@ -161,7 +161,7 @@ def _wait_lines(table: WaitTable, running: bool) -> list[str]:
     silent_s = time.time() - table.time
     late = f", as of {datetime.timedelta(seconds=round(silent_s))} ago" if silent_s > _LATE_S else ""
     title = f"  waits{late}:" if running else "  waits when it ended:"
-    rows = [f"    {row.told(table.time)}" for row in table.rows[:_SHOWN_WAITS]]
+    rows = [f"    {row.describe(table.time)}" for row in table.rows[:_SHOWN_WAITS]]
     more = len(table.rows) - len(rows)
     return [title, *rows, *([f"    and {more} more (--json shows all)"] if more > 0 else [])]
 

@@ -125,22 +125,16 @@ def rm_type_of(args: PluginArgs, sample: Sample) -> str:
 
 async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) -> Any:
     """Call a user's reward function, async or plain, with a deadline; a mistake in it ends the run."""
-    function, name, rest = load_function(path), f"{CUSTOM_RM} {path}", None
-
+    function, name = load_function(path), f"{CUSTOM_RM} {path}"
     telling_mistakes = plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=_KEPT)
-    if _is_async(function) and not takes_columns(function):
-        with telling_mistakes:
-            ended, rest = loop_watch.begin(name, function(args, subject, **kwargs))
-        if ended:
-            return rest  # it never waited, and nothing could have ended it earlier
     waited = waits.waiting(f"reward {path}", owner="rollout", deadline_s=timeout_s(args, "generate"))
     try:
         async with asyncio.timeout(timeout_s(args, "generate")) as deadline:
             with waited, telling_mistakes:
-                if rest is not None:
-                    return await rest
                 if takes_columns(function):
                     return await _call_with_columns(args, path, function, subject)
+                if _is_async(function):
+                    return await loop_watch.run(name, function(args, subject, **kwargs))
                 value = await _in_thread(name, lambda: function(args, subject, **kwargs))
                 return await value if inspect.isawaitable(value) else value
     except TimeoutError:
