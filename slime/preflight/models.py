@@ -69,7 +69,7 @@ def check_weights(args: Args) -> Iterator[Finding]:
     resumes = args.load is not None and Path(args.load).is_dir()
     if args.hf_checkpoint is None or args.start_from != args.hf_checkpoint or resumes or not folder.is_dir():
         return
-    of_their_own = args.rollout_external_engine_addrs or ENGINES[args.rollout_engine].find_python is not None
+    of_their_own = args.rollout_external_engine_addrs or ENGINES[args.rollout_engine].own_python
     if args.debug_rollout_only and of_their_own:
         return  # engines may have them from elsewhere
     files = model_files(folder)

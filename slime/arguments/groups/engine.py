@@ -3,9 +3,7 @@
 import importlib.util
 import itertools
 from dataclasses import dataclass
-from pkgutil import resolve_name
 
-from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.catalog.backends import BACKENDS
@@ -203,46 +201,21 @@ class WeightSyncFlags:
 
 def engine_choice(draft: Draft) -> None:
     if draft.rollout_engine not in ENGINES:  # auto
-        meant = [name for name, row in ENGINES.items() if any(getattr(draft, f) for f in row.chosen_by)]
-        engine = meant[0] if meant else DEFAULT_ENGINE
-        draft.derive("rollout_engine", engine, ENGINES[engine].chosen_why or "needs nothing")
+        meant = {name: why for name, row in ENGINES.items() if (why := row.rules.why_meant(draft))}
+        engine, why = next(iter(meant.items()), (DEFAULT_ENGINE, "needs nothing"))
+        draft.derive("rollout_engine", engine, why)
     kind = ENGINES[draft.rollout_engine]
-    if kind.find_python and not draft.debug_train_only and not draft.rollout_external_engine_addrs:
-        given, reason = getattr(draft, kind.python_flag), f"--rollout-engine {draft.rollout_engine}"
-        python = resolve_name(kind.find_python)(given, reason)
-        if given is None:
-            draft.derive(kind.python_flag, python, f"where {kind.label} is installed")
+    if kind.own_python and not draft.debug_train_only and not draft.rollout_external_engine_addrs:
+        found = kind.rules.interpreter(draft.sglang_python, f"--rollout-engine {draft.rollout_engine}")
+        for name, python in found.items():
+            if getattr(draft, name) is None:
+                draft.derive(name, python, f"where {kind.label} is installed")
 
 
 def reproducible_engine(draft: Draft) -> None:
-    """The last bits of log-probs depend on which requests are computed together, and that on timing."""
-    if not draft.deterministic_mode:
-        return
-    kind = ENGINES[draft.rollout_engine]
-    if kind.reproduces_on_gpus_only:
-        _tell_of_no_gpu(draft, kind.label)
-    flag = kind.single_request_flag
-    if flag is None:
-        return
-    if not draft.was_given(flag):
-        draft.derive(flag, 1, "--deterministic-mode")
-    elif getattr(draft, flag) != 1:
-        raise ValueError(
-            f"--{flag.replace('_', '-')} is {getattr(draft, flag)} with --deterministic-mode: log-probs of "
-            "requests that are computed together depend on which they are, and that on timing; leave it "
-            "out, or do without --deterministic-mode."
-        )
-
-
-def _tell_of_no_gpu(draft: Draft, label: str) -> None:
-    """Warns where this machine has no GPU; what a cluster or the servers of others have is not known here."""
-    others = draft.runtime == "ray" or draft.rollout_external_engine_addrs or draft.debug_train_only
-    if not others and not visible_gpus():
-        draft.warn(
-            f"--deterministic-mode: {label} has its deterministic mode on GPUs only, and this machine shows "
-            "none: tokens differ from run to run, and only what is trained on is kept and counted exactly; "
-            "--rollout-engine embedded gives the same bits on a CPU."
-        )
+    """Make the engine draw the same tokens in every run, as far as it can."""
+    if draft.deterministic_mode:
+        ENGINES[draft.rollout_engine].rules.make_reproducible(draft)
 
 
 _DRAFT_BY_HEADS = ("EAGLE", "NEXTN")

@@ -145,24 +145,13 @@ def _adapters_alone(draft: Draft) -> None:
             f"--lora-sync adapter with first weights of {draft.start_from}: engines start from "
             "--hf-checkpoint, and adapters alone do not bring them there; use --lora-sync merged."
         )
-    engine = ENGINES[draft.rollout_engine]
-    if draft.offload_rollout and engine.loses_weights_with_memory:
-        raise ValueError(
-            f"--lora-sync adapter with --offload-rollout on {engine.label} engines: they lose the model with "
-            "their memory, and adapters alone do not bring it back; use --lora-sync merged."
-        )
     functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
     own = [
-        name
+        "--" + name.replace("_", "-")
         for name in functions
         if not (getattr(draft, name) or "slime.rollout.").startswith("slime.rollout.")
     ]
-    if own and engine.requests_name_adapters:
-        flag = "--" + own[0].replace("_", "-")
-        raise ValueError(
-            f"--lora-sync adapter with {flag} on {engine.label} engines: requests of one's own that do not "
-            "name the adapter would be answered by the model without it; use --lora-sync merged."
-        )
+    ENGINES[draft.rollout_engine].rules.check_adapter_sync(draft, own[0] if own else None)
 
 
 def weight_copies(draft: Draft) -> None:

@@ -13,7 +13,6 @@ from slime.engines.launch_plan import EnginePlace, EngineSite
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.processes import import_environment, thread_environment
-from slime.utils.misc import load_function
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 
@@ -28,7 +27,7 @@ def check_engine(
     plan = LaunchPlan(
         name=f"{name} engine",
         command=_command(kind, f"--engine {name}", model, prefix),
-        env={**thread_environment(1), **({} if kind.find_python else import_environment())},
+        env={**thread_environment(1), **({} if kind.own_python else import_environment())},
         log_path=folder / "engine.log",
         start_timeout_s=deadline_s,
     )
@@ -45,15 +44,14 @@ def check_engine(
 
 def _command(kind: EngineKind, flag: str, model: Path, prefix: str) -> Command:
     changes: dict[str, Any] = {"embedded_max_running_requests": 16, "embedded_max_total_tokens": 4096}
-    if kind.find_python:
-        changes[kind.python_flag] = load_function(kind.find_python)(None, flag)
+    changes |= kind.rules.interpreter(None, flag)
     # A folder with only a config has no tokenizer, and tokens are all that is asked here.
     skip = kind.takes_sglang_flags and not any(model.glob("tokenizer*"))
     words = ("--skip-tokenizer-init",) if skip else ()
     place = EnginePlace("engine", "default", "regular", machine=0, gpu_ids=(), num_gpus=1, words=words)
     site = EngineSite(str(model), False, place, gpu_ids=(), host="127.0.0.1", shm_prefix=prefix, threads=1)
     args = default_args(dtype="float32", embedded_device="cpu", **changes)
-    command: Command = load_function(kind.command)(args, site)
+    command: Command = kind.command.run_command(args, site)
     return command
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from slime.arguments import Args
 from slime.engines.engine_process import Command
 from slime.engines.launch_plan import EngineSite
+from slime.utils.files.safetensors_files import all_files
+
+_TINY_BYTES = 4 << 20  # of all weights
 
 
 def run_command(args: Args, site: EngineSite) -> Command:
@@ -26,6 +29,17 @@ def run_command(args: Args, site: EngineSite) -> Command:
         fp8_block=site.quantization["weight_block_size"] if site.quantization else None,
         host=site.host,
     )
+
+
+def run_environment(args: Args, site: EngineSite) -> dict[str, str]:
+    """Return variables of the engine's process: it needs none."""
+    return {}
+
+
+def num_threads(model: Path, cores: int) -> int:
+    """Return how many threads an engine computes with; sharing the products of a tiny model costs time."""
+    is_tiny = model.is_dir() and 0 < sum(file.stat().st_size for file in all_files(model)) <= _TINY_BYTES
+    return 1 if is_tiny else cores
 
 
 def embedded_command(

@@ -14,6 +14,7 @@ from slime.engines.embedded.decode.paged import can_read_pages
 from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
 from slime.engines.embedded.packed_matrices import PackedMatrices
 from slime.engines.embedded.request_images import FeatureCache, ImageRows
+from slime.engines.embedded.rules import NEEDS_OTHER, unserved_layers
 from slime.engines.embedded.sampler import PlainDraw, draw_plainly
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.traced import TracedPasses, gains
@@ -27,8 +28,6 @@ _CPU_POOL_BYTES = 256 << 20
 _CUDA_POOL_SHARE = 0.4  # of the memory that is free once the weights are loaded
 _BLOCK_SIZE = 16
 _SMALL_BLOCK_SIZE = 4  # where rows gather keys in spans: more of what prompts begin with is shared
-_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_NEEDS_OTHER = "cannot run on the embedded engine's attention function; use --rollout-engine sglang"
 
 
 def resolve_device(name: str) -> torch.device:
@@ -77,7 +76,7 @@ class ModelRunner:
             if error.args != (attention.NAME,):
                 raise
             # A family that looks its attention up in a table of its own.
-            raise ValueError(f"the model of {model_path} {_NEEDS_OTHER}") from error
+            raise ValueError(f"the model of {model_path} {NEEDS_OTHER}") from error
         self.model.to(self.device).eval().requires_grad_(False)
         self._matrices = PackedMatrices(self.model)
         self.config = self.model.config.get_text_config()
@@ -125,11 +124,11 @@ class ModelRunner:
             else:
                 run_text(self.model, one, one, None, None, plan=None, pool=probe)
         except (TypeError, KeyError) as error:  # a layer that does not hand its attention on
-            raise ValueError(f"{type(self.model).__name__} {_NEEDS_OTHER} ({error})") from error
+            raise ValueError(f"{type(self.model).__name__} {NEEDS_OTHER} ({error})") from error
         if probe.repeats:
             raise ValueError(
                 f"{type(self.model).__name__} attends several times in a layer, with keys of its own each "
-                f"time, of which a pool holds one: it {_NEEDS_OTHER}"
+                f"time, of which a pool holds one: it {NEEDS_OTHER}"
             )
         return probe
 
@@ -310,15 +309,9 @@ def _auto_class(sees: bool) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def why_unserved(config: Any) -> str | None:
-    """Why this engine cannot serve a model of such a configuration, as far as that says it; None: it may."""
-    kinds = sorted(set(vars(config).get("layer_types") or ()) - _SERVED_LAYERS)
-    return f"a {config.model_type} has {', '.join(kinds)} layers and {_NEEDS_OTHER}" if kinds else None
-
-
 def _refuse_unsupported(model: Any, config: Any) -> None:
-    kinds = set(vars(config).get("layer_types") or ()) - _SERVED_LAYERS
+    kinds = unserved_layers(config)
     stateful = any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
     if kinds or stateful or not model._supports_attention_backend:
-        what = f"has {', '.join(sorted(kinds))} layers and " if kinds else ""
-        raise ValueError(f"{type(model).__name__} {what}{_NEEDS_OTHER}")
+        what = f"has {', '.join(kinds)} layers and " if kinds else ""
+        raise ValueError(f"{type(model).__name__} {what}{NEEDS_OTHER}")

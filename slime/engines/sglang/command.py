@@ -88,6 +88,11 @@ def run_environment(args: Args, site: EngineSite) -> dict[str, str]:
     return {}
 
 
+def num_threads(model: Path, cores: int) -> int:
+    """Return how many threads each process computes with: the threads of several would compete."""
+    return 1
+
+
 def _sees(site: EngineSite) -> bool:
     return read_config(site.model_path).get("model_type") in VISION_FAMILIES
 
