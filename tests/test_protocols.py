@@ -51,7 +51,7 @@ from slime.simulation.costs import EngineCost, TrainerCost
 from slime.simulation.modelled_engines import AnswerLengths, EngineCosts
 from slime.simulation.modelled_trainer import TrainerCosts
 from slime.simulation.workload import LengthModel
-from slime.utils.http_utils import Forwarder, Observer
+from slime.utils.http_utils import Observer
 from slime.utils.machine.processes import Child
 from slime.utils.machine.warm_start import WarmChild
 from slime.utils.misc import load_function
@@ -92,7 +92,6 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     ExpertArgs: [PluginArgs],
     Journal: [CountingJournal],
     Observer: [PolicyRequests],
-    Forwarder: [Balancer],
     Runtime: [LocalRuntime],
     Beating: [ProcessHandle, HttpBeat],
     Worker: [ProcessHandle],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.record import RECORD_FILE, LedgerReader
 from slime.rollout import ledger
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, train_output
 from slime.rollout.collection.versions import push_plan
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.fully_async_rollout import restart_pool
@@ -204,7 +205,7 @@ class RolloutManager:
         if self._ledger is not None:
             self._ledger.begin(rollout_id, version)
         set_current_rollout_id(rollout_id)
-        output = self._engines.guard(lambda: self._samples_of(rollout_id))
+        output = self._engines.guard(functools.partial(self._samples_of, rollout_id))
         forward_s = in_background(self._engines.forward_seconds, "forward seconds")  # beside what follows
         samples = flatten_samples(output.samples)
         if self._args.save_debug_rollout_data:
@@ -239,9 +240,8 @@ class RolloutManager:
         path = self._args.rollout_function_path
         watched = contextlib.nullcontext() if _is_ours(path) else PolicyRequests(self._plugin_args).entered()
         with watched, _named("--rollout-function-path", path, f"rollout {rollout_id}"):
-            return call_rollout_fn(
-                self._rollout_fn, self._plugin_args, rollout_id, self._data_source, evaluation=False
-            )
+            output = self._rollout_fn(self._plugin_args, rollout_id, self._data_source, evaluation=False)
+            return train_output(self._rollout_fn, output)
 
     def _tell_of_other_clients(self) -> None:
         """Once: of requests that only the engines saw."""

@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -149,6 +149,21 @@ def mark(key: object, wait: Wait | None) -> None:
             _active.pop(key, None)
 
 
+@contextlib.asynccontextmanager
+async def limited(
+    name: str, deadline_s: float, *, owner: str = "", target: str = "", moves: bool = True
+) -> AsyncIterator[None]:
+    """Give everything that the block awaits a name and a deadline."""
+    with waiting(name, owner=owner, deadline_s=deadline_s, target=target, moves=moves):
+        try:
+            async with asyncio.timeout(deadline_s) as deadline:
+                yield
+        except TimeoutError:
+            if not deadline.expired():
+                raise  # a time-out of what was waited for
+            raise _breach(name, owner, deadline_s) from None
+
+
 async def within(
     awaitable: Awaitable[T],
     name: str,
@@ -158,15 +173,9 @@ async def within(
     target: str = "",
     moves: bool = True,
 ) -> T:
-    """Await something with a name and a deadline."""
-    with waiting(name, owner=owner, deadline_s=deadline_s, target=target, moves=moves):
-        try:
-            async with asyncio.timeout(deadline_s) as deadline:
-                return await awaitable
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # a timeout of what was waited for
-            raise _breach(name, owner, deadline_s) from None
+    """Await one thing with a name and a deadline."""
+    async with limited(name, deadline_s, owner=owner, target=target, moves=moves):
+        return await awaitable
 
 
 def until(

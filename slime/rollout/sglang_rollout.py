@@ -6,12 +6,10 @@ call and replace these names, so each is looked up in this module when it is use
 
 import asyncio
 import copy
-import functools
 import inspect
-import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
@@ -42,7 +40,6 @@ from slime.rollout.generation.generate_request import (
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.generation.returned import CUSTOM_GENERATE, check_returned, without_a_score
 from slime.rollout.generation.scope import RequestScope
-from slime.rollout.generation.siblings import Ways, generate_siblings, go_together
 from slime.rollout.generation.state import GenerateState, get_model_url
 from slime.rollout.generation.turnstile import call_or_wait, can_be_kept
 from slime.rollout.prompt_groups import (
@@ -54,26 +51,22 @@ from slime.rollout.prompt_groups import (
     describe_fully,
     is_finished,
     mask_earlier_tokens,
-    without_response,
 )
 from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.rm_hub.hub import waits_for_group
-from slime.rollout.rm_hub.scoring import score_one
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.utils import http_utils
-from slime.utils.async_utils import run, side_by_side
+from slime.utils.async_utils import run
 from slime.utils.errors import EpisodeEnded, RunStopped
 from slime.utils.machine.garbage import searching_new_only
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import Sample, flatten_samples
-from slime.wire.grouped import MAX_MEMBERS
 
 __all__ = ["GenerateState", "abort", "eval_rollout", "generate", "generate_and_rm", "generate_and_rm_group"]
 __all__ += ["generate_rollout", "get_model_url"]
 
 logger = logging.getLogger(__name__)
-_TELL_AFTER_S = 0.1  # the ledger, of samples that ended while others of their group go on
 
 ABORT_DEADLINE_S = 20.0
 MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
@@ -97,7 +90,9 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
             return sample
         request = build_request(args, sample, sampling_params, budget)
         with trace_span(sample, "generate") as span:
-            answer = await state.send(request)
+            async with state.sending(request) as note_tokens:
+                answer = await state.client.generate(request)
+                note_tokens(len(answer.ids))
             span.update({"tokens": len(answer.ids), **state.engine_of(answer)})
         check_answer(args, request, answer)
         sample.append_response_tokens(
@@ -137,7 +132,7 @@ async def generate_and_rm(
                 with not_trained():
                     made = await _call_until_ended(args, sample, sampling_params)
             else:
-                made = await _call_generate(args, sample, sampling_params, evaluation=False)
+                made = await _generate_call(args, sample, sampling_params, evaluation=False)
         sample = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
     if not waits_for_group(args):
         await _score(args, flatten_samples([sample]), evaluation)
@@ -151,7 +146,7 @@ async def _call_until_ended(args: PluginArgs, sample: Sample, sampling_params: d
     """
     origin = copy_sample(sample)
     for attempt in range(1, MAX_IDLE_RESUBMITS + 1):
-        made = await _call_generate(args, sample, dict(sampling_params), evaluation=True)
+        made = await _generate_call(args, sample, dict(sampling_params), evaluation=True)
         cut_short = any(s.status is Sample.Status.ABORTED for s in flatten_samples([made]))
         if not cut_short or GenerateState(args).aborted:
             return made
@@ -163,16 +158,15 @@ async def _call_until_ended(args: PluginArgs, sample: Sample, sampling_params: d
     )
 
 
-async def _call_generate(
+def _generate_call(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> Entry:
+) -> Coroutine[Any, Any, Entry]:
+    """Return the call of the sample's generate function: `generate`, or one that the user brings."""
     path = sample.generate_function_path or args.custom_generate_function_path
     if path is None:
-        return await generate(args, sample, sampling_params)
+        return generate(args, sample, sampling_params)
     call = _call_function(args, path, sample, sampling_params, evaluation)
-    if evaluation or not can_be_kept(args):
-        return await call
-    return await call_or_wait(sample, call)
+    return call if evaluation or not can_be_kept(args) else call_or_wait(sample, call)
 
 
 async def _call_function(
@@ -243,6 +237,8 @@ async def generate_and_rm_group(
 async def _generate_group(
     args: PluginArgs, group: Group, sampling_params: dict[str, Any], evaluation: bool
 ) -> Group:
+    """Generate all entries at once. The flags decide what happens when one of them is slow or fails."""
+
     def attempt(entry: Entry, spare: bool = False) -> Coroutine[Any, Any, Entry]:
         return _generate_with_retries(args, entry, sampling_params, evaluation, spare)
 
@@ -250,69 +246,10 @@ async def _generate_group(
         return await first_to_end(
             group, args.spare_samples_per_prompt, attempt, lambda scope: abort_scope(args, scope, None)
         )
+    tasks = [asyncio.ensure_future(attempt(entry)) for entry in group]
     if args.group_failure_action == "keep" and not evaluation:
-        return await keep_the_rest(group, [attempt(entry) for entry in group])
-    state = GenerateState(args)
-    if not evaluation and _usual_way() and go_together(group, args, sampling_params, state.semaphore):
-        ways = Ways(state.client, state.semaphore, state.scope, state.engine_of)
-        finish = functools.partial(_finish_siblings, args, attempt)
-        work = [
-            generate_siblings(args, part, sampling_params, state.tokenizer, ways, finish, attempt)
-            for part in _requests_of(group)
-        ]
-        return await work[0] if len(work) == 1 else [*itertools.chain(*await all_or_none(work))]
-    return await all_or_none([attempt(entry) for entry in group])
-
-
-def _requests_of(group: list[Sample]) -> list[list[Sample]]:
-    """The samples by the request that they go with: as few as may be, of like sizes, all of them at once."""
-    count = -(-len(group) // MAX_MEMBERS)
-    edges = [len(group) * number // count for number in range(count + 1)]
-    return [group[start:end] for start, end in itertools.pairwise(edges)]
-
-
-def _usual_way() -> bool:
-    """Whether groups are generated as this file does it, and none waits in the ledger since a crash."""
-    durable = ledger.current()
-    return (generate, generate_and_rm) == _OWN and not (durable is not None and durable.may_recall)
-
-
-def _lacks_reward(sample: Sample) -> bool:
-    unscored = sample.reward is None and sample.reward_failure is None
-    return unscored and sample.status is not Sample.Status.ABORTED
-
-
-async def _finish_siblings(
-    args: PluginArgs, again: Callable[[Sample], Coroutine[Any, Any, Entry]], samples: list[Sample]
-) -> list[Entry]:
-    scores, durable = not waits_for_group(args), ledger.current()
-    loop = asyncio.get_running_loop()
-    done: list[Sample] = []  # and not told yet
-
-    def tell() -> None:
-        if done and durable is not None:
-            durable.finished_from_prompt(done)
-            done.clear()
-
-    async def finish(sample: Sample) -> Entry:
-        try:
-            if scores and _lacks_reward(sample):
-                with not_trained():  # a reward may ask the policy itself
-                    await score_one(args, sample)
-        except Exception as error:
-            if is_permanent(error) or isinstance(error, (RunStopped, RewardConfigError)):
-                raise
-            logger.warning("%s begins again (%s: %s)", describe(sample), type(error).__name__, error)
-            return await again(without_response(sample))
-        if not done:
-            loop.call_later(_TELL_AFTER_S, tell)
-        done.append(sample)
-        return sample
-
-    try:
-        return await side_by_side(finish, samples)
-    finally:
-        tell()  # before anybody gets them
+        return await keep_the_rest(group, tasks)
+    return await all_or_none(tasks)
 
 
 async def _generate_with_retries(
@@ -338,9 +275,6 @@ async def _generate_with_retries(
             logger.warning("attempt %d of %d: %s", attempt, allowed, cause)
             entry = copy_group(origin)[0]
     raise AssertionError("the last attempt either returns or raises")
-
-
-_OWN = (generate, generate_and_rm)  # before any plug-in put its own in their place
 
 
 async def abort(args: PluginArgs, rollout_id: int) -> None:
@@ -393,11 +327,13 @@ async def _worker_urls(args: PluginArgs) -> list[str]:
         return list(args.engine_urls)
 
 
-async def start_group(args: PluginArgs, group: Group, sampling_params: dict[str, Any]) -> Group:
-    """What training asks of a group: its samples, and the greedy answer that some are compared with."""
+def start_group(
+    args: PluginArgs, group: Group, sampling_params: dict[str, Any]
+) -> Coroutine[Any, Any, Group]:
+    """Return the work on one training group: its samples, and a greedy response if the estimator needs it."""
     if not ESTIMATORS[args.advantage_estimator].needs_greedy_answer:
-        return await generate_and_rm_group(args, group, sampling_params)
-    return await with_greedy_baseline(
+        return generate_and_rm_group(args, group, sampling_params)
+    return with_greedy_baseline(
         args, group, sampling_params, lambda entries, params: generate_and_rm_group(args, entries, params)
     )
 

@@ -40,6 +40,7 @@ from slime.simulation import workload as work
 from slime.simulation.clock import Clock, ModelledHandle
 from slime.simulation.costs import Costs
 from slime.simulation.modelled_engines import ROUTER, ModelledEngine, ModelledFleet
+from slime.simulation.modelled_session import ModelledSession
 from slime.simulation.modelled_trainer import ModelledProcesses, ModelledTrainGroup
 from slime.utils import http_utils
 from slime.utils.errors import WorkerDied
@@ -195,7 +196,8 @@ class Simulation:
         self.workload.__post_init__()
         with tempfile.TemporaryDirectory(prefix="slime-simulate-", dir=_fast_folder()) as folder:
             self._folder = Path(folder)
-            with self.clock.running(), _plug_ins(self.workload), http_utils.answered_here(self._servers()):
+            with self.clock.running(), _plug_ins(self.workload):
+                http_utils.use_session(self.clock.loop, ModelledSession(self._servers()))
                 for fault in self.workload.faults.faults:
                     self.clock.at(fault.at, self._strike, fault)
                 self._run_with_restarts()

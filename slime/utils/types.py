@@ -230,32 +230,8 @@ class Sample:
         Trainable tokens come from the policy and need log-probs; the rest (tool output, environment text)
         must have none and gets log-prob 0 and mask 0. `meta_info` is the engine's answer of the same name.
         """
-        given = None if log_probs is None else list(map(float, log_probs))
-        self._append(
-            args, list(map(int, tokens or ())), given, trainable, meta_info, text, update_terminal_info
-        )
-
-    def append_answer(
-        self,
-        args: ExpertArgs | None,
-        tokens: Sequence[int],
-        log_probs: Sequence[float],
-        meta_info: Mapping[str, Any],
-        text: str,
-    ) -> None:
-        """The same of an answer whose numbers were looked at when it was read."""
-        self._append(args, list(tokens), list(log_probs), True, meta_info, text, True)
-
-    def _append(
-        self,
-        args: ExpertArgs | None,
-        new: list[int],
-        log_probs: list[float] | None,
-        trainable: bool,
-        meta_info: Mapping[str, Any] | None,
-        text: str | None,
-        update_terminal_info: bool,
-    ) -> None:
+        new = list(map(int, tokens or ()))
+        log_probs = None if log_probs is None else list(map(float, log_probs))
         self._check_append(new, log_probs, trainable)
         start = self.response_length
         mask = [1] * start if self.loss_mask is None else self.loss_mask

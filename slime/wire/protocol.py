@@ -247,18 +247,6 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SiblingRequests:
-    """Requests that differ in seed and id alone: `first` is one of them, and the first of these lists.
-
-    Example: SiblingRequests(request, seeds=[7, 8], rids=["0-a", "1-b"]) asks for two answers.
-    """
-
-    first: GenerateRequest
-    seeds: Sequence[int | None]
-    rids: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Output tokens `start <= i < end` were drawn from weights `version`."""
 

@@ -46,23 +46,20 @@ class BatchCollector(Collector):
 
     async def _fill_batch(self) -> None:
         while len(self.kept) < self.target:
-            self._issue()
+            while self._remaining < self.target:
+                for group in self._take_groups():
+                    self._start(group)
             self._decide(await self._next_done())
         await self.drain()
 
-    def _issue(self) -> None:
-        while self._remaining < self.target:
-            groups = take_groups(
-                self.data_source, self.args, self.args.over_sampling_batch_size or self.target
+    def _take_groups(self) -> list[Group]:
+        groups = take_groups(self.data_source, self.args, self.args.over_sampling_batch_size or self.target)
+        if not groups:
+            raise RunStopped(
+                f"the data source gave no groups: {self._remaining} of --rollout-batch-size {self.target} "
+                "are there. Let get_samples continue with a new epoch, or lower --num-rollout."
             )
-            if not groups:
-                raise RunStopped(
-                    f"the data source gave no groups: {self._remaining} of --rollout-batch-size "
-                    f"{self.target} are there. "
-                    "Let get_samples go on with a new epoch, or lower --num-rollout."
-                )
-            for group in groups:
-                self._start(group)
+        return groups
 
     def _start(self, group: Group) -> None:
         number, self._num_issued = self._num_issued, self._num_issued + 1

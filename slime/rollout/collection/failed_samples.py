@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from slime.rollout.collection.collector import GroupFailed, is_permanent
 from slime.rollout.prompt_groups import Entry, Group, copy_sample, describe, first_sample, index_of
@@ -12,12 +11,11 @@ from slime.utils.types import Sample, flatten_samples
 logger = logging.getLogger(__name__)
 
 
-async def keep_the_rest(group: Group, attempts: Sequence[Coroutine[Any, Any, Entry]]) -> Group:
-    """Wait for all entries; those that failed for good get a stand-in. Fails only when none was made.
+async def keep_the_rest(group: Group, tasks: Sequence[asyncio.Task[Entry]]) -> Group:
+    """Wait for all entries and give those that failed for good a stand-in; raise only when all failed.
 
     Any other error (and a cancellation) stops all of them, as it would without this.
     """
-    tasks = [asyncio.ensure_future(attempt) for attempt in attempts]
     try:
         done = await asyncio.gather(*(_made_or_failed(task) for task in tasks))
     except BaseException:

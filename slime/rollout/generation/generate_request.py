@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs
@@ -21,7 +20,6 @@ from slime.wire.protocol import (
     GenerateRequest,
     Generation,
     SamplingParams,
-    SiblingRequests,
     wrong_token_id,
 )
 
@@ -127,22 +125,15 @@ def check_token_ids(args: PluginArgs, sample: Sample) -> None:
         )
 
 
-def check_answer(
-    args: PluginArgs, request: GenerateRequest, answer: Generation, rid: str | None = None
-) -> None:
-    """An answer that no engine in its senses gives must not become training data; it is asked for again.
-
-    `rid`: of a request that differs from `request` in its seed and this id alone.
-    """
+def check_answer(args: PluginArgs, request: GenerateRequest, answer: Generation) -> None:
+    """Raise EngineAnswerError for a response that cannot be right, so that it never becomes training data."""
     wrong = (
         _wrong_with(args, request.sampling.max_new_tokens, answer)
         or wrong_images(request, answer)
         or _wrong_nucleus(args, request, answer)
     )
     if wrong:
-        raise EngineAnswerError(
-            f"the engine's answer to request {rid or request.rid} cannot be right: {wrong}"
-        )
+        raise EngineAnswerError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
 
 
 def _wrong_with(args: PluginArgs, budget: int | None, answer: Generation) -> str | None:
@@ -220,16 +211,6 @@ def build_request(
         # Middlewares of the router are called with one sample's request and answer.
         group=None if args.router_middleware_paths else _group(sample),
     )
-
-
-def sibling_requests(
-    args: PluginArgs, samples: Sequence[Sample], sampling_params: dict[str, Any], budget: int | None
-) -> SiblingRequests:
-    """Requests of fresh samples with one prompt and no seed of the caller."""
-    first = build_request(args, samples[0], sampling_params, budget)
-    assert first.rid is not None, "`build_request` names all"
-    seeds = [sampling_seed(args, sample) for sample in samples]
-    return SiblingRequests(first, seeds, [first.rid, *map(new_rid, samples[1:])])
 
 
 def new_rid(sample: Sample) -> str:

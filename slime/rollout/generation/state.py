@@ -1,7 +1,9 @@
 """What the generate functions of one run share, and where the engines of the running task are."""
 
 import asyncio
+import contextlib
 import weakref
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from slime.arguments import PluginArgs
@@ -87,12 +89,12 @@ class GenerateState(metaclass=OnePerArgs):
     def reset(self) -> None:
         self._no_scope = RequestScope(self.args.rollout_max_context_len)
 
-    async def send(self, request: GenerateRequest) -> Generation:
+    @contextlib.asynccontextmanager
+    async def sending(self, request: GenerateRequest) -> AsyncIterator[Callable[[int], None]]:
+        """Register a request while it is in flight; call what this yields with its number of tokens."""
         async with self.tokens_in_flight.holding(tokens_of(request)):
-            with self.scope.sending(request.rid) as made:
-                answer = await self.client.generate(request)
-                made(len(answer.ids) if is_trained() else 0)
-                return answer
+            with self.scope.sending(request.rid) as note_tokens:
+                yield lambda number: note_tokens(number if is_trained() else 0)
 
     def engine_of(self, answer: Generation) -> dict[str, str]:
         """Its name, for whoever asks when which engine was busy; empty: a router does not tell."""

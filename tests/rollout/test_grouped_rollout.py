@@ -1,4 +1,4 @@
-"""Samples of a group that are generated as one piece of work are what each would be by itself."""
+"""Samples of a group that travel as one request are what each would be by itself."""
 
 import asyncio
 import time
@@ -13,6 +13,7 @@ from slime.rollout.generation.concurrency import Limit
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.utils.async_utils import run
 from slime.utils.types import flatten_samples
+from slime.wire.grouped import GroupedRequests
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def test_they_are_those_of_single_requests_also_where_one_fails_at_first(tmp_pat
 
     engine, source, together = make_rollout(tmp_path, script)
     assert max(engine.group_sizes) == 2
-    monkeypatch.setattr(sglang_rollout, "go_together", lambda *_: False)
+    monkeypatch.setattr(GroupedRequests, "accepts", lambda *_: False)
     _, other_source, alone = make_rollout(tmp_path, script)
     assert [facts(s)[0] for s in together] == [facts(s)[0] for s in alone]
     if fault is None:
@@ -66,21 +67,9 @@ def test_a_group_of_more_than_one_request_is_at_the_engines_as_a_whole(tmp_path)
     flags = ("--rollout-batch-size", "1", "--n-samples-per-prompt", "150")
     flags += ("--sglang-server-concurrency", "600")
     engine, source, samples = make_rollout(tmp_path, script, *flags)
-    assert sorted(engine.group_sizes) == [50, 50, 50] and engine.most_running == 150
+    assert sorted(engine.group_sizes) == [22, 64, 64] and engine.most_running == 150
     assert [sample.index for sample in samples] == list(range(150))
     assert counts(source) == {"new": 1, "trained": 1}
-
-
-def test_a_generate_function_in_place_of_ours_is_called_for_each(tmp_path, monkeypatch):
-    seen, own = [], sglang_rollout.generate
-
-    async def mine(args, sample, params):
-        seen.append(sample.index)
-        return await own(args, sample, params)
-
-    monkeypatch.setattr(sglang_rollout, "generate", mine)
-    make_rollout(tmp_path)
-    assert sorted(seen) == list(range(8))
 
 
 def test_slots_are_taken_all_or_none_and_two_groups_never_wait_for_each_other():
