@@ -80,10 +80,10 @@ def shown(args: Args, *, screen: bool = True) -> Iterator[None]:
 def dry_run(args: Args, *, overlapped: bool = False) -> int:
     """Print what a look before the start finds. 0: the run can start; 2: it cannot."""
     # Here, because it loads torch, which a misspelt flag does not need.
-    from slime.cluster.start import look
+    from slime.cluster.start import check
 
     print(explain_batch(args))
-    report = look(args, overlapped=overlapped)
+    report = check(args, overlapped=overlapped)
     print("\n".join(report.lines()))
     errors = len(report.of("error"))
     if errors:

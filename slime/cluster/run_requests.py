@@ -9,15 +9,12 @@ from typing import Protocol
 
 from slime.arguments import Args
 from slime.catalog.actions import ACTIONS
-from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.driver_spans import Timeline
 from slime.cluster.recording import Recording
-from slime.cluster.residency import TRAIN, Residency
-from slime.cluster.restart.recovery import Recovery
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
-from slime.cluster.training.train_actor import TrainActor
-from slime.cluster.training.train_group import TrainGroup
+from slime.cluster.run_log import RunLog
+from slime.cluster.trainer import Trainer
 from slime.liveness import phases, waits
 from slime.record.actions import ASKED, DONE, REFUSED, ActionRow
 from slime.runtime.base import Future, Handle
@@ -37,15 +34,9 @@ class SteeredRun(Protocol):
     run: Run
     schedule: RolloutSchedule
     rollout: Handle[RolloutManager]
-    trainer: TrainGroup
-    residency: Residency
-    saver: Saver | None
+    trainer: Trainer
+    log: RunLog
     timeline: Timeline
-    recovery: Recovery
-
-    def change_trainer(self, name: str, value: float, rollout_id: int) -> None: ...
-
-    def leave_out(self, seconds: float) -> None: ...
 
     def evaluate(self, rollout_id: int) -> None: ...
 
@@ -66,27 +57,27 @@ class Requests:
         self._current: dict[str, float] = {}  # settings that were changed
         self._for_trainer: list[tuple[int, str, float]] = []  # from which rollout on
 
-    def take(
+    def handle(
         self, cluster: SteeredRun, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None
     ) -> str | None:
         """Do all that was asked for since the last step. A str: the run is to end, and why."""
         done: set[str] = set()  # what needs no second time at one boundary
-        paused, stop = self._take_asked(cluster, rollout_id, rollout, in_flight, done, paused=False)
+        paused, stop = self._handle_asked(cluster, rollout_id, rollout, in_flight, done, paused=False)
         if stop or not paused:
             return stop
         started = time.monotonic()
         with cluster.timeline.doing(phases.PAUSED, rollout_id):
             while paused and not stop:
-                cluster.recovery.look(rollout_id)
+                cluster.trainer.check(rollout_id)
                 with waits.waiting(
                     "the next look for actions"
                 ):  # it ends: a run that is paused does not hang
                     time.sleep(_POLL_S)
-                paused, stop = self._take_asked(cluster, rollout_id, rollout, in_flight, done, paused=True)
-        cluster.leave_out(time.monotonic() - started)
+                paused, stop = self._handle_asked(cluster, rollout_id, rollout, in_flight, done, paused=True)
+        cluster.log.leave_out(time.monotonic() - started)
         return stop
 
-    def _take_asked(
+    def _handle_asked(
         self,
         cluster: SteeredRun,
         rollout_id: int,
@@ -117,15 +108,10 @@ class Requests:
         due = [entry for entry in self._for_trainer if entry[0] <= rollout_id]
         self._for_trainer = [entry for entry in self._for_trainer if entry[0] > rollout_id]
         for _, name, value in due:
-            cluster.change_trainer(name, value, rollout_id)
+            cluster.trainer.change_setting(name, value, rollout_id)
 
-    def tell_again(self, cluster: SteeredRun) -> None:
-        """New processes of the trainer began with the flags: they learn what was changed since."""
-        for name, value in self._current.items():
-            cluster.trainer.ranks.call(TrainActor.change_setting, name, value)
-
-    def take_up(self, cluster: SteeredRun) -> None:
-        """A run that goes on has the settings that were changed before, unless its flags are other now."""
+    def restore_settings(self, cluster: SteeredRun) -> None:
+        """Restore settings that were changed before a resume, unless their flags have changed since."""
         record = read_run(cluster.run.run_dir)
         if self._recording is None or record is None or not record.earlier:
             return
@@ -174,10 +160,9 @@ class Requests:
             return f"evaluated after step {rollout_id + 1}"
         if row.name == "checkpoint" and cluster.args.save is None:
             raise RequestRefused("the run keeps no checkpoints: start it with --save")
-        if row.name in ("checkpoint", "stop") and cluster.saver is not None:
+        if row.name in ("checkpoint", "stop") and cluster.trainer.saver is not None:
             if not cluster.schedule.save_after(rollout_id) and "checkpoint" not in done:
-                with cluster.residency.phase(TRAIN):
-                    cluster.save(rollout_id, rollout, in_flight)
+                cluster.save(rollout_id, rollout, in_flight)
             done.add("checkpoint")
             return f"saved after step {rollout_id + 1}"
         words = {"pause": "paused", "resume": "goes on", "stop": "ends here; without --save nothing is kept"}
@@ -185,7 +170,7 @@ class Requests:
 
     def _set(self, cluster: SteeredRun, setting: str, value: float, rollout_id: int, in_flight: bool) -> str:
         args = cluster.args
-        if not cluster.trainer.ranks.handles:
+        if not cluster.trainer.group.ranks.handles:
             raise RequestRefused("nothing is trained in this run")
         if setting == "lr" and args.lr_decay_style in _MIN_LR_STYLES and value < args.min_lr:
             raise RequestRefused(f"it is below --min-lr {args.min_lr:g}, to which the rate decays")
@@ -209,4 +194,4 @@ class Requests:
             cluster.rollout.call(RolloutManager.change_setting, setting, value)
             self._for_trainer.append((rollout_id + (2 if in_flight else 1), setting, value))
         else:
-            cluster.change_trainer(setting, value, rollout_id)
+            cluster.trainer.change_setting(setting, value, rollout_id)

@@ -47,7 +47,7 @@ class WeightPush:
         """Return what took how long since the last call."""
         return self._tracer.drain(rollout_id=rollout_id)
 
-    def push_again(self, number: int) -> None:
+    def note_pushed(self, number: int) -> None:
         """Ranks that took the place of others learn that engines have their weights as this version."""
         self._ranks.call(TrainActor.note_version, number)
 
@@ -117,7 +117,7 @@ class PushToNobody:
     def drain_spans(self, rollout_id: int) -> list[Span]:
         return []
 
-    def push_again(self, number: int) -> None:
+    def note_pushed(self, number: int) -> None:
         self._ranks.call(TrainActor.note_push, number)
 
     def push(self) -> dict[str, float]:

@@ -257,7 +257,7 @@ class ModelledEngine:
                 request.answer.set_exception(ConnectionResetError(f"{self.url} died"))
         self._change()
 
-    def come_back(self, version: str) -> None:
+    def wake(self, version: str) -> None:
         self._at = self._clock.now
         self.alive, self._paused, self.version = True, False, version
 
@@ -374,14 +374,14 @@ class ModelledFleet:
         engine = self.engines[number % len(self.engines)]
         if engine.alive:
             engine.die()
-            self._clock.at(self._clock.now + restart_s, self._come_back, engine)
+            self._clock.at(self._clock.now + restart_s, self._wake, engine)
 
-    def _come_back(self, engine: ModelledEngine) -> None:
+    def _wake(self, engine: ModelledEngine) -> None:
         """Brings an engine back with the weights of now; within a push when that is over."""
         if self.pushing:
-            self._clock.at(self._clock.now + 1.0, self._come_back, engine)
+            self._clock.at(self._clock.now + 1.0, self._wake, engine)
         else:
-            engine.come_back(self.version or "default")
+            engine.wake(self.version or "default")
 
     def slow_down(self, number: int, factor: float, for_s: float) -> None:
         engine = self.engines[number % len(self.engines)]

@@ -75,7 +75,7 @@ class ModelledRank:
         if not self._death.done():
             self._death.set_result(None)
 
-    def come_back(self) -> None:
+    def wake(self) -> None:
         """Another process takes its place; what it knows it is told."""
         self._death, self.version = self._clock.loop.create_future(), None
 
@@ -88,10 +88,10 @@ class ModelledRank:
     def note_version(self, number: int) -> None:
         self.version = number
 
-    def take_peak_memory(self) -> None:
+    def drain_peak_memory(self) -> None:
         return None
 
-    def take_notes(self) -> RankNotes:
+    def drain_notes(self) -> RankNotes:
         return RankNotes()
 
     def open_sender(self, transport: str, engine_urls: tuple[str, ...]) -> None: ...

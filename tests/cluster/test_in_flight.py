@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime.cluster.checkpoints.checkpoint import write_checkpoint
-from slime.cluster.checkpoints.in_flight import read_in_flight, tell_differences, write_in_flight
+from slime.cluster.checkpoints.in_flight import read_in_flight, report_differences, write_in_flight
 from slime.cluster.rollout_manager import Generated
 from slime.runtime.base import Ready
 from slime.utils.files.step_folders import Manifest, StepFolder
@@ -100,5 +100,5 @@ def test_what_a_resume_cannot_repeat_is_said(tmp_path, caplog, changes, batch, o
             **changes,
         }
     )
-    tell_differences(args, StepFolder(tmp_path, Manifest(4, "run", 5)), batch, overlapped=overlapped)
+    report_differences(args, StepFolder(tmp_path, Manifest(4, "run", 5)), batch, overlapped=overlapped)
     assert told in caplog.text if told else caplog.text == ""

@@ -56,7 +56,7 @@ def read_in_flight(checkpoint: StepFolder) -> Generated | None:
     return Generated(**data)
 
 
-def tell_differences(
+def report_differences(
     args: Args, checkpoint: StepFolder, batch: Generated | None, *, overlapped: bool, ledgered: bool = False
 ) -> None:
     """One line for each way in which this resumed run differs from the uninterrupted one.

@@ -190,7 +190,7 @@ def _why(error: OSError) -> str:
     return f"{text} ({error.strerror})" if text else str(error.strerror or error)
 
 
-def look_at_folders(args: Args) -> Iterator[Finding]:
+def check_folders(args: Args) -> Iterator[Finding]:
     """Why a run with these settings would not get its folders; nothing is written to find out."""
     run_dir, save = Path(args.run_dir), Path(args.save or "")
     looks: list[tuple[str, Callable[[], object]]] = [

@@ -111,7 +111,7 @@ class Saver:
         """Whether the last checkpoint is not complete yet."""
         return self._staged is not None
 
-    def tell_of_loss(self) -> None:
+    def report_loss(self) -> None:
         """A run that fails leaves the checkpoint that is being written incomplete."""
         if self._staged is not None:
             logger.warning(

@@ -35,7 +35,7 @@ class TrainerRelease:
         self._memories = self._ranks.actors.call(TrainActor.memory)
         self._ranks.end()
 
-    def come_back(self) -> bool:
+    def wake(self) -> bool:
         """Called before a training, also the first one, as the processes that pushed the first weights left.
 
         False: they are there.

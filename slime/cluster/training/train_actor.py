@@ -201,7 +201,7 @@ class TrainActor:
         by_sample = {index: values.tolist() for index, values in zip(indices, found, strict=True)}
         return by_sample, threshold_of(self._backend, self._args)
 
-    def take_notes(self) -> RankNotes:
+    def drain_notes(self) -> RankNotes:
         """The notes of the last step for the record; a second call has none."""
         step, self._noted = self._noted, None
         return RankNotes() if step is None else notes_of(step, self._rank, self.layout)
@@ -291,7 +291,7 @@ class TrainActor:
         """The most host memory that this process has held."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
-    def take_peak_memory(self) -> int | None:
+    def drain_peak_memory(self) -> int | None:
         """Bytes in use on this rank's device at their most since the last call; None on a CPU machine."""
         return accelerator.take_peak_memory()
 
