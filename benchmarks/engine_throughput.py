@@ -29,7 +29,7 @@ from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.liveness.stacks import watch_exit
 from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 

@@ -82,7 +82,7 @@ def engine(running: int) -> Iterator[tuple[str, Any]]:
     from slime.engines.embedded.command import embedded_command
     from slime.engines.engine_process import EngineServer, LaunchPlan
     from slime.utils.machine import shm
-    from slime.utils.machine.processes import thread_environment
+    from slime.utils.machine.children import thread_environment
     from slime.utils.processing_utils import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:

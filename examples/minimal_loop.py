@@ -26,7 +26,7 @@ from slime.rollout.data_source import RolloutDataSource
 from slime.step.training_step import TrainingStep
 from slime.utils.http_utils import close_session
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 from slime.utils.types import Sample
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import Sender, SenderOptions, check_receipt

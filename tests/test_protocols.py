@@ -53,7 +53,7 @@ from slime.simulation.modelled_engines import AnswerLengths, EngineCosts
 from slime.simulation.modelled_trainer import TrainerCosts
 from slime.simulation.workload import LengthModel
 from slime.utils.http_utils import Observer
-from slime.utils.machine.processes import Child
+from slime.utils.machine.children import Child
 from slime.utils.machine.warm_start import WarmChild
 from slime.utils.misc import load_function
 from slime.utils.types import ExpertArgs, RewardArgs

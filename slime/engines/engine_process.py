@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import tempfile
 import time
@@ -20,7 +18,7 @@ from slime.liveness.vital_signs import Signs, signs_of_group
 from slime.utils import http_utils
 from slime.utils.errors import RunStopped
 from slime.utils.machine import ports, warm_start
-from slime.utils.machine.processes import Child, LifePipe, open_log, stop_process
+from slime.utils.machine.children import Child, LifePipe, describe_exit, kill_group, open_log, stop_process
 from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
@@ -101,7 +99,7 @@ class EngineServer:
     def launch(self) -> None:
         """Start the process without waiting for it. A restart gets the port it had, which clients know."""
         if self._process is not None:
-            _kill_group(self._process)  # what an earlier life may have left
+            kill_group(self._process)  # what an earlier life may have left
         self._take_port()
         self._drop_ready_file()  # of a start that failed
         self._last_look = self._last_moved = time.monotonic()
@@ -210,8 +208,7 @@ class EngineServer:
     def describe_end(self) -> str:
         """How the process ended and what it last said."""
         code = self._process.returncode if self._process else None
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-        return f"{how}; {self._last_words()}"
+        return f"{describe_exit(code)}; {self._last_words()}"
 
     def _last_words(self) -> str:
         lines = self.plan.log_path.read_text(errors="replace").splitlines()
@@ -226,20 +223,14 @@ class EngineServer:
 
     def kill(self) -> None:
         if self._process is not None:
-            _kill_group(self._process)
+            kill_group(self._process)
             self._process.wait()
 
     def stop(self) -> None:
         if self._process is not None:
             stop_process(self._process)
-            _kill_group(self._process)
+            kill_group(self._process)
         self._drop_ready_file()
         self._life.close()
         if self._held_port is not None:
             self._held_port.close()
-
-
-def _kill_group(process: Child) -> None:
-    """The process leads a group of its own (it was started in a new session): its workers go with it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -28,7 +28,14 @@ from slime.runtime.worker_watch import DEFAULT_LIMIT_S, WorkerSilent, WorkerWatc
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.files import tensor_pickle
 from slime.utils.machine import shm, warm_start
-from slime.utils.machine.processes import Child, import_environment, last_lines, open_log, stop_process
+from slime.utils.machine.children import (
+    Child,
+    describe_exit,
+    import_environment,
+    last_lines,
+    open_log,
+    stop_process,
+)
 
 
 class LocalFuture(Generic[R]):
@@ -180,8 +187,7 @@ class ProcessHandle(Handle[T]):
             future.set_exception(value)
 
     def _died(self) -> WorkerDied:
-        code = self._process.poll()
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        how = describe_exit(self._process.poll())
         return WorkerDied(f"{self.name} {how}; last lines of {self.log_path}:\n{last_lines(self.log_path)}")
 
     def kill(self) -> None:

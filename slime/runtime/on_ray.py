@@ -30,8 +30,8 @@ from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import CONTROL, WORK, invoke, make_object
 from slime.runtime.worker_watch import DEFAULT_LIMIT_S, WorkerSilent, WorkerWatch
 from slime.utils.errors import RunStopped, WorkerDied
+from slime.utils.machine.children import import_environment, last_lines, open_log
 from slime.utils.machine.cores import num_cores
-from slime.utils.machine.processes import import_environment, last_lines, open_log
 from slime.utils.machine.run_identity import LOOPBACK
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 
 TOKEN = "a-secret-of-this-suite"  # the engines that are started here ask for it, as they do beyond loopback
 

@@ -11,7 +11,7 @@ from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
 from slime.weight_sync.verify import reload_and_compare

@@ -25,7 +25,7 @@ from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import LifePipe, stop_process, thread_environment
+from slime.utils.machine.children import LifePipe, stop_process, thread_environment
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
 from slime.wire.client import EngineClient

@@ -12,7 +12,7 @@ from patience import PATIENCE_S, eventually
 
 from slime.liveness import waits
 from slime.utils.machine import warm_start
-from slime.utils.machine.processes import import_environment, thread_environment
+from slime.utils.machine.children import import_environment, thread_environment
 from slime.utils.machine.warm_start import WarmChild, warm_starts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux only")
@@ -111,7 +111,7 @@ import atexit, json, os, sys
 from pathlib import Path
 from slime.liveness import waits
 from slime.utils.machine import warm_start
-from slime.utils.machine.processes import import_environment, thread_environment
+from slime.utils.machine.children import import_environment, thread_environment
 
 sys.stdout.write("said before\\n")
 atexit.register(lambda: os.write(1, b"bye\\n") if os.getpid() == OWNER else None)

@@ -29,7 +29,7 @@ from slime.step.training_step import TrainingStep
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 from slime.utils.types import Sample
 from slime.weight_sync import choose_adapter_transport, transport_of
 from slime.weight_sync.base import SenderOptions

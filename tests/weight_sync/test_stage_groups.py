@@ -19,7 +19,7 @@ from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.liveness.waits import until
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 from slime.weight_sync import LiveReport, WeightBundle
 from slime.weight_sync.base import SenderOptions, Target
 from slime.weight_sync.distributed import DistributedSender

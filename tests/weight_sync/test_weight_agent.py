@@ -20,7 +20,7 @@ from tiny_model import make_tiny_model
 
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import stop_process, thread_environment
+from slime.utils.machine.children import stop_process, thread_environment
 from slime.weight_sync.base import check_receipt
 from slime.weight_sync.delta.publication import open_source
 from slime.weight_sync.delta.transport import DELTA

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.cli.quickstart.outcome import QuickstartOutcome, draw_plot
 from slime.utils.machine import warm_start
-from slime.utils.machine.processes import Child, import_environment, thread_environment
+from slime.utils.machine.children import Child, import_environment, thread_environment
 
 _NICENESS = 10  # of the imports: who trains goes first
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from slime.cli.quickstart.checkpoint_files import widen_readers
 from slime.utils.machine import warm_start
-from slime.utils.machine.processes import import_environment, thread_environment
+from slime.utils.machine.children import import_environment, thread_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config

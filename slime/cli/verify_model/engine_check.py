@@ -12,7 +12,7 @@ from slime.engines.engine_process import Command, EngineServer, LaunchPlan
 from slime.engines.launch_plan import EnginePlace, EngineSite
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import import_environment, thread_environment
+from slime.utils.machine.children import import_environment, thread_environment
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 

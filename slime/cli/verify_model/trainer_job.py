@@ -3,7 +3,6 @@
 import importlib
 import multiprocessing
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from slime.cli.verify_model.cases import (
     linear_loss,
 )
 from slime.cli.verify_model.layouts import CheckTarget
+from slime.utils.machine.children import watch_parent
 from slime.utils.machine.process_groups import stay_on_loopback
 
 
@@ -119,12 +119,7 @@ def _rank_main(rank: int, job: TrainerJob) -> None:
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "this runs in a child process"
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    watch_parent(parent.sentinel)
 
 
 def compute(rank: int, job: TrainerJob) -> CaseOutcome | None:

@@ -12,7 +12,7 @@ from slime.engines.engine_process import LaunchPlan
 from slime.engines.launch_plan import EnginePlace, EngineSite, place_engines
 from slime.engines.sglang.router import router_command
 from slime.runtime.placement import Slot, cores_each
-from slime.utils.machine.processes import import_environment, thread_environment
+from slime.utils.machine.children import import_environment, thread_environment
 from slime.utils.machine.run_identity import Run
 from slime.weight_sync.fp8 import served_config
 

@@ -19,8 +19,8 @@ from slime.step.step_report import StepReport
 from slime.utils.errors import WorkerDied
 from slime.utils.files.checksums import FileRecord, find_damage
 from slime.utils.files.machine_copies import CopyPlace
+from slime.utils.machine.children import thread_environment
 from slime.utils.machine.process_groups import network_environment
-from slime.utils.machine.processes import thread_environment
 from slime.utils.machine.run_identity import Run
 from slime.utils.types import RolloutBatch
 

@@ -82,10 +82,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _die_with_parent(args: argparse.Namespace) -> None:
-    from slime.utils.machine import processes, shm  # late: --help stays fast
+    from slime.utils.machine import children, shm  # late: --help stays fast
 
     prefix = args.shm_prefix
-    processes.watch_parent(args.life_fd, (lambda: shm.unlink_prefix(prefix)) if prefix else None)
+    children.watch_parent(args.life_fd, (lambda: shm.unlink_prefix(prefix)) if prefix else None)
 
 
 def _make_server(args: argparse.Namespace) -> "Server":

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ from typing import Any
 from slime.catalog.trackers import TRACKERS
 from slime.observability.trackers.follower import SentProgress, read_progress
 from slime.utils.files.run_file import METRICS_FILE
+from slime.utils.machine import children
 from slime.utils.machine.own_command import as_typed
-from slime.utils.machine.processes import import_environment, open_log
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +32,9 @@ class Feed:
         self.name, self._folder = name, folder
         self.log_path = folder / "logs" / f"tracker-{name}.log"
         command = [sys.executable, "-P", "-m", "slime.observability.trackers.follower", name, str(folder)]
-        with open_log(self.log_path, f"tracker {name}") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **import_environment()},
-                start_new_session=True,  # Ctrl-C is for the run; this process ends after it
-            )
+        with children.open_log(self.log_path, f"tracker {name}") as log:
+            env = {**os.environ, **children.import_environment()}
+            self._process = children.start(command, stdin=children.PIPE, output=log, env=env)
         self._told = False
         self._looked = self._moved = time.monotonic()
         self._at: tuple[int, float] = (-1, 0.0)

@@ -32,9 +32,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slime.utils.machine.children import Child, import_environment, protect, thread_environment
 from slime.utils.machine.cores import num_cores
-from slime.utils.machine.own_processes import protect
-from slime.utils.machine.processes import Child, import_environment, thread_environment
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14

@@ -32,7 +32,7 @@ from slime.arguments.groups.rewards import RewardFlags
 from slime.catalog.deadlines import timeout_s
 from slime.liveness import waits
 from slime.rollout.rm_hub.workers import limits
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine import children
 from slime.utils.reward_failure import infra_error, invalid, too_large
 
 logger = logging.getLogger(__name__)
@@ -145,12 +145,10 @@ class _Worker:
     def __init__(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         search_path = os.pathsep.join([str(_PROJECT_ROOT), *(entry for entry in sys.path if entry)])
-        self.process = subprocess.Popen(
+        self.process = children.start(
             [sys.executable, str(_WORKER), str(theirs.fileno()), str(os.getpid())],
             pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # of its own: it may fork
-            env={**os.environ, **thread_environment(1), "PYTHONPATH": search_path},
+            env={**os.environ, **children.thread_environment(1), "PYTHONPATH": search_path},
         )
         theirs.close()
         self._connection = ours
@@ -166,14 +164,12 @@ class _Worker:
             code = self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return f"(pid {self.pid}) broke off"
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return f"(pid {self.pid}) {how}{hint}"
+        return f"(pid {self.pid}) {children.describe_exit(code)}{hint}"
 
     def end(self) -> None:
         """Ends the worker at once, with all that it forked."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        children.kill_group(self.process)
 
     def kill(self) -> None:
         self.end()
