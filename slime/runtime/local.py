@@ -24,7 +24,7 @@ from slime.runtime.base import Handle, P, R, T, WorkerSpec
 from slime.runtime.placement import Placement, Slot
 from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
-from slime.runtime.worker_watch import DEFAULT_LIMIT_S, WorkerSilent, WorkerWatch
+from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerSilent
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.files import tensor_pickle
 from slime.utils.machine import shm, warm_start
@@ -255,19 +255,14 @@ class SegmentRef(Generic[R]):
         (shm.FOLDER / self.segment).unlink(missing_ok=True)  # somebody may have emptied the folder
 
 
-class LocalRuntime:
+class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
     """Spawns child processes and owns their end."""
 
     num_machines = 1
 
     def __init__(self, run_dir: Path, shm_prefix: str, silence_limit_s: float = DEFAULT_LIMIT_S):
-        self._run_dir, self._shm_prefix = run_dir, shm_prefix
-        self._handles: list[Handle[Any]] = []
-        self._watch = WorkerWatch(silence_limit_s)
-
-    @property
-    def log_folder(self) -> Path:
-        return self._run_dir / "logs"
+        super().__init__(run_dir, silence_limit_s)
+        self._shm_prefix = shm_prefix
 
     def claim(self, placement: Placement) -> Placement:
         """What is visible is ours."""
@@ -286,49 +281,23 @@ class LocalRuntime:
     ) -> dict[str, R | Exception]:
         return {}
 
-    @property
-    def failure(self) -> concurrent.futures.Future[None]:
-        return self._watch.failure
-
-    def forget_failure(self) -> None:
-        self._watch.forget_failure()
-
-    def before_silence(self, explain: Callable[[WorkerDied], None]) -> None:
-        self._watch.on_silence = explain
-
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         if spec.near_driver:
-            near = InProcessHandle(lambda: cls(*args, **kwargs), spec.name)
-            self._handles.append(near)
-            return near
+            return InProcessHandle(lambda: cls(*args, **kwargs), spec.name)
         log_path = self.log_folder / f"{spec.name}.log"
         handle: ProcessHandle[T] = ProcessHandle(spec, log_path, self._shm_prefix)
         handle.send(WORK, MAKE, (f"{cls.__module__}.{cls.__qualname__}", *args), kwargs)
-        self._watch.add(handle)
-        self._handles.append(handle)
+        self._hold(handle)
         return handle
 
-    def notes(self) -> dict[str, Notes]:
-        return {handle.name: handle.notes for handle in self._processes()}
-
     def dump_stacks(self) -> list[str]:
-        """One that is stopped answers when it goes on."""
-        handles = self._processes()
+        """Ask all workers; a stopped one writes its stacks when it is resumed."""
+        handles = self._living()
         asked = stacks.ask(handle.pid for handle in handles)
         return [handle.name for handle in handles if handle.pid in asked]
-
-    def _processes(self) -> list[ProcessHandle[Any]]:
-        found = [handle for handle in self._handles if isinstance(handle, ProcessHandle)]
-        return [handle for handle in found if not handle.end.done()]
 
     def put(self, value: R) -> SegmentRef[R]:
         data = tensor_pickle.dumps(value)
         segment = shm.create_segment(len(data), self._shm_prefix)
         segment.buffer.numpy()[:] = memoryview(data)
         return SegmentRef(segment.name)
-
-    def close(self) -> None:
-        self._watch.close()
-        handles, self._handles = self._handles, []
-        for handle in reversed(handles):
-            handle.kill()

@@ -28,7 +28,7 @@ from slime.runtime.placement import Machine, Placement, Slot
 from slime.runtime.ray_folder import short_folder
 from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import CONTROL, WORK, invoke, make_object
-from slime.runtime.worker_watch import DEFAULT_LIMIT_S, WorkerSilent, WorkerWatch
+from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerSilent, WorkerWatch
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine.children import import_environment, last_lines, open_log
 from slime.utils.machine.cores import num_cores
@@ -248,7 +248,7 @@ class ObjectRef(Generic[R]):
         """The object store frees a value with its last reference."""
 
 
-class RayRuntime:
+class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
     """Spawns actors in the cluster that `RAY_ADDRESS` names, or in one started for this run.
 
     GPUs are held by a placement group with a bundle per machine. Actors then take a place on a bundle's node
@@ -262,9 +262,8 @@ class RayRuntime:
         host_timeout_s: float = DEFAULT_HOST_TIMEOUT_S,
     ):
         self._owns_ray = not ray.is_initialized()
-        self._run_dir, self._silence_limit_s, self._host_timeout_s = run_dir, silence_limit_s, host_timeout_s
-        self._watch = WorkerWatch(silence_limit_s)
-        self._handles: list[Handle[Any]] = []
+        super().__init__(run_dir, silence_limit_s)
+        self._silence_limit_s, self._host_timeout_s = silence_limit_s, host_timeout_s
         if self._owns_ray:
             _join_or_start()
         self._driver_node: str = ray.get_runtime_context().get_node_id()
@@ -274,14 +273,10 @@ class RayRuntime:
 
     def __getstate__(self) -> dict[str, Any]:
         """An actor that spawns others owns them, and neither Ray nor the devices."""
-        return {**self.__dict__, "_owns_ray": False, "_handles": [], "_group": None, "_watch": None}
+        return {**self.__dict__, "_owns_ray": False, "_workers": [], "_group": None, "_watch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _watch=WorkerWatch(state["_silence_limit_s"]))
-
-    @property
-    def log_folder(self) -> Path:
-        return self._run_dir / "logs"
 
     @property
     def num_machines(self) -> int:
@@ -404,45 +399,24 @@ class RayRuntime:
                 answers[host] = error
         return answers
 
-    @property
-    def failure(self) -> concurrent.futures.Future[None]:
-        return self._watch.failure
-
-    def forget_failure(self) -> None:
-        self._watch.forget_failure()
-
-    def before_silence(self, explain: Callable[[WorkerDied], None]) -> None:
-        self._watch.on_silence = explain
-
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
         log = self.log_folder / f"{spec.name}.log"  # on the machine where it runs
         handle: RayHandle[T] = RayHandle(spec, node, log, (cls, args, kwargs))
-        self._watch.add(handle)
-        self._handles.append(handle)
+        self._hold(handle)
         return handle
 
-    def notes(self) -> dict[str, Notes]:
-        return {handle.name: handle.notes for handle in self._actors()}
-
     def dump_stacks(self) -> list[str]:
-        handles = self._actors()
+        handles = self._living()
         for handle in handles:
             handle.dump_stacks()
         return [handle.name for handle in handles]
-
-    def _actors(self) -> list[RayHandle[Any]]:
-        found = [handle for handle in self._handles if isinstance(handle, RayHandle)]
-        return [handle for handle in found if not handle.end.done()]
 
     def put(self, value: R) -> ObjectRef[R]:
         return ObjectRef((ray.put(value),))
 
     def close(self) -> None:
-        self._watch.close()
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.kill()
+        super().close()
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)
@@ -459,7 +433,7 @@ def _addresses() -> dict[str, str]:
 
 
 def _answering(nodes: Sequence[str]) -> list[str]:
-    """Those that run a task now: Ray takes a while to notice that a machine is gone."""
+    """Return the nodes that run a task now: Ray takes a while to notice that a machine is gone."""
     tasks = {node: _on_node(node, _node_gpus_cores) for node in nodes}
     ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_ANSWER_S)
     found = []

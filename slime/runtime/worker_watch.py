@@ -1,4 +1,4 @@
-"""Watches the workers of a runtime: reports the first that dies, or is silent for too long."""
+"""Holds and watches the workers of a runtime: reports the first that dies, or is silent for too long."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from slime.liveness.heartbeat import Beating, HeartbeatWatch
+from slime.liveness.notes import Notes
 from slime.utils.errors import WorkerDied
 
 logger = logging.getLogger(__name__)
@@ -25,11 +27,18 @@ class WorkerSilent(WorkerDied):
 class Worker(Beating, Protocol):
     """A worker, as far as the watch needs it."""
 
+    name: str
+    notes: Notes
     end: concurrent.futures.Future[WorkerDied]  # done as soon as it has ended: how
     ended_here: bool  # on purpose: set before it is killed
 
     def fail(self, error: WorkerSilent | None) -> None:
         """Make its calls fail, those in progress and later ones; None: it answers again."""
+
+    def kill(self) -> None: ...
+
+
+W = TypeVar("W", bound=Worker)
 
 
 class WorkerWatch:
@@ -84,3 +93,40 @@ class WorkerWatch:
         with self._lock:
             if not self.failure.done():
                 self.failure.set_exception(error)
+
+
+class RuntimeWithWorkers(Generic[W]):
+    """Holds the worker processes that a runtime has started."""
+
+    def __init__(self, run_dir: Path, silence_limit_s: float):
+        self._run_dir, self._workers, self._watch = run_dir, list[W](), WorkerWatch(silence_limit_s)
+
+    @property
+    def log_folder(self) -> Path:
+        return self._run_dir / "logs"
+
+    @property
+    def failure(self) -> concurrent.futures.Future[None]:
+        return self._watch.failure
+
+    def forget_failure(self) -> None:
+        self._watch.forget_failure()
+
+    def before_silence(self, explain: Callable[[WorkerDied], None]) -> None:
+        self._watch.on_silence = explain
+
+    def notes(self) -> dict[str, Notes]:
+        return {worker.name: worker.notes for worker in self._living()}
+
+    def close(self) -> None:
+        self._watch.close()
+        workers, self._workers = self._workers, []
+        for worker in reversed(workers):
+            worker.kill()
+
+    def _hold(self, worker: W) -> None:
+        self._watch.add(worker)
+        self._workers.append(worker)
+
+    def _living(self) -> list[W]:
+        return [worker for worker in self._workers if not worker.end.done()]

@@ -235,7 +235,7 @@ def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(made, watche
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(
         WorkerSilent,
-        match=rf"sleeper \(pid {pid}.*\) has not answered for \d+ s: .*stopped .*--worker-silence",
+        match=rf"sleeper \(pid {pid}.*\) has not answered for \d+ s: .*stopped .*worker-silence",
     ):
         gather([sleeper.call(Target.add, 1), sleeper.call_control(Target.wake)], 120)
     with pytest.raises(WorkerDied):
