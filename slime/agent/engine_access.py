@@ -16,7 +16,7 @@ from uuid import uuid4
 from slime.agent.shown_pictures import PromptImages
 from slime.arguments import PluginArgs
 from slime.rollout.generation.generate_request import wrong_images
-from slime.rollout.generation.turnstile import current_turnstile
+from slime.rollout.generation.turn_gate import current_gate
 from slime.utils import http_utils, top_p
 from slime.utils.errors import EngineAnswerError
 from slime.wire.client import EngineClient
@@ -124,7 +124,7 @@ class EnginePolicy:
 
     An engine that is paused for a weight push with SGLang's "abort" mode lets go of its requests: they are
     sent again with what was made so far, and each token keeps the version that made it. So is what the end of
-    a rollout cut, once its turnstile lets the next request pass.
+    a rollout cut, once its gate lets the next request pass.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ class EnginePolicy:
         made: Made,
     ) -> AsyncIterator[GenerateRequest]:
         """Requests until `made`, which the caller fills between two of them, has ended."""
-        params, idle, turnstile = SamplingParams.from_json(dict(sampling)), 0, current_turnstile()
+        params, idle, gate = SamplingParams.from_json(dict(sampling)), 0, current_gate()
         wire = images.wire_ids if images is not None else list(prompt_ids)
         while made.finish is None:
-            scope = await turnstile.passing() if turnstile is not None else None
+            scope = await gate.passing() if gate is not None else None
             left = params
             if params.max_new_tokens is not None:
                 room = params.max_new_tokens - len(made.ids)
@@ -202,7 +202,7 @@ class EnginePolicy:
                 extra=self.extra,
             )
             if scope is not None and scope.aborted:
-                continue  # not the engine's doing: the turnstile decides
+                continue  # not the engine's doing: the gate decides
             idle = 0 if len(made.ids) > count else idle + 1
             if made.finish is None and idle:
                 if idle > MAX_IDLE:
@@ -259,8 +259,8 @@ class EnginePolicy:
 
 
 def _in_flight(request: GenerateRequest) -> contextlib.AbstractContextManager[Callable[[int], object]]:
-    turnstile = current_turnstile()
-    return turnstile.sending(request.rid) if turnstile is not None else contextlib.nullcontext(int)
+    gate = current_gate()
+    return gate.sending(request.rid) if gate is not None else contextlib.nullcontext(int)
 
 
 def _copy_into(made: Made, new: Made) -> None:

@@ -44,7 +44,7 @@ from slime.arguments import PluginArgs
 from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
 from slime.rollout.generation.client_requests import ClientRequests
-from slime.rollout.generation.turnstile import RolloutEnded, turnstile_for_session
+from slime.rollout.generation.turn_gate import RolloutEnded, gate_for_session
 from slime.rollout.prompt_groups import without_response
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.reward_failure import infra_error
@@ -129,7 +129,7 @@ class Session:
         self.budget = budget or Budget()
         self.seed = seed  # None: the engine draws one for each turn
         self.args: PluginArgs | None = None  # of the run, which expert choices need
-        self.turnstile = turnstile_for_session()  # of the rollout that this is made in
+        self.gate = gate_for_session()  # of the rollout that this is made in
         self.client: ClientRequests | None = None  # a program that asks, whose requests cannot end the run
         self.tree = TurnTree()
         self.outcome: Outcome = "open"
@@ -220,7 +220,7 @@ class Session:
         client = self.client
         sent = client.sending(trained=asked.untrained is None) if client is not None else nullcontext()
         try:
-            with self.turnstile.entered(), sent:
+            with self.gate.entered(), sent:
                 yield
         except RolloutEnded as ended:
             self.end("aborted", str(ended))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -25,8 +26,7 @@ from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, train_output
 from slime.rollout.collection.versions import push_plan
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
-from slime.rollout.fully_async_rollout import restart_pool
-from slime.rollout.generation import turnstile
+from slime.rollout.generation import turn_gate
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.journal import CountingJournal
 from slime.rollout.ledger import Ledger, follow
@@ -121,7 +121,7 @@ class RolloutProcess:
         return self._engines.weights
 
     def close(self) -> None:
-        turnstile.forget_all()
+        turn_gate.forget_all()
         self._no_stacks()
         if self._plane is not None:
             self._plane.close()
@@ -315,7 +315,9 @@ class RolloutManager:
 
     def change_setting(self, name: str, value: float) -> None:
         """Between two rollouts; plug-ins see it in their args. What is in flight across them begins again."""
-        if name == "rollout_temperature" and "fully_async" in self._args.rollout_function_path:
+        # A module whose rollout function keeps groups in flight across rollouts brings this function.
+        restart_pool = getattr(inspect.getmodule(self._rollout_fn), "restart_pool", None)
+        if name == "rollout_temperature" and restart_pool is not None:
             restart_pool(self._data_source)
         self._plugin_args.change(name, value)
 

@@ -18,7 +18,7 @@ from slime.rollout.prompt_formats import training_format
 from slime.rollout.prompt_groups import (
     Group,
     check_groups,
-    copies_of,
+    copy_sample,
     describe,
     group_from_plain,
     group_to_plain,
@@ -107,7 +107,7 @@ class RolloutDataSource(DataSource):
             self.dataset.shuffle(self.epoch_id)
 
     def _make_group(self, prompt: Sample) -> Group:
-        group = copies_of(prompt, self.args.n_samples_per_prompt)
+        group = [copy_sample(prompt) for _ in range(self.args.n_samples_per_prompt)]
         for index, sample in enumerate(group, self.sample_index):
             sample.group_index, sample.index = self.sample_group_index, index
         self.sample_index += len(group)

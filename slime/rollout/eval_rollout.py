@@ -14,9 +14,9 @@ from slime.arguments import PluginArgs
 from slime.arguments.groups.eval_config import EvalDatasetConfig
 from slime.data.dataset import Dataset
 from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.collection.together import all_or_none
 from slime.rollout.prompt_formats import evaluation_format
 from slime.rollout.prompt_groups import Group, copy_sample, index_of
+from slime.utils.async_utils import all_or_none
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.reward_failure import infra_error
 from slime.utils.types import Sample, flatten_samples

@@ -17,7 +17,6 @@ Group: TypeAlias = list[Entry]
 
 _OF_PLAIN_TUPLES = ("version_spans", "image_spans", "turn_rewards")  # fields whose entries never change
 _MEDIA = ("multimodal_inputs", "multimodal_train_inputs")
-_UNCHANGING = frozenset({int, float, str, bool, type(None), Sample.Status})
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _EXCERPT = 80  # characters of either end
 # In Sample.metadata: how often this sample's generation was thrown away and begun again.
@@ -104,32 +103,19 @@ def attempt_of(sample: Sample) -> int:
 
 
 def copy_sample(sample: Sample) -> Sample:
-    """An independent copy; media are shared, since nothing writes to them."""
-    return copies_of(sample, 1)[0]
-
-
-def copies_of(sample: Sample, count: int) -> list[Sample]:
-    """So many copies, each as independent of the others as of the sample."""
-    # Every sample is copied several times: most of its fields hold what needs no copy.
-    changing = [
-        (name, value, name not in _OF_PLAIN_TUPLES and _is_nested(value))
-        for name, value in vars(sample).items()
-        if type(value) not in _UNCHANGING and isinstance(value, (list, dict)) and name not in _MEDIA
-    ]
-    made = []
-    for _ in range(count):
-        new = _bare_copy(sample)
-        fields = new.__dict__
-        for name, value, is_nested in changing:
-            fields[name] = copy.deepcopy(value) if is_nested else value.copy()
-        new.spec_info = _bare_copy(sample.spec_info)
-        new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
-        made.append(new)
-    return made
+    """Return an independent copy; media are shared, since nothing writes to them."""
+    new = _bare_copy(sample)
+    for name, value in vars(sample).items():
+        if isinstance(value, (list, dict)) and name not in _MEDIA:
+            nested = name not in _OF_PLAIN_TUPLES and _is_nested(value)
+            vars(new)[name] = copy.deepcopy(value) if nested else value.copy()
+    new.spec_info = _bare_copy(sample.spec_info)
+    new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
+    return new
 
 
 def _bare_copy(value: T) -> T:
-    """What `copy.copy` does for a plain object, many times faster: every sample is copied several times."""
+    """Copy a plain object faster than `copy.copy` does: every sample is copied several times."""
     new = object.__new__(type(value))
     new.__dict__ = value.__dict__.copy()
     return new

@@ -28,7 +28,6 @@ from slime.rollout.collection.collector import GroupFailed, is_permanent
 from slime.rollout.collection.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.collection.greedy_baseline import with_greedy_baseline
 from slime.rollout.collection.spares import first_to_end, is_fresh
-from slime.rollout.collection.together import all_or_none
 from slime.rollout.collection.versions import name_versions
 from slime.rollout.generation.generate_request import (
     PromptError,
@@ -41,7 +40,7 @@ from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.generation.returned import CUSTOM_GENERATE, check_returned, without_a_score
 from slime.rollout.generation.scope import RequestScope
 from slime.rollout.generation.state import GenerateState, get_model_url
-from slime.rollout.generation.turnstile import call_or_wait, can_be_kept
+from slime.rollout.generation.turn_gate import call_or_wait, can_be_kept
 from slime.rollout.prompt_groups import (
     Entry,
     Group,
@@ -56,7 +55,7 @@ from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.rm_hub.hub import waits_for_group
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.utils import http_utils
-from slime.utils.async_utils import run
+from slime.utils.async_utils import all_or_none, run
 from slime.utils.errors import EpisodeEnded, RunStopped
 from slime.utils.machine.garbage import searching_new_only
 from slime.utils.misc import load_function

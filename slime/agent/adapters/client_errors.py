@@ -14,7 +14,7 @@ from slime.agent.session import (
     TurnBudgetUsed,
 )
 from slime.liveness.waits import WaitTimeout
-from slime.rollout.generation.turnstile import RolloutEnded
+from slime.rollout.generation.turn_gate import RolloutEnded
 from slime.utils.errors import EngineAnswerError
 from slime.utils.http_utils import HttpError
 

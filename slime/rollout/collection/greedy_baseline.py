@@ -5,9 +5,9 @@ from typing import Any
 
 from slime.algorithms.reward_shaping import GREEDY_REWARD_KEY
 from slime.arguments import PluginArgs
-from slime.rollout.collection.together import all_or_none
 from slime.rollout.generation.policy_requests import not_trained
 from slime.rollout.prompt_groups import Group, first_sample, without_response
+from slime.utils.async_utils import all_or_none
 from slime.utils.types import Sample, flatten_samples
 
 GenerateGroup = Callable[[Group, dict[str, Any]], Awaitable[Group]]

@@ -203,7 +203,7 @@ def build_request(
         image_data=image_data,
         num_prompt_tokens=len(sample.tokens) if image_data else None,
         forbidden_ids=forbidden,
-        sampling=_sampling(params),
+        sampling=SamplingParams.from_json(params),
         rid=new_rid(sample),
         session=sample.session_id,
         stream=stream,
@@ -217,21 +217,6 @@ def new_rid(sample: Sample) -> str:
     """An id that no other request has; `uuid4` takes four times as long to make one."""
     scope = current_scope()
     return f"{scope.name if scope is not None else ''}{sample.index}-{os.urandom(16).hex()}"
-
-
-def _sampling(params: dict[str, Any]) -> SamplingParams:
-    seed = params.pop("sampling_seed")
-    try:
-        shared = _sampling_but_seed(tuple((name, type(value), value) for name, value in params.items()))
-    except TypeError:  # a list of stops has no hash
-        shared = SamplingParams.from_json(params)
-    return shared if seed is None else shared.with_seed(seed)
-
-
-@functools.lru_cache(maxsize=64)
-def _sampling_but_seed(params: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
-    """Remembered: the samples of a rollout differ in their seeds alone."""
-    return SamplingParams.from_json({name: value for name, _, value in params})
 
 
 def _group(sample: Sample) -> str | None:

@@ -21,7 +21,7 @@ from slime.rollout.rm_hub.hub import (
     scores_groups,
 )
 from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, store
-from slime.utils.async_utils import side_by_side
+from slime.utils.async_utils import all_or_none
 from slime.utils.errors import RunStopped
 from slime.utils.plugin_errors import may_pass, place_of, wrong_return
 from slime.utils.reward_failure import RewardFailure, infra_error
@@ -45,12 +45,14 @@ async def score_samples(args: PluginArgs, samples: Sequence[Any], *, evaluation:
             await _score_group(args, flat, evaluation)
         return
     pending = [sample for sample in flat if sample.reward is None]
-    await side_by_side(lambda sample: score_one(args, sample, evaluation=evaluation), pending)
+    if len(pending) == 1:
+        await score_one(args, pending[0], evaluation=evaluation)
+    else:
+        await all_or_none([score_one(args, sample, evaluation=evaluation) for sample in pending])
 
 
 async def score_one(args: PluginArgs, sample: Sample, *, evaluation: bool = False) -> None:
-    """The same of one sample, whose reward does not wait for its group."""
-
+    """Score one sample, whose reward does not wait for its group."""
     with trace_span(sample, "reward_model"):
         outcome = await _attempt(args, sample, evaluation)
         if isinstance(outcome, RewardFailure):

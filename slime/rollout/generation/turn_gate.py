@@ -1,8 +1,8 @@
-"""Where the requests of one call of a generate function pass; closed when its rollout has ended.
+"""A gate that each request of a generate call passes; it closes when the rollout ends.
 
-A call that asks through sessions (`slime.agent.session`) need not end with its rollout: with
---partial-rollout it waits at its turnstile, tools and messages as they are, and goes on when the sample comes
-up again in this process. After a restart nothing waits, and the sample begins again from its prompt.
+A call that generates through sessions (`slime.agent.session`) may outlive its rollout: with --partial-rollout
+it waits at its gate, with tools and messages as they are, and resumes when a later rollout of this process
+issues the sample again. After a restart nothing waits, and the sample starts again from its prompt.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 512  # calls that wait for the next rollout
 _POLL_S = 0.01
 
-_current: ContextVar[Turnstile | None] = ContextVar("slime_turnstile", default=None)
+_current: ContextVar[TurnGate | None] = ContextVar("slime_turn_gate", default=None)
 _waiting: OrderedDict[str, KeptCall] = OrderedDict()
 
 
 class RolloutEnded(RuntimeError):
-    """A request that is not sent: the rollout it belongs to is over, and its call is not kept."""
+    """Raised instead of sending a request: its rollout is over, and its call is not kept."""
 
 
-class Turnstile:
-    """Any thread may pass; `keeps`: who comes after the end of the rollout waits for the next one."""
+class TurnGate:
+    """Any thread may pass. `keeps`: requests after the end of the rollout wait for the next rollout."""
 
     def __init__(self, scope: RequestScope | None = None, *, keeps: bool = False) -> None:
         self.scope = scope or RequestScope()
@@ -46,7 +46,7 @@ class Turnstile:
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     async def passing(self) -> RequestScope:
-        """The scope to send a request in; RolloutEnded where there is none any more."""
+        """Return the scope to send a request in; raise RolloutEnded if the rollout is over for this call."""
         while True:
             with self._lock:
                 if not self.scope.aborted:
@@ -60,7 +60,7 @@ class Turnstile:
 
     @contextlib.contextmanager
     def sending(self, rid: str | None) -> Iterator[Callable[[int], None]]:
-        """A request that has passed is in flight."""
+        """Count a request that has passed as in flight."""
         with self._lock:
             self.num_in_flight += 1
         try:
@@ -71,11 +71,11 @@ class Turnstile:
                 self.num_in_flight -= 1
 
     def open(self, scope: RequestScope) -> None:
-        """The call goes on in another rollout."""
+        """Resume the call in another rollout."""
         self._let_pass(scope, keeps=True)
 
     def give_up(self) -> None:
-        """Nobody waits any longer."""
+        """Let all waiting requests fail."""
         self._let_pass(self.scope, keeps=False)
 
     def _let_pass(self, scope: RequestScope, *, keeps: bool) -> None:
@@ -83,17 +83,17 @@ class Turnstile:
             self.scope, self.keeps = scope, keeps
             waiters, self._waiters = self._waiters, []
         for loop, future in waiters:
-            with contextlib.suppress(RuntimeError):  # of an adapter that was stopped meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop of an adapter that was stopped meanwhile
                 loop.call_soon_threadsafe(_wake, future)
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[Turnstile]:
+    def entered(self) -> Iterator[TurnGate]:
         before = _current.get()
         _current.set(self)
         try:
             yield self
         finally:
-            _current.set(before)  # no reset: a stream may be closed in another context than it was begun in
+            _current.set(before)  # no reset: a stream may be closed in another context than it started in
 
 
 def _wake(future: asyncio.Future[None]) -> None:
@@ -101,36 +101,36 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def current_turnstile() -> Turnstile | None:
-    """That of the running call; None outside of one: requests are sent in any case."""
+def current_gate() -> TurnGate | None:
+    """Return the gate of the running generate call; None outside of one, where requests always pass."""
     return _current.get()
 
 
-def turnstile_for_session() -> Turnstile:
-    """That of the running call, which can wait by this; outside of one it follows the scope of the task."""
-    turnstile = _current.get() or Turnstile(current_scope())
-    turnstile.used = True
-    return turnstile
+def gate_for_session() -> TurnGate:
+    """Return the gate of the running generate call, or one bound to the current task's scope."""
+    gate = _current.get() or TurnGate(current_scope())
+    gate.used = True
+    return gate
 
 
 class KeptCall:
-    """A call of a generate function in a task of its own, which may outlast the rollout."""
+    """A call of a generate function in its own task, which may outlive the rollout."""
 
-    def __init__(self, turnstile: Turnstile, call: Coroutine[Any, Any, Entry]) -> None:
-        self.turnstile = turnstile
-        self.waited = False  # for another rollout
-        with turnstile.entered():
+    def __init__(self, gate: TurnGate, call: Coroutine[Any, Any, Entry]) -> None:
+        self.gate = gate
+        self.waited = False  # for a later rollout
+        with gate.entered():
             self.task: asyncio.Task[Entry] = asyncio.ensure_future(call)
 
     async def result(self) -> Entry | None:
-        """What it returned; None: the rollout ended first, and the call can wait."""
-        ended = asyncio.ensure_future(self.turnstile.scope.ended.wait())
+        """Return the result of the call; None: the rollout ended first, and the call waits."""
+        ended = asyncio.ensure_future(self.gate.scope.ended.wait())
         try:
             await asyncio.wait({self.task, ended}, return_when=asyncio.FIRST_COMPLETED)
-            # Engines have answered what was aborted, before weights change or they are put aside.
-            while self.turnstile.used and self.turnstile.num_in_flight and not self.task.done():
+            # Engines must have returned aborted requests before weights change or engines are offloaded.
+            while self.gate.used and self.gate.num_in_flight and not self.task.done():
                 await asyncio.wait({self.task}, timeout=_POLL_S)
-            if self.turnstile.used and not self.task.done():
+            if self.gate.used and not self.task.done():
                 return None
             return await self.task
         except asyncio.CancelledError:
@@ -141,13 +141,13 @@ class KeptCall:
             ended.cancel()
 
     def give_up(self) -> None:
-        """End it; any thread may."""
-        self.turnstile.give_up()
+        """End the call. Any thread may do this."""
+        self.gate.give_up()
         self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
 
 def can_be_kept(args: PluginArgs) -> bool:
-    """Whether a call may go on in the next rollout: its first tokens are then of an older policy."""
+    """Return whether a call may resume in the next rollout; its first tokens are then of an older policy."""
     return bool(
         args.partial_rollout
         and args.partial_episodes == "continue"
@@ -157,23 +157,23 @@ def can_be_kept(args: PluginArgs) -> bool:
 
 
 async def call_or_wait(sample: Sample, call: Coroutine[Any, Any, Entry]) -> Entry:
-    """The result of `call`, or of the call that waits for this sample since an earlier rollout.
+    """Return the result of `call`, or of the call that has waited for this sample since an earlier rollout.
 
-    A call that has to wait again gives the sample back as it was, aborted: the next rollout finds it by its
-    session's id.
+    If the call must wait again, the sample is returned unchanged and aborted. The next rollout finds the call
+    by the sample's session id.
     """
     scope = current_scope() or RequestScope()
     kept = _waiting.pop(sample.session_id, None) if sample.session_id else None
     if kept is not None:
         call.close()
-        kept.turnstile.open(scope)
+        kept.gate.open(scope)
     else:
-        kept = KeptCall(Turnstile(scope, keeps=True), call)
+        kept = KeptCall(TurnGate(scope, keeps=True), call)
     origin = copy_sample(sample)
     made = await kept.result()
     if made is not None:
         for one in flatten_samples([made]) if kept.waited else ():
-            # It may have begun as a spare of its group, under another index.
+            # It may have started as a spare of its group, under another index.
             one.index = sample.index
             one.rollout_id = one.rollout_id if one.rollout_id is None else sample.rollout_id or sample.index
         return made
@@ -184,12 +184,15 @@ async def call_or_wait(sample: Sample, call: Coroutine[Any, Any, Entry]) -> Entr
     while len(_waiting) > MAX_WAITING:
         oldest = _waiting.popitem(last=False)[1]
         oldest.give_up()
-        await asyncio.wait({oldest.task})  # its session ends before another of its name begins
-        logger.warning("more than %d episodes wait for the next rollout: one begins again", MAX_WAITING)
+        await asyncio.wait({oldest.task})  # its session must end before another of that name starts
+        logger.warning(
+            "More than %d episodes wait for the next rollout: the oldest starts again from its prompt.",
+            MAX_WAITING,
+        )
     return origin
 
 
 def forget_all() -> None:
-    """Called at the end of a run: nothing waits any longer."""
+    """End all waiting calls, at the end of a run."""
     while _waiting:
         _waiting.popitem()[1].give_up()
