@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.arguments import Args, RunInfo, plugin_args
-from slime.batch.convert import in_lists, samples_to_cut_batch
+from slime.batch.convert import samples_to_batch
 from slime.cluster.canary.probe import probe_tokens, why_no_canary
 from slime.cluster.checkpoints.run_ledger import Resume, open_ledger, plain_of
 from slime.cluster.recording import Recording
@@ -216,7 +216,7 @@ class RolloutManager:
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
         batch = None
         if not self._args.debug_rollout_only:
-            batch = samples_to_cut_batch(self._plugin_args, output.samples, engine_version=version)
+            batch = samples_to_batch(self._plugin_args, output.samples, engine_version=version)
             if "rollout/raw_reward" in metrics:  # as people are to read it
                 shown = [value for value in batch["raw_reward"] if is_score(value)]
                 metrics["rollout/raw_reward"] = sum(shown) / len(batch["raw_reward"])
@@ -230,7 +230,7 @@ class RolloutManager:
         generated = Generated(batch, cursor, metrics, len(samples))
         if self._ledger is not None:
             self._ledger.made(rollout_id, plain_of(generated))
-        return generated if batch is None else replace(generated, batch=in_lists(batch))
+        return generated
 
     def _samples_of(self, rollout_id: int) -> RolloutFnTrainOutput:
         template = self._args.load_debug_rollout_data

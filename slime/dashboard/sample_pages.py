@@ -1,7 +1,7 @@
-"""Questions of the page to a record: pages of answers in any order, one answer by tokens, a prompt's history.
+"""The dashboard's queries: samples in any order, one sample by tokens, the history of a prompt.
 
-Every query of a large record goes by an index and ends after `_DEADLINE_S`: where a filter finds little, the
-page gets what was found so far and where to go on. One of few samples is sorted as a whole.
+Every query follows an index and ends after `_DEADLINE_S`: where a filter finds little, the dashboard gets
+what was found so far and the place to continue from.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.record.additions import read_advantage
-from slime.record.numbers import TokenReader
+from slime.record.samples import read_tokens
 
 _DEADLINE_S = 0.08
-_SORTED_S = 2.0  # for a record that is sorted as a whole: half of that would give the page nothing at all
 _LOOK_STEPS = 2000  # of SQLite's machine between two looks at the clock
 _PREVIEW = 240  # characters
 _MAX_PAGE = 500
@@ -197,23 +196,16 @@ def _by_position(
 def _of_step(connection: sqlite3.Connection, wanted: Wanted, offset: int, limit: int) -> dict[str, Any]:
     words, values = wanted.conditions()
     where = " AND ".join(words)
-    column, direction = _order(connection, wanted)
+    column, direction = ORDERS[wanted.order]
     query = f"SELECT {_ROW} FROM {_JOINED} WHERE {where} ORDER BY {column} {direction}, s.id LIMIT ? OFFSET ?"
     rows = connection.execute(query, (*values, limit, offset)).fetchall()
     [(total,)] = connection.execute(f"SELECT count(*) FROM {_JOINED} WHERE {where}", values)
     return {"rows": _as_rows(rows), "total": total, "after": ""}
 
 
-def _order(connection: sqlite3.Connection, wanted: Wanted) -> tuple[str, str]:
-    column, direction = ORDERS[wanted.order]
-    if wanted.order == "difference" and not has_column(connection, "groups", "spread"):
-        raise ValueError("this record was written by an older version, which kept no differences of groups")
-    return column, direction
-
-
 def _in_order(connection: sqlite3.Connection, wanted: Wanted, limit: int, after: str) -> dict[str, Any]:
     """Along an index from where the last page ended, until the page is full or the time is over."""
-    column, direction = _order(connection, wanted)
+    column, direction = ORDERS[wanted.order]
     words, values = wanted.conditions()
     by_group = column == "g.spread"
     # Equals come in the direction of the order, as they lie in the index.
@@ -223,8 +215,7 @@ def _in_order(connection: sqlite3.Connection, wanted: Wanted, limit: int, after:
     tables = "samples s CROSS JOIN groups g ON g.id = s.group_row"
     if by_group:
         tables = "groups g CROSS JOIN samples s ON s.group_row = g.id"
-    goes_by_index = column == "s.id" or has_index(connection, column.partition(".")[2])
-    deadline, complete = time.monotonic() + (_DEADLINE_S if goes_by_index else _SORTED_S), True
+    deadline, complete = time.monotonic() + _DEADLINE_S, True
     found: list[tuple[Any, ...]] = []
     for condition, bound in _stages(column, ">" if direction == "ASC" else "<", after):
         where = " AND ".join([*words, condition])
@@ -314,7 +305,7 @@ def one(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
         return None
     answer = dict(zip(_FIELDS, found[: len(_FIELDS)], strict=True))
     prompt, response, parts, prompt_hash, version = found[len(_FIELDS) :]
-    tokens = TokenReader(connection).read(row)
+    tokens = read_tokens(connection, row)
     ids, advantage = tokens.ids, read_advantage(connection, row)
     length = min(answer["length"], len(ids))
     return {
@@ -337,9 +328,7 @@ def one(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
 
 
 def _texts(connection: sqlite3.Connection, ids: list[int]) -> dict[int, str]:
-    """The text of every token; empty for a record that has none."""
-    if not has_table(connection, "pieces"):
-        return {}
+    """Return the text of every token id that the record has text for."""
     texts: dict[int, str] = {}
     distinct = sorted(set(ids))
     for start in range(0, len(distinct), 500):
@@ -408,20 +397,6 @@ def outcomes(connection: sqlite3.Connection, width: int = 400) -> list[dict[str,
         (width,),
     )
     return [dict(zip(("outcome", "reason", "groups"), row, strict=True)) for row in rows]
-
-
-def has_table(connection: sqlite3.Connection, name: str) -> bool:
-    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
-
-
-def has_index(connection: sqlite3.Connection, column: str) -> bool:
-    """Whether answers or groups can be read in the order of this column."""
-    query = "SELECT 1 FROM sqlite_master WHERE type = 'index' AND sql LIKE ?"
-    return connection.execute(query, (f"%({column})",)).fetchone() is not None
-
-
-def has_column(connection: sqlite3.Connection, table: str, name: str) -> bool:
-    return any(row[1] == name for row in connection.execute(f"PRAGMA table_info({table})"))
 
 
 def _as_rows(rows: list[tuple[Any, ...]]) -> list[dict[str, Any]]:

@@ -54,9 +54,7 @@ def ask(run_dir: str | Path, name: str, value: float | None, who: str) -> int:
 
 
 def read_actions(connection: sqlite3.Connection, state: str | None = None) -> list[ActionRow]:
-    """Oldest first; none of a record that knows no actions."""
-    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'actions'").fetchone():
-        return []
+    """Return the actions, the oldest first; `state`: only those in this state."""
     where, values = ("WHERE state = ?", (state,)) if state else ("", ())
     rows = connection.execute(f"SELECT {_COLUMNS} FROM actions {where} ORDER BY id", values)
     return [ActionRow(*row) for row in rows]

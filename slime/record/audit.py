@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime.record.ledger_rows import LedgerReader, LedgerRow
-from slime.record.missed import EVENTS, missed_steps
 from slime.record.reader import Record, Select
 from slime.record.schema import RecordError, unusable
 from slime.utils.types import version_number
@@ -62,7 +61,8 @@ def _audit(path: Path, finished: bool, run_id: str | None, saved: Iterable[int])
         if run_id is not None and owner != run_id:
             raise RecordError(f"{path} is the record of run {owner}, and its folder is that of run {run_id}.")
         reader.check_structure()
-        rows, missed, noted = reader.events(), reader.meta(EVENTS), missed_steps(reader.meta)
+        rows, missed = reader.events(), reader.meta("missed_events")
+        noted = set(json.loads(reader.meta("missed_steps") or "[]"))
     found = Audit(num_events=len(rows), num_starts=len({row.start for row in rows}))
     if missed:
         found.violations.append(f"{missed} events could not be written (a full disk?): nothing can be proven")

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.record.additions import Advantage, read_advantage
-from slime.record.checksums import checksum_in
-from slime.record.entries import prompt_hash
-from slime.record.numbers import TokenReader, Tokens
+from slime.record.samples import Tokens, checksum, read_tokens
 from slime.record.schema import READ_ERRORS, RECORD_FILE, open_for_reading, unusable
+from slime.record.texts import prompt_hash
 
 _COLUMNS = (
     "r.kind, r.rollout_id, g.dataset, g.group_index, g.prompt, g.label, g.outcome, g.reason, "
@@ -81,7 +80,6 @@ class Record:
 
     def __init__(self, path: Path):
         self._path, self._connection = path, open_for_reading(path)
-        self._numbers = TokenReader(self._connection)
 
     def __enter__(self) -> Record:
         return self
@@ -115,15 +113,13 @@ class Record:
 
     def changed(self) -> list[tuple[Kind, int]]:
         """Rollouts and evaluations whose groups and answers are not those that were written."""
-        known = self._ask("SELECT 1 FROM pragma_table_info('rollouts') WHERE name = 'checksum'")
-        checksum = "checksum" if known else "NULL"  # of an earlier schema
         rows = self._ask(
-            f"SELECT kind, rollout_id, id, num_groups, num_samples, {checksum} FROM rollouts "
+            "SELECT kind, rollout_id, id, num_groups, num_samples, checksum FROM rollouts "
             "WHERE NOT pruned ORDER BY id"
         )
         return [(kind, number) for kind, number, row, *about in rows if self._is_changed(row, *about)]
 
-    def _is_changed(self, row: int, num_groups: int, num_samples: int, checksum: int | None) -> bool:
+    def _is_changed(self, row: int, num_groups: int, num_samples: int, stored: int | None) -> bool:
         there = self._ask(
             "SELECT count(DISTINCT g.id), count(s.id) FROM groups g "
             "LEFT JOIN samples s ON s.group_row = g.id WHERE g.rollout = ?",
@@ -132,7 +128,7 @@ class Record:
         if there != [(num_groups, num_samples)]:
             return True
         try:
-            return checksum is not None and checksum_in(self._connection, row) != checksum
+            return stored is not None and checksum(self._connection, row) != stored
         except (*READ_ERRORS, TypeError, AttributeError) as error:
             raise unusable(self._path, "read", error) from error
 
@@ -159,7 +155,7 @@ class Record:
     def tokens(self, row: int) -> Tokens:
         """The tokens of the answer whose `row` this is."""
         try:
-            return self._numbers.read(row)
+            return read_tokens(self._connection, row)
         except (sqlite3.Error, ValueError, TypeError) as error:
             raise unusable(self._path, "read", error) from error
 

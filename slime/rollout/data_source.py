@@ -23,7 +23,7 @@ from slime.rollout.prompt_groups import (
     group_from_plain,
     group_to_plain,
 )
-from slime.utils.files.plain_files import load_plain
+from slime.utils.files.torch_files import load_torch_file
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -173,7 +173,7 @@ class RolloutDataSource(DataSource):
         if not path.exists():
             logger.info("no data source state at %s: prompts start from the first", path)
             return
-        self.load_state_dict(load_plain(path))
+        self.load_state_dict(load_torch_file(path))
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):

@@ -26,7 +26,6 @@ from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
 from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerSilent
 from slime.utils.errors import RunStopped, WorkerDied
-from slime.utils.files import tensor_pickle
 from slime.utils.machine import shm, warm_start
 from slime.utils.machine.children import (
     Child,
@@ -297,7 +296,7 @@ class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
         return [handle.name for handle in handles if handle.pid in asked]
 
     def put(self, value: R) -> SegmentRef[R]:
-        data = tensor_pickle.dumps(value)
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         segment = shm.create_segment(len(data), self._shm_prefix)
         segment.buffer.numpy()[:] = memoryview(data)
         return SegmentRef(segment.name)

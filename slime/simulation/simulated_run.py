@@ -35,7 +35,7 @@ from slime.cluster.weight_push import WeightPush
 from slime.observability.counters import Counters
 from slime.record import RECORD_FILE
 from slime.record.audit import Audit, audit
-from slime.record.writer import MAX_GATHER_S, RecordWriter
+from slime.record.writer import GATHER_S, RecordWriter
 from slime.rollout import fully_async_rollout, ledger
 from slime.rollout.generation import state as generation_state
 from slime.simulation import workload as work
@@ -120,7 +120,7 @@ class _DelayedWriter:
             return
         self._waiting.append(write)
         if self._timer is None:
-            self._timer = self._clock.at(self._clock.now + MAX_GATHER_S, self._write)
+            self._timer = self._clock.at(self._clock.now + GATHER_S, self._write)
 
     def flush(self) -> None:
         self._write()

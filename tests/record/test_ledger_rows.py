@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from ledger_world import MIB, World, finish, full_disk, group_of
-from patience import PATIENCE_S, eventually
+from patience import PATIENCE_S
 
-from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, ledger_rows
+from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, writer
 from slime.record.audit import audit
+from slime.record.texts import json_text
 from slime.rollout.ledger import Ledger, follow
 from slime.rollout.prompt_groups import begin_again, copy_group
 from slime.utils.types import RewardFailure, Sample
@@ -394,43 +395,16 @@ def test_a_flush_returns_when_every_event_until_then_can_be_read(world):
     world.writer.flush()  # of a writer that is closed: nothing is waited for
 
 
-def test_a_complete_batch_is_written_at_once_and_its_samples_are_not_packed(world, monkeypatch):
-    packed = []
-    monkeypatch.setattr(ledger_rows, "_kept_rows", lambda notes: packed.append(notes) or [])
-    world.start()
-    world.writer.flush()
-    world.writer._gather_s = 10 * PATIENCE_S
-    world.make(0, [group_of(0)])
-
-    def is_made():
-        with LedgerReader(world.path) as reader:
-            return any(row.event == "made" for row in reader.events())
-
-    eventually(is_made)
-    assert packed == []
-
-
-def test_a_batch_that_waits_for_the_next_is_written_also_if_that_never_comes(world, monkeypatch):
-    """And without the samples of the next one, which may still be complete soon."""
-    packed = []
-    monkeypatch.setattr(ledger_rows, "_kept_rows", lambda notes: packed.append(notes) or [])
-    ledger = world.start()
-    world.writer.flush()
-    world.writer._awaits_another = lambda latest: True  # as where the last two came shortly one after another
-    world.writer._gather_s = 10 * PATIENCE_S
+def test_the_samples_of_a_batch_that_is_complete_soon_are_not_stored(world, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(writer, "GATHER_S", 10 * PATIENCE_S)
+    monkeypatch.setattr("slime.rollout.ledger._encode_samples", lambda *what: encoded.append(what))
+    ledger = world.start(private=True)
     world.make(0, [group_of(0)])
     ledger.begin(1, "run:1")
-    ledger.issued([group_of(1)], from_buffer=False)
     ledger.finished_from_prompt([finish(sample) for sample in group_of(1)])
-
-    def events():
-        with LedgerReader(world.path) as reader:
-            return [(row.event, row.rollout) for row in reader.events()]
-
-    eventually(lambda: ("made", 0) in events())
-    assert packed == [] and ("generated", 1) not in events()
     world.writer.flush()
-    assert ("generated", 1) in events() and packed
+    assert [[fields["index"] for fields in several] for several, _ in encoded] == [[2], [3]]
 
 
 @pytest.mark.parametrize(
@@ -445,7 +419,7 @@ def test_a_batch_that_waits_for_the_next_is_written_also_if_that_never_comes(wor
 )
 def test_rewards_are_written_as_json(rewards):
     by_index = {68 + place: reward for place, reward in enumerate(rewards)}
-    assert ledger_rows._rewards_text(by_index) == json.dumps(by_index)
+    assert json_text(by_index) == json.dumps(by_index)
 
 
 def test_what_several_threads_tell_at_once_is_all_written_and_in_their_order(world):

@@ -7,7 +7,7 @@ import pytest
 
 from slime.liveness import waits
 from slime.observability.tracer import Span, spans_of_samples, spans_of_waits, write_spans
-from slime.record import RecordError, RecordWriter, group_entries, open_record, schema
+from slime.record import RecordWriter, group_entries
 from slime.record.actions import ask, read_actions, write_answer
 from slime.record.additions import Advantage, PieceBook, read_advantage, write_advantages
 from slime.utils.types import Sample
@@ -99,20 +99,6 @@ def test_spans_of_samples_are_read_from_their_traces(tmp_path):
     assert found[0].about["completion_tokens"] == 2 and found[0].end >= found[0].start
     write(tmp_path, (), lambda c: write_spans(c, [*found, Span(3, "loop", "training", 1.0, 2.0)]))
     assert [r[0] for r in rows(tmp_path, "SELECT lane FROM spans")] == ["engines", "reward", "loop"]
-
-
-def test_a_record_of_the_first_schema_is_read_and_completed_by_a_run_that_goes_on(tmp_path):
-    with sqlite3.connect(tmp_path / "record.db") as old:
-        old.executescript(schema._TABLES)
-        old.execute("INSERT INTO meta VALUES ('schema', '1'), ('run', 'run-1')")
-    old.close()
-    with open_record(tmp_path) as record:
-        assert record.rollouts() == []
-    with pytest.raises(RecordError, match="older version"):
-        ask(tmp_path, "pause", None, "page")
-    write(tmp_path, [make_sample(0)])
-    assert ask(tmp_path, "pause", None, "page") == 1
-    assert rows(tmp_path, "SELECT value FROM meta WHERE key = 'schema'") == [("5",)]
 
 
 def test_bars_of_answers_lie_in_the_lane_of_their_engine():

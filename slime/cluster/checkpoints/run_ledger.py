@@ -18,10 +18,9 @@ from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS
 from slime.cluster.recording import Recording
 from slime.record import RECORD_FILE, LedgerReader, RecordError
-from slime.record.plain_bytes import TensorRows
 from slime.rollout.ledger import Ledger
 from slime.rollout.rm_hub.hub import waits_for_group
-from slime.utils.files.tensor_pickle import CutRows
+from slime.utils.codec import with_rows
 from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
@@ -139,14 +138,10 @@ def was_evaluated(run: Run, rollout_id: int) -> bool:
 
 
 def plain_of(generated: Any) -> dict[str, Any]:
-    """A rollout as the ledger keeps it: its fields, in containers of their own."""
+    """Return the fields of a rollout for the codec, in containers that nobody else changes."""
     value = {f.name: getattr(generated, f.name) for f in fields(generated)}
     if value["batch"] is not None:
-        value["batch"] = {k: _own_list(v) if isinstance(v, list) else v for k, v in value["batch"].items()}
+        own = {k: list(v) if isinstance(v, list) else v for k, v in value["batch"].items()}
+        value["batch"] = with_rows(own)
     value["metrics"] = dict(value["metrics"])
     return value
-
-
-def _own_list(values: list[Any]) -> list[Any] | TensorRows:
-    whole = values.whole() if isinstance(values, CutRows) else None
-    return list(values) if whole is None else TensorRows(*whole)

@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.checkpoints.checkpoint import ROLLOUT, StagedCheckpoint, discard_staged, stage_checkpoint
+from slime.cluster.checkpoints.checkpoint import (
+    ROLLOUT,
+    StagedCheckpoint,
+    discard_staged,
+    stage_checkpoint,
+    write_state,
+)
 from slime.cluster.checkpoints.in_flight import write_in_flight
 from slime.cluster.checkpoints.published import CARD, Models
 from slime.cluster.checkpoints.save_folder import naming_disk_errors
@@ -18,7 +24,6 @@ from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import Ranks
 from slime.runtime.base import Future, Handle
 from slime.utils.files.checksums import FileRecord, record_files
-from slime.utils.files.plain_files import save_plain
 from slime.utils.files.step_folders import Manifest, step_path
 
 logger = logging.getLogger(__name__)
@@ -70,7 +75,7 @@ class Saver:
                 lambda path: self._ranks.call(TrainActor.save, path),
                 self._needed_bytes,
             )
-            save_plain(cursor, staged.staging / ROLLOUT)
+            write_state(cursor, staged.staging / ROLLOUT)
             waiting = time.monotonic()
             write_in_flight(staged.staging, rollout_id + 1, in_flight)
             started += time.monotonic() - waiting  # the loop would wait for that batch anyway

@@ -6,8 +6,8 @@ ranks take exactly the steps that were lost, on the same batches, with the same 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import cast
 
 from slime.arguments import Args
 from slime.cluster.training.train_actor import Memory
-from slime.utils.files import tensor_pickle
+from slime.utils import codec
 from slime.utils.files.checksums import FileRecord
 from slime.utils.types import RolloutBatch
 
@@ -75,10 +75,12 @@ class KeptBatches:
         """Keep a batch until the trainer's state after it is safe, or there is no more room."""
         if self._read is not None or rollout_id in self._kept:  # the latter: the step was restarted
             return
+        data: bytes | None = None
         if self._dropped is None:
-            self._kept[rollout_id] = tensor_pickle.dumps(tensor_pickle.pack_rows(batch))
-            self._num_bytes += len(self._kept[rollout_id])
-        if self._dropped is not None or self._num_bytes > self._most_bytes:
+            with contextlib.suppress(codec.ForeignValue):  # a user's function may put any object into a batch
+                data = self._kept[rollout_id] = codec.encode(codec.with_rows(batch))
+                self._num_bytes += len(data)
+        if data is None or self._num_bytes > self._most_bytes:
             self._kept, self._num_bytes, self._dropped = {}, 0, rollout_id
 
     def forget(self, up_to: int) -> None:
@@ -93,7 +95,7 @@ class KeptBatches:
         if self._read is not None:
             return self._read(rollout_id)
         data = self._kept.get(rollout_id)
-        return None if data is None else cast(RolloutBatch, tensor_pickle.unpack_rows(pickle.loads(data)))
+        return None if data is None else cast(RolloutBatch, codec.decode(data))
 
 
 class ReplayLog:
