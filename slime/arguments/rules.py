@@ -47,7 +47,6 @@ from slime.arguments.groups.rollout import (
 from slime.arguments.groups.run import (
     auto_resume,
     check_paths_exist,
-    deadlines,
     debug_modes,
     dumps_and_assertions,
     needed_flags,
@@ -56,13 +55,12 @@ from slime.arguments.groups.run import (
 )
 from slime.arguments.groups.topology import router, topology, topology_source
 from slime.arguments.groups.trained_sampling import trained_sampling
-from slime.arguments.groups.trainer import model_parallel_sizes, trainable_parameters, weight_copies
+from slime.arguments.groups.trainer import model_parallel_sizes, trainable_parameters
 from slime.arguments.groups.training import derive_batch, learning_rate
 
 Rule = Callable[[Draft], None]
 
 RULES: tuple[Rule, ...] = (
-    deadlines,
     choose_trainer,
     debug_modes,
     dumps_and_assertions,
@@ -109,7 +107,6 @@ RULES: tuple[Rule, ...] = (
     topology,
     router,
     trainable_parameters,
-    weight_copies,
     fp8_training,
     engine_precision,
     images,

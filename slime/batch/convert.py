@@ -194,7 +194,7 @@ def _length_penalty(args: Flags, length: int) -> float:
     assert args.overlong_buffer_len is not None, "without it no answer is too long"
     longest = args.rollout_max_response_len
     assert longest is not None, "parsing asks for --rollout-max-response-len with --overlong-buffer-len"
-    return overlong_penalty(length, longest, args.overlong_buffer_len, args.overlong_penalty_factor)
+    return overlong_penalty(length, longest, args.overlong_buffer_len)
 
 
 def _raw_reward(args: Flags, sample: Sample) -> float:

@@ -1,7 +1,6 @@
 """Every deadline of a run: the rows of `--timeouts NAME=SECONDS,...`.
 
-Three deadlines also have a flag of their own, which launch lines of other releases give: its value is the
-default of the row.
+Flags of other releases that set a deadline are read as --timeouts (`DEADLINE_FLAGS`).
 """
 
 from collections.abc import Mapping
@@ -44,30 +43,19 @@ DEADLINES: dict[str, NamedNumber] = {
     ),
     "router-request": NamedNumber(14400, "one request through SGLang's own router", gt=0),
 }
-# Flags of their own that set a row, and how many seconds one of their units has.
+# Flags of other releases: the deadline that each sets, and how many seconds its unit has.
 DEADLINE_FLAGS = {
-    "collective": ("distributed_timeout_minutes", 60),
-    "health-check": ("rollout_health_check_timeout", 1),
-    "router-request": ("sglang_router_request_timeout_secs", 1),
+    "--distributed-timeout-minutes": ("collective", 60),
+    "--rollout-health-check-timeout": ("health-check", 1),
+    "--sglang-router-request-timeout-secs": ("router-request", 1),
 }
 
 
 def timeout_s(args: Any, name: str) -> float:
     """Return a deadline of the run in seconds."""
-    if name in args.timeouts:
-        return float(args.timeouts[name])
-    if name in DEADLINE_FLAGS:
-        flag, seconds = DEADLINE_FLAGS[name]
-        return float(getattr(args, flag) * seconds)
-    return DEADLINES[name].default
+    return float(args.timeouts.get(name, DEADLINES[name].default))
 
 
 def all_timeouts(settings: Mapping[str, Any]) -> dict[str, float]:
     """Return every deadline in force, given the settings of a run by name."""
-    found = {name: row.default for name, row in DEADLINES.items()}
-    found |= {
-        name: float(settings[flag] * seconds)
-        for name, (flag, seconds) in DEADLINE_FLAGS.items()
-        if settings.get(flag) is not None
-    }
-    return found | (settings.get("timeouts") or {})
+    return {name: row.default for name, row in DEADLINES.items()} | (settings.get("timeouts") or {})

@@ -89,13 +89,6 @@ ENGINES: dict[str, EngineKind] = {
             aborts_by_prefix=True,
             reports_nucleus=True,
         ),
-        flags=(
-            "embedded_device",
-            "embedded_dtype",
-            "embedded_max_running_requests",
-            "embedded_max_total_tokens",
-        ),
-        flags_unread="SGLang is the engine; use its own flags (--sglang-...)",
     ),
     "sglang": EngineKind(
         "slime.engines.sglang",

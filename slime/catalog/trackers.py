@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from slime.catalog.limits import limit
+
 _SERVICES = "slime.observability.trackers.services"
 
 
@@ -47,7 +49,7 @@ TRACKERS: dict[str, TrackerRow] = {
         "trackio",
         "trackio",
         "a local database of all runs, or a Hugging Face Space; `trackio show` opens the page",
-        ("trackio_project", "trackio_space"),
+        (),
     ),
     "mlflow": TrackerRow(
         f"{_SERVICES}.MLflow",
@@ -55,7 +57,7 @@ TRACKERS: dict[str, TrackerRow] = {
         "mlflow",
         "mlflow",
         "an MLflow server, or a database in RUN/mlflow",
-        ("mlflow_tracking_uri", "mlflow_experiment"),
+        (),
     ),
 }
 
@@ -67,8 +69,8 @@ def chosen_trackers(args: object) -> list[str]:
 
 def tracker_options(args: object) -> dict[str, object]:
     """What the flags say of trackers."""
-    names = ["tracker_samples", *(name for row in TRACKERS.values() for name in row.options)]
-    return {name: getattr(args, name, None) for name in names}
+    names = [name for row in TRACKERS.values() for name in row.options]
+    return {"tracker_samples": limit(args, "tracker-samples"), **{n: getattr(args, n, None) for n in names}}
 
 
 def missing_package(name: str) -> str:

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _PRINTED_LINES = 20  # of user code, between two steps
 _SAME_WARNING = 3  # steps in which warnings of one place in the code are shown
 _MESSAGE_LINES = 12
+_SHOW_EVERY = 5  # steps between two answers that are shown
 _CANDIDATES = 16  # answers of a step, of which one is shown
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
 _TOLD_BY_THE_COMMAND = (ValueError, FileNotFoundError, RunStopped, WaitTimeout, KeyboardInterrupt)
@@ -137,8 +138,8 @@ class RunScreen:
             return
         if not self.terminal.is_live:
             self.terminal.print(Text(plain_line(self.progress)))
-        every, step = self._args.show_sample_every, self.progress.done - 1
-        if every and step % every == 0 and (answer := self._pick(step)) is not None:
+        step = self.progress.done - 1
+        if step % _SHOW_EVERY == 0 and (answer := self._pick(step)) is not None:
             width = self.terminal.size[0]
             self.terminal.print(show_answer(answer, width, whole=False, num_lines=(3, 5)))
 
@@ -147,7 +148,7 @@ class RunScreen:
         try:
             with open_record(self._run_dir) as record:
                 answers = record.answers(Select("train", step, limit=_CANDIDATES))
-                if step % (2 * self._args.show_sample_every):
+                if step % (2 * _SHOW_EVERY):
                     answers = record.answers(Select("train", step, outcome="filtered", limit=1)) or answers
         except (RecordError, sqlite3.Error):  # none is kept, or none can be read now
             return None

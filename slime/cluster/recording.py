@@ -41,9 +41,7 @@ class Recording:
                 self._file,
                 run.run_id,
                 args.record_max_mib << 20,
-                sync=args.record_sync,
                 start=run.num_starts,
-                max_days=args.record_max_days,
                 keeps_uncommitted=args.save is not None,
             )
 

@@ -235,7 +235,7 @@ class EngineFleet:
         if len(self._deaths) > self._policy.restart_limit:
             raise EnginesKeepDying(
                 f"engines died {len(self._deaths)} times within {self._policy.restart_window_s:.0f} s "
-                f"(--engine-restart-limit {self._policy.restart_limit}){self._why_evicted}; "
+                f"(--limits engine-restarts={self._policy.restart_limit}){self._why_evicted}; "
                 f"the last one, {server.plan.name}, {end}"
             ) from self._eviction
         logger.warning("%s\nrestarting it", self._last_end)

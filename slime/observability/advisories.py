@@ -269,7 +269,7 @@ def _reward_is_slow(history: MetricHistory, facts: Facts) -> tuple[str, str] | N
     return (
         f"a sample spent {sum(waits) / PATIENCE:.1f} s outside the engine, of rollouts that took "
         f"{sum(times) / PATIENCE:.1f} s",
-        "engines wait for tools or rewards: more --reward-num-workers, a faster judge, or "
+        "engines wait for tools or rewards: more --limits reward-workers, a faster judge, or "
         "--over-sampling-batch-size",
     )
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.catalog.limits import limit
 from slime.liveness import waits
 from slime.rollout import ledger, sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -326,7 +327,7 @@ class PoolCollector(Collector):
             self.waste.begun("stale", ticket.origin, ticket.origin, ticket.scope)
         self._forget(ticket)
         attempts = attempt_of(first_sample(ticket.origin)) + 1
-        if attempts >= self.args.group_max_attempts:
+        if attempts >= limit(self.args, "group-attempts"):
             logger.warning(
                 "given up: %s was too old for --max-weight-staleness %d times",
                 describe(ticket.origin),

@@ -17,6 +17,7 @@ from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.engines import ENGINES
 from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.limits import limit
 from slime.liveness import waits
 from slime.liveness.loop_watch import loop_watch
 from slime.observability.tracer import trace_span
@@ -255,7 +256,7 @@ async def _generate_with_retries(
     args: PluginArgs, entry: Entry, sampling_params: dict[str, Any], evaluation: bool, spare: bool
 ) -> Entry:
     """Failures that may pass are tried again from the sample as it was, with the same seed."""
-    origin, allowed = copy_group([entry]), args.group_max_attempts
+    origin, allowed = copy_group([entry]), limit(args, "group-attempts")
     durable = None if evaluation or spare else ledger.current()
     if durable is not None and (found := durable.recall(entry)) is not None:
         return found  # finished before a crash; a reward of its group is all that may lack
@@ -270,7 +271,9 @@ async def _generate_with_retries(
                 raise
             cause = f"generating {describe(origin)} failed ({type(error).__name__}: {error})"
             if attempt == allowed:
-                raise GroupFailed(f"{cause}; {attempt} attempts were made (--group-max-attempts).") from error
+                raise GroupFailed(
+                    f"{cause}; {attempt} attempts were made (--limits group-attempts)."
+                ) from error
             logger.warning("attempt %d of %d: %s", attempt, allowed, cause)
             entry = copy_group(origin)[0]
     raise AssertionError("the last attempt either returns or raises")

@@ -129,7 +129,7 @@ def make_case(args: Args, seed: int) -> Case:
         "colocate": False,
         "sglang_server_concurrency": draw.randint(2, 8),
         "group_failure_action": "retry",
-        "group_max_attempts": 6,
+        "limits": {"group-attempts": 6},
         "reward_failure_action": draw.choice(("retry", "drop")),
         "dynamic_sampling_filter_path": _FILTER if draw.random() < 0.3 else None,
         "deterministic_mode": draw.random() < 0.2,

@@ -63,7 +63,7 @@ def test_a_value_follows_from_the_others(changes, name, value):
             "give",
         ),
         ({"overlong_buffer_len": 17}, "--overlong-buffer-len is 17, but --rollout-max-response-len is 16"),
-        ({"policy_loss_type": "clip_cov", "clip_cov_low": 9.0}, "no token lies between"),
+        ({"policy_loss_type": "clip_cov", "policy_loss_args": "clip_cov_low=9"}, "is above clip_cov_high"),
         (
             {"kl_coef": 0.1, "advantage_estimator": "rloo"},
             "rloo never subtracts a KL from the reward; use --use-kl-loss",

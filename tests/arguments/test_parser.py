@@ -371,6 +371,7 @@ def test_vars_of_args_are_exactly_the_settings():
         "engine_topology",
         "start_from",
         "critic_overrides",
+        "megatron_config",
     }
 
 
@@ -409,6 +410,7 @@ def test_print_config_shows_every_value_and_its_source(capsys, tmp_path):
         "engine_topology",
         "start_from",
         "critic_overrides",
+        "megatron_config",
     }
     assert "0.5" in lines["clip_grad"] and f"file {config}" in lines["clip_grad"]
     assert lines["rollout_batch_size"].split()[1:] == ["4", "command", "line"]

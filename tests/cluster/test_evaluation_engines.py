@@ -56,10 +56,9 @@ def service(tmp_path):
         sglang_router_port=None,
         router_middleware_paths=[],
         timeouts={"no-engine": 5.0, "engine-silence": 0.0, "health-check": 5.0},
-        engine_restart_limit=3,
+        limits={},
         use_fault_tolerance=False,
         rollout_health_check_first_wait=0.0,
-        rollout_health_check_failures=1,
         engine_topology=plain_topology("model", 5, 1),
         to_dict=dict,
     )

@@ -205,7 +205,7 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):
         "dying",
         custom_rm_path=f"{world}/slow.py:reward",
         num_rollout=200,
-        engine_restart_limit=1,
+        limits="engine-restarts=1",
     )
     driver = psutil.Process(process.pid)
     wait_for(lambda: series(world, "dying", "train/loss"), process)

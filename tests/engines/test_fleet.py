@@ -143,7 +143,7 @@ def test_more_deaths_than_the_limit_end_the_run_with_the_cause(make):
     eventually(lambda: fleet.fleet.num_restarts == 1)
     fleet.kill()
     with pytest.raises(
-        EnginesKeepDying, match=r"died 2 times within 600 s \(--engine-restart-limit 1\).*signal 9"
+        EnginesKeepDying, match=r"died 2 times within 600 s \(--limits engine-restarts=1\).*signal 9"
     ):
         fleet.fleet.failure.result(PATIENCE_S)
 

@@ -116,7 +116,7 @@ def service(monkeypatch):
     def choose(name):
         row = replace(TRACKERS["tensorboard"], service=f"tracker_doubles.{name}")
         monkeypatch.setitem(TRACKERS, "tensorboard", row)
-        return make_args(use_tensorboard=True, tracker_samples=2)
+        return make_args(use_tensorboard=True, limits={"tracker-samples": 2})
 
     return choose
 

@@ -382,7 +382,7 @@ def test_a_failure_gives_everything_back_and_the_next_call_goes_on(tmp_path):
 
 def test_a_failed_reward_is_tried_again_and_stops_the_run_when_it_fails_for_ever(tmp_path):
     with FakeEngine() as engine:
-        flags = ("--custom-rm-path", "rollout_plugins.fails_for_odd_groups", "--reward-retries", "0")
+        flags = ("--custom-rm-path", "rollout_plugins.fails_for_odd_groups", "--limits", "reward-retries=0")
         args = make_args(tmp_path, engine, *flags, num_rollout=99)
         source = make_source(args)
         with pytest.raises(GroupFailed, match="3 attempts were made"):

@@ -84,7 +84,7 @@ def test_stop_ends_the_run_with_the_cause(tmp_path):
 
 def test_a_group_is_tried_as_often_as_it_is_told(tmp_path):
     with FakeEngine(sample_3_is_garbage, takes_groups=False) as engine:
-        args = make_args(tmp_path, engine, "--group-max-attempts", "5")
+        args = make_args(tmp_path, engine, "--limits", "group-attempts=5")
         with pytest.raises(GroupFailed, match="5 attempts were made"):
             generate_rollout(args, 0, make_source(args))
         assert sum(sample_index(r) == 3 for r in engine.requests) == 5

@@ -239,5 +239,5 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("size, deadline", [(0, 1.0), (1, 0.0)])
 def test_useless_sizes_are_refused_by_flag_name(size, deadline):
-    with pytest.raises(ValueError, match=r"--reward-num-workers|--timeouts reward"):
+    with pytest.raises(ValueError, match=r"--limits reward-workers|--timeouts reward"):
         CheckPool(size, deadline)

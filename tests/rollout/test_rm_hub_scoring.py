@@ -315,7 +315,7 @@ def test_an_answer_that_cannot_be_judged_is_not_judged_again():
 
 def test_a_task_of_the_function_s_own_that_was_cancelled_is_a_failure_not_the_end():
     sample = Sample(index=5)
-    score(make_args(custom_rm_path=here("cancelled_reward"), reward_retries=0), sample)
+    score(make_args(custom_rm_path=here("cancelled_reward"), limits={"reward-retries": 0}), sample)
     assert sample.reward_failure.kind == "infra_error" and "cancelled" in sample.reward_failure.reason
 
 
@@ -360,7 +360,9 @@ def test_reward_that_recovers_within_its_retries_is_a_score():
 def test_hanging_custom_reward_ends_at_its_deadline(name):
     sample = Sample(index=0)
     start = time.monotonic()
-    score(make_args(custom_rm_path=here(name), timeouts={"generate": 0.2}, reward_retries=0), sample)
+    score(
+        make_args(custom_rm_path=here(name), timeouts={"generate": 0.2}, limits={"reward-retries": 0}), sample
+    )
     assert time.monotonic() - start < LONG_S
     assert sample.reward_failure.kind == "infra_error"
     assert "--timeouts generate=0.2" in sample.reward_failure.reason
@@ -368,7 +370,7 @@ def test_hanging_custom_reward_ends_at_its_deadline(name):
 
 def test_time_out_raised_by_the_function_keeps_its_own_words():
     sample = Sample(index=0)
-    score(make_args(custom_rm_path=here("own_timeout_reward"), reward_retries=0), sample)
+    score(make_args(custom_rm_path=here("own_timeout_reward"), limits={"reward-retries": 0}), sample)
     assert "upstream judge" in sample.reward_failure.reason
 
 
@@ -394,7 +396,9 @@ def test_configuration_error_stops_at_once():
 
 # Breaker
 def test_breaker_names_kind_reason_count_sample_and_flag():
-    args = make_args(custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_limit=3)
+    args = make_args(
+        custom_rm_path=here("unreachable_reward"), limits={"reward-retries": 0, "reward-failures": 3}
+    )
     score(args, Sample(index=0), Sample(index=1))
     with pytest.raises(RewardFailuresExceeded) as caught:
         score(args, Sample(index=9, group_index=4))
@@ -403,13 +407,15 @@ def test_breaker_names_kind_reason_count_sample_and_flag():
         "sample 9 (group 4)",
         "infra_error",
         "no such judge",
-        "--reward-failure-limit 3",
+        "--limits reward-failures=3",
     ):
         assert part in str(caught.value)
 
 
 def test_success_starts_the_breaker_count_anew():
-    failing = make_args(custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_limit=2)
+    failing = make_args(
+        custom_rm_path=here("unreachable_reward"), limits={"reward-retries": 0, "reward-failures": 2}
+    )
     for _ in range(4):
         score(failing, Sample(index=0))
         score(make_args(custom_rm_path=here("length_reward")), Sample(index=1, response="a"))
@@ -417,7 +423,7 @@ def test_success_starts_the_breaker_count_anew():
 
 def test_stop_action_ends_the_run_at_the_first_failure():
     args = make_args(
-        custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_action="stop"
+        custom_rm_path=here("unreachable_reward"), limits={"reward-retries": 0}, reward_failure_action="stop"
     )
     with pytest.raises(RewardFailuresExceeded, match="--reward-failure-action stop"):
         score(args, Sample(index=0))

@@ -11,6 +11,7 @@ from slime.agent.rewards.programs import Checks, grader_text, program_in, read_c
 from slime.agent.sandbox import Sandbox, SandboxDied, SandboxError, SandboxUnavailable, open_sandbox
 from slime.arguments import PluginArgs
 from slime.catalog.deadlines import timeout_s
+from slime.catalog.limits import limit
 from slime.utils.reward_failure import RewardFailure, infra_error, invalid
 from slime.utils.types import Sample
 
@@ -22,7 +23,7 @@ _UNPROTECTED = "cannot protect the grader"
 
 
 async def code_reward(args: PluginArgs, sample: Sample, *, response: str) -> float | RewardFailure:
-    """0.0 to 1.0. Each test has --timeouts reward. Answers wait for one of --sandbox-num-boxes boxes.
+    """0.0 to 1.0. Each test has --timeouts reward. Answers wait for one of --limits sandboxes boxes.
 
     An answer without a program, one that crashes and one that hangs score 0; a label without tests and a
     box that cannot be had are failures with a name.
@@ -36,7 +37,7 @@ async def code_reward(args: PluginArgs, sample: Sample, *, response: str) -> flo
         return 0.0
     try:
         async with open_sandbox(
-            args.sandbox, image=args.sandbox_image, num_boxes=args.sandbox_num_boxes
+            args.sandbox, image=args.sandbox_image, num_boxes=limit(args, "sandboxes")
         ) as box:
             passed = await count_passed(box, program, tests, timeout_s(args, "reward"))
     except SandboxUnavailable:

@@ -20,6 +20,7 @@ from slime.agent.engine_access import EnginePolicy, PolicyDown
 from slime.agent.rendering import Renderer
 from slime.arguments import PluginArgs
 from slime.catalog.deadlines import timeout_s
+from slime.catalog.limits import limit
 from slime.utils import http_utils
 from slime.utils.errors import EngineAnswerError
 from slime.utils.processing_utils import load_tokenizer
@@ -56,7 +57,7 @@ async def judge_reward(
 ) -> dict[str, Any] | float | RewardFailure:
     """0.0 to 1.0, the judge's score divided by --judge-max-score."""
     question = ask_text(args, sample, response)
-    gate = _gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(args.judge_num_requests))
+    gate = _gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit(args, "judge-requests")))
     last = ""
     try:
         async with gate, asyncio.timeout(timeout_s(args, "judge")):
@@ -123,7 +124,11 @@ async def _asked(args: PluginArgs, question: str, *, seed: int) -> str:
 
 async def _over_http(args: PluginArgs, address: str, messages: list[dict[str, Any]], seed: int) -> str:
     url = f"{address.rstrip('/')}/chat/completions"
-    body = {"model": args.judge_model or "default", "messages": messages, "max_tokens": args.judge_max_tokens}
+    body: dict[str, Any] = {
+        "model": args.judge_model or "default",
+        "messages": messages,
+        "max_tokens": limit(args, "judge-tokens"),
+    }
     # The first try is greedy; another one would say the same again.
     body |= {"temperature": 0.0 if seed == 1 else 0.7, "seed": seed}
     key = os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY")
@@ -140,7 +145,7 @@ async def _in_run(args: PluginArgs, messages: list[dict[str, Any]], seed: int) -
     host, port = args.sglang_model_routers[name]
     tokenizer = load_tokenizer(path)
     prompt = Renderer(tokenizer).first_prompt(messages)
-    sampling = {"max_new_tokens": args.judge_max_tokens, "temperature": 0.0 if seed == 1 else 0.7}
+    sampling = {"max_new_tokens": limit(args, "judge-tokens"), "temperature": 0.0 if seed == 1 else 0.7}
     sampling["sampling_seed"] = seed
     made = await EnginePolicy(f"http://{host}:{port}").complete(prompt, sampling)
     return str(tokenizer.decode(made.ids, skip_special_tokens=True))

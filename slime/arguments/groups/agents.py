@@ -9,6 +9,7 @@ from slime.arguments.groups.rewards import SHAPED
 from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, OWN, TRAINING, read_choices, source_of
 from slime.catalog.estimators import ESTIMATORS
 
+ENV_ITEMS = 10_000  # that an environment makes for training; --prompt-data env:...#train:N has another number
 EPISODE_FUNCTION = "slime.agent.environments.episode.generate"
 _FAMILIES = "; ".join(f"{name}: {row.help}" for name, row in ENVIRONMENTS.items() if name != OWN)
 
@@ -36,13 +37,6 @@ class AgentFlags:
         {},
         'its options by task, "*" for all, as JSON: {"gcd": {"max_value": 50}}',
         metavar="JSON",
-        only_with=ENV,
-    )
-    env_num_items: int = flag(10_000, "items it makes for training, in all", ge=1, only_with=OWN_ITEMS)
-    eval_env: str | None = flag(
-        None,
-        "environment to evaluate in; default: the tasks of --env, each apart",
-        metavar="NAME",
         only_with=ENV,
     )
     eval_env_num_items: int = flag(64, "items that it holds out of each task", ge=1, only_with=ENV)
@@ -106,17 +100,15 @@ def environment(draft: Draft) -> None:
                     f"--{name.replace('_', '-')} is given, but --env {draft.env} makes its items itself: "
                     "remove it, or name a file with --prompt-data."
                 )
-        draft.derive(
-            "prompt_data", source_of(choices, TRAINING, draft.env_num_items), "--env makes its items"
-        )
+        draft.derive("prompt_data", source_of(choices, TRAINING, ENV_ITEMS), "--env makes its items")
     _evaluation(draft)
 
 
 def _evaluation(draft: Draft) -> None:
-    own_items = draft.eval_env is not None or not draft.was_given("prompt_data")
+    own_items = not draft.was_given("prompt_data")
     if draft.eval_interval is None or draft.eval_config or draft.eval_prompt_data or not own_items:
         return
-    choices = read_choices(draft.eval_env or draft.env, "--eval-env" if draft.eval_env else "--env")
+    choices = read_choices(draft.env)
     words = []
     for choice in choices:
         words += [choice.short, source_of([choice], HELD_OUT, draft.eval_env_num_items)]
@@ -124,8 +116,6 @@ def _evaluation(draft: Draft) -> None:
 
 
 def _check_options(draft: Draft, tasks: list[str]) -> None:
-    if draft.eval_env is not None:
-        tasks = tasks + [choice.short for choice in read_choices(draft.eval_env, "--eval-env")]
     for task, options in draft.env_args.items():
         if task != "*" and task not in tasks:
             raise ValueError(

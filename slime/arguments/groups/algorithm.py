@@ -7,7 +7,7 @@ from slime.arguments.core.flag import OnlyWith, flag, needs
 from slime.arguments.groups.objectives import NOT_PAIRS, POLICY_LOSS, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS, WITH_CRITIC
-from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
+from slime.catalog.policy_losses import POLICY_LOSS_ARGS, POLICY_LOSSES, REDUCTIONS, policy_loss_arg
 
 LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
 # How far the log-probs of engine and trainer may lie apart, as a mean over tokens, before a run stops.
@@ -108,17 +108,6 @@ COMPUTES_ADVANTAGES = OnlyWith(
 )
 
 
-def _read_by(flag_name: str) -> OnlyWith:
-    """Flags of some policy losses alone: the rows of these losses name them."""
-    types = [name for name, row in POLICY_LOSSES.items() if flag_name in row.flags]
-    words = f"--policy-loss-type {' or '.join(types)}"
-    return OnlyWith(
-        f"with {words}",
-        lambda d: d.policy_loss_type in types or d.custom_policy_loss_function_path is not None,
-        f"only {words} reads it; use that",
-    )
-
-
 @dataclass
 class AlgorithmFlags:
     """Algorithm."""
@@ -144,6 +133,13 @@ class AlgorithmFlags:
     )
     custom_policy_loss_function_path: str | None = flag(
         None, "function in place of --policy-loss-type", metavar="PATH", only_with=POLICY_LOSS
+    )
+    policy_loss_args: dict = flag(
+        {},
+        "numbers of the --policy-loss-type:",
+        metavar="NAME=NUMBER,...",
+        rows=POLICY_LOSS_ARGS,
+        only_with=POLICY_LOSS,
     )
     loss_reduction: str | None = flag(
         None,
@@ -200,34 +196,6 @@ class AlgorithmFlags:
     eps_clip_c: float | None = flag(
         None, "dual clip for negative advantages", gt=1, only_with=(POLICY_TERMS, DUAL_CLIPS)
     )
-    sapo_tau_pos: float = flag(
-        1.0, "sapo: steepness of the gate for positive advantages", gt=0, only_with=_read_by("sapo_tau_pos")
-    )
-    sapo_tau_neg: float = flag(
-        1.05, "sapo: the same for the others", gt=0, only_with=_read_by("sapo_tau_neg")
-    )
-    clip_cov_ratio: float = flag(
-        2e-4,
-        "clip_cov: share of tokens that lose their gradient",
-        ge=0,
-        le=1,
-        only_with=_read_by("clip_cov_ratio"),
-    )
-    clip_cov_low: float = flag(
-        1.0, "clip_cov: smallest covariance of such a token", only_with=_read_by("clip_cov_low")
-    )
-    clip_cov_high: float = flag(
-        5.0, "clip_cov: largest covariance of such a token", only_with=_read_by("clip_cov_high")
-    )
-    kl_cov_ratio: float = flag(
-        2e-3, "kl_cov: share of tokens that pay for moving", ge=0, le=1, only_with=_read_by("kl_cov_ratio")
-    )
-    kl_cov_coef: float = flag(
-        1.0, "kl_cov: what they pay per unit of log-ratio", ge=0, only_with=_read_by("kl_cov_coef")
-    )
-    dppo_delta: float = flag(
-        0.15, "dppo: how far a token's probability may move", gt=0, only_with=_read_by("dppo_delta")
-    )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", only_with=POLICY_TERMS)
     kl_coef: float = flag(
         0.0,
@@ -247,9 +215,6 @@ class AlgorithmFlags:
         False, "take the engine's log-probs as those of the old policy", only_with=(POLICY_TERMS, OLD_POLICY)
     )
     use_rollout_entropy: bool = flag(False, "measure entropy in the log-prob pass", only_with=POLICY_LOSS)
-    log_sft_entropy: bool = flag(
-        False, "measure the entropy of the model on the trained tokens in SFT, too", only_with=SFT
-    )
     skip_on_policy_check: bool = flag(
         False, "do not check that the first step of a rollout starts at ratio 1", only_with=POLICY_LOSS
     )
@@ -266,14 +231,9 @@ class AlgorithmFlags:
         "what a step with a NaN or infinite loss does to the run; it is never applied",
         choices=("stop", "skip"),
     )
-    check_for_nan_in_loss_and_grad: bool = flag(
-        True, "the same as --nonfinite-action skip", off="--no-check-for-nan-in-loss-and-grad"
-    )
 
 
 def loss(draft: Draft) -> None:
-    if not draft.check_for_nan_in_loss_and_grad and not draft.was_given("nonfinite_action"):
-        draft.derive("nonfinite_action", "skip", "no_check_for_nan_in_loss_and_grad")
     if draft.loss_type == "custom_loss" and draft.custom_loss_function_path is None:
         raise ValueError("--loss-type custom_loss needs --custom-loss-function-path.")
     brings_advantages = draft.rollout_data_postprocess_path or draft.custom_convert_samples_to_train_data_path
@@ -301,11 +261,22 @@ def policy_loss(draft: Draft) -> None:
         draft.derive("policy_loss_type", ESTIMATORS[estimator].policy_loss, f"the loss of {estimator}")
     if draft.eps_clip_high is None:
         draft.derive("eps_clip_high", draft.eps_clip, "same as eps_clip")
-    if draft.clip_cov_low > draft.clip_cov_high:
-        raise ValueError(
-            f"--clip-cov-low is {draft.clip_cov_low:g}, above --clip-cov-high {draft.clip_cov_high:g}: no "
-            "token lies between."
-        )
+    _check_loss_args(draft)
+
+
+def _check_loss_args(draft: Draft) -> None:
+    """Refuse arguments that another policy loss has."""
+    read = POLICY_LOSSES[draft.policy_loss_type].args
+    for name in draft.policy_loss_args:
+        if name not in read and draft.custom_policy_loss_function_path is None:
+            types = [loss for loss, row in POLICY_LOSSES.items() if name in row.args]
+            raise ValueError(
+                f"--policy-loss-args {name}: only --policy-loss-type {' or '.join(types)} has it, not "
+                f"{draft.policy_loss_type}; remove it."
+            )
+    low, high = (policy_loss_arg(draft, name) for name in ("clip_cov_low", "clip_cov_high"))
+    if low > high:
+        raise ValueError(f"--policy-loss-args: clip_cov_low {low:g} is above clip_cov_high {high:g}.")
 
 
 def loss_reduction(draft: Draft) -> None:

@@ -50,12 +50,6 @@ class CheckpointFlags:
     no_load_rng: bool = flag(
         False, "leave the random state in --load alone: it starts from --seed", only_with=LOADS
     )
-    no_load_verify: bool = flag(
-        False,
-        "do not read the files of --load to compare them with their checksums; sizes are compared all the "
-        "same",
-        only_with=READS_CHECKPOINTS,
-    )
     async_save: bool = flag(
         False,
         "checkpoints are written while training goes on; the next one and the end wait",
@@ -83,11 +77,6 @@ class CheckpointFlags:
         "also upload each model of --save-hf, with a model card, to this place on the Hugging Face hub",
         metavar="OWNER/NAME",
         only_with=needs("save_hf", "no model is written; add --save-hf DIR"),
-    )
-    hub_public: bool = flag(
-        False,
-        "everybody may see what --push-to-hub uploads; default: only you",
-        only_with=needs("push_to_hub", "nothing is uploaded; add --push-to-hub"),
     )
     ref_load: str | None = flag(
         None,

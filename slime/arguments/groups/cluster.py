@@ -27,7 +27,6 @@ class ClusterFlags:
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine", ge=1)
     num_gpus_per_node: int | None = flag(None, "GPUs of one machine; default: those visible", ge=1)
     colocate: bool = flag(False, "trainer and engines share the same GPUs, in turns")
-    offload: bool = flag(False, "same as --offload-train --offload-rollout")
     offload_train: bool | None = flag(None, "move the trainer off the device while engines generate")
     offload_rollout: bool | None = flag(None, "release engine memory while the trainer works")
     release_train: bool = flag(
@@ -38,7 +37,6 @@ class ClusterFlags:
     distributed_backend: str | None = flag(
         None, "torch.distributed backend; default: nccl on GPUs, gloo on CPU", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(10, "longest wait for one collective", gt=0)
     max_restarts: int = flag(
         3,
         "how often in a row, without a new step in between, a trainer whose rank died or hangs is started "
@@ -232,8 +230,6 @@ def derive_offload(draft: Draft) -> None:
             continue
         if alone:
             draft.derive(name, False, "only one side runs in this debug mode")
-        elif draft.offload:
-            draft.derive(name, True, "offload")
         elif draft.colocate:
             draft.derive(name, True, "colocate: the two sides take turns")
         else:
@@ -263,7 +259,7 @@ def _tell_of_missing_gpus(draft: Draft, gpus: int) -> None:
 
 
 def _tell_of_nothing_to_share(draft: Draft) -> None:
-    sharing = ("colocate", "offload", "offload_train", "offload_rollout")
+    sharing = ("colocate", "offload_train", "offload_rollout")
     given = [
         "--" + name.replace("_", "-") for name in sharing if draft.was_given(name) and getattr(draft, name)
     ]

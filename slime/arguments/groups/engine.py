@@ -65,42 +65,10 @@ class EngineFlags:
         only_with=_read_by("sglang_python"),
     )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", ge=1)
-    embedded_device: str = flag(
-        "auto",
-        "device of the embedded engine: auto, cpu, cuda or cuda:N",
-        metavar="DEVICE",
-        only_with=_read_by("embedded_device"),
-    )
-    embedded_dtype: str = flag(
-        "auto",
-        "precision of the embedded engine; auto: that of the trainer",
-        choices=("auto", "float32", "bfloat16"),
-        only_with=_read_by("embedded_dtype"),
-    )
-    embedded_max_running_requests: int = flag(
-        1024,
-        "requests decoded together; 1 computes each alone and keeps no prefixes, as --deterministic-mode "
-        "does",
-        ge=1,
-        only_with=_read_by("embedded_max_running_requests"),
-    )
-    embedded_max_total_tokens: int | None = flag(
-        None,
-        "tokens of KV cache; default: from the memory at hand",
-        ge=1,
-        only_with=_read_by("embedded_max_total_tokens"),
-    )
-    engine_restart_limit: int = flag(3, "engine deaths within ten minutes that stop the run", ge=0)
     use_fault_tolerance: bool = flag(False, "also ask engines for a token, and for the weights they hold")
     rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0, only_with=PROBES)
-    rollout_health_check_timeout: float = flag(
-        30.0, "seconds until a probe counts as failed", gt=0, only_with=PROBES
-    )
     rollout_health_check_first_wait: float = flag(
         0.0, "seconds before the first probe", ge=0, only_with=PROBES
-    )
-    rollout_health_check_failures: int = flag(
-        1, "failed probes in a row after which an engine is replaced", ge=1, only_with=PROBES
     )
 
 

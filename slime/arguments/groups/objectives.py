@@ -26,12 +26,6 @@ CRITIC = OnlyWith(
     f"there is no critic; only --advantage-estimator {WITH_CRITIC} trains one",
     said_by="advantage_estimator",
 )
-CRITIC_DECAYS = OnlyWith(
-    "with a --critic-lr-decay-style that decays",
-    lambda d: d.critic_lr_decay_style != "constant",
-    "--critic-lr-decay-style constant never decays; choose linear or cosine",
-    said_by="critic_lr_decay_style",
-)
 DISTILS = needs("use_opd", "there is no distillation; add --use-opd")
 TEACHER_IN_TRAINER = OnlyWith(
     "with --opd-type trainer",
@@ -101,20 +95,8 @@ class CriticFlags:
         only_with=CRITIC,
     )
     critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr", ge=0, only_with=CRITIC)
-    critic_min_lr: float = flag(
-        0.0, "learning rate of the critic at the end of its decay", ge=0, only_with=(CRITIC, CRITIC_DECAYS)
-    )
-    critic_lr_decay_style: str = flag(
-        "constant",
-        "schedule of the critic after warm-up",
-        choices=("constant", "linear", "cosine"),
-        only_with=CRITIC,
-    )
     critic_lr_warmup_iters: int = flag(
         0, "optimizer steps of the critic's linear warm-up", ge=0, only_with=CRITIC
-    )
-    critic_clip_grad: float = flag(
-        1.0, "largest gradient norm of the critic; 0 turns clipping off", ge=0, only_with=CRITIC
     )
     value_clip: float = flag(
         0.2, "how far a value may move in one update before its error is clipped", gt=0, only_with=CRITIC

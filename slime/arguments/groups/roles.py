@@ -19,14 +19,13 @@ FLAG = "--megatron-config-path"
 ROLES = ("actor", "critic")
 # Settings of the critic that have a flag of their own.
 CRITIC_FLAGS = {
-    **{name: f"critic_{name}" for name in ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "clip_grad")},
+    **{name: f"critic_{name}" for name in ("lr", "lr_warmup_iters")},
     "load": "critic_load",
 }
 # Settings that its model and optimizer read from its own copy of the arguments.
 OWN = (
     *("hf_checkpoint", "megatron_config", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
-    *("lr_decay_iters", "recompute_granularity", "recompute_method", "recompute_num_layers"),
-    "recompute_modules",
+    *("lr_decay_iters", "lr_decay_style", "min_lr", "clip_grad", "recompute_granularity"),
 )
 _IDLE = ("num_nodes", "num_gpus_per_node")  # where the critic runs: on the policy's processes
 

@@ -113,12 +113,6 @@ class RolloutFlags:
         "the group",
         choices=("stop", "drop", "keep", "retry"),
     )
-    group_max_attempts: int = flag(
-        3,
-        "how often one group is generated: after failures, or when it became older than "
-        "--max-weight-staleness",
-        ge=1,
-    )
     buffer_filter_path: str | None = flag(
         None, "function that takes groups out of the buffer", metavar="PATH"
     )

@@ -11,7 +11,8 @@ from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.catalog.datasets import ENDINGS, why_unreadable
-from slime.catalog.deadlines import DEADLINE_FLAGS, DEADLINES
+from slime.catalog.deadlines import DEADLINES
+from slime.catalog.limits import LIMITS
 from slime.utils.files.run_file import choose_run_folder, goes_on_with, has_finished, read_run, resumption_of
 from slime.utils.files.step_folders import same_folder
 
@@ -68,7 +69,6 @@ class RunFlags:
         "terminal, info elsewhere; debug also logs more",
         choices=("debug", "info", "warning", "error"),
     )
-    show_sample_every: int = flag(5, "show an answer of every so many steps; 0: none", ge=0)
     seed: int = flag(
         1234, "seed of the run; where it is given, --rollout-seed has its value unless given too", ge=0
     )
@@ -83,6 +83,7 @@ class RunFlags:
         metavar="NAME=SECONDS,...",
         rows=DEADLINES,
     )
+    limits: dict = flag({}, "limits on counts:", metavar="NAME=NUMBER,...", rows=LIMITS)
     custom_config_path: str | None = flag(
         None, "YAML of extra values for plug-ins; each key becomes an attribute of args", metavar="FILE"
     )
@@ -137,17 +138,6 @@ class AssertionFlags:
     ci_load_grad_norm: str | None = flag(
         None, "stop where the gradient norm is another than in these files, by 1%", metavar="TEMPLATE"
     )
-
-
-def deadlines(draft: Draft) -> None:
-    """Refuse a deadline that two flags set to different values."""
-    for name, (flag_name, seconds) in DEADLINE_FLAGS.items():
-        value = getattr(draft, flag_name)
-        if name in draft.timeouts and draft.was_given(flag_name) and draft.timeouts[name] != value * seconds:
-            raise ValueError(
-                f"--timeouts {name}={draft.timeouts[name]:g} and --{flag_name.replace('_', '-')} {value:g} "
-                "set the same deadline; keep one of them."
-            )
 
 
 def dumps_and_assertions(draft: Draft) -> None:

@@ -35,7 +35,6 @@ class SandboxFlags:
     sandbox_image: str | None = flag(
         None, "image or template of a vendor's box; default: the vendor's", metavar="NAME", only_with=VENDOR
     )
-    sandbox_num_boxes: int = flag(32, "most boxes of this machine in use at a time", ge=1, only_with=LOCAL)
     judge_url: str | None = flag(
         None,
         "OpenAI-style address of the judge, http://host:port/v1; default: --judge-model of this run",
@@ -57,5 +56,3 @@ class SandboxFlags:
     judge_max_score: float = flag(
         10.0, "the judge's best score, which becomes reward 1", gt=0, only_with=JUDGE
     )
-    judge_max_tokens: int = flag(512, "longest answer of the judge", ge=1, only_with=JUDGE)
-    judge_num_requests: int = flag(16, "most judgements under way at a time", ge=1, only_with=JUDGE)

@@ -50,12 +50,6 @@ class TopologyFlags:
         "process of its own, taken by itself where prefill groups or its flags (--router-...) need it",
         choices=("builtin", "sglang"),
     )
-    router_python: str | None = flag(
-        None,
-        "interpreter that has sglang-router; default: .venv-router of `make sglang-env`, else this one",
-        metavar="PATH",
-        only_with=SGLANG_ROUTER,
-    )
     sglang_router_policy: str | None = flag(
         None,
         "how SGLang's router chooses among engines, as --router-policy; where it is not installed slime's "
@@ -70,9 +64,6 @@ class TopologyFlags:
     )
     sglang_router_port: int | None = flag(
         None, "port of the policy's router; default: any free one", ge=1, le=65535
-    )
-    sglang_router_request_timeout_secs: int = flag(
-        14400, "SGLang's router gives a request up after this", ge=1, only_with=SGLANG_ROUTER
     )
     router_middleware_paths: list[str] = flag(
         [],
@@ -401,7 +392,7 @@ def _router_policy(draft: Draft) -> None:
         why = "--rollout-router is builtin"
     elif not ENGINES[draft.rollout_engine].takes_sglang_flags and not draft.rollout_external_engine_addrs:
         why = f"--rollout-engine {draft.rollout_engine} has slime's own balancer"
-    elif find_python(draft.router_python, ".venv-router", "sglang_router") is None:
+    elif find_python(None, ".venv-router", "sglang_router") is None:
         why = "sglang-router is not installed: slime's own balancer chooses"
     if why:
         draft.idle.append(f"--sglang-router-policy is {policy}, but {why}.")
@@ -462,7 +453,5 @@ def router(draft: Draft) -> None:
         raise ValueError(
             "--router-middleware-paths are called by the built-in balancer; use --rollout-router builtin."
         )
-    python = need_router_python(draft.router_python, reason or "--rollout-router sglang")
-    if draft.router_python is None:
-        draft.derive("router_python", python, "where sglang-router is installed")
+    python = need_router_python(reason or "--rollout-router sglang")
     draft.set("router_options", read_router_flags(given, python), draft.sources["router_options"])

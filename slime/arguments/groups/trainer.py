@@ -154,15 +154,6 @@ def _adapters_alone(draft: Draft) -> None:
     ENGINES[draft.rollout_engine].rules.check_adapter_sync(draft, own[0] if own else None)
 
 
-def weight_copies(draft: Draft) -> None:
-    """Copies on the device stay there when the trainer leaves it. Runs after the placement rules."""
-    if draft.weight_copies == "device" and draft.offload_train:
-        raise ValueError(
-            "--weight-copies device with --offload-train: the copies would stay on the device that the "
-            "trainer leaves to the engines; use --weight-copies host, or --no-offload-train."
-        )
-
-
 def model_parallel_sizes(draft: Draft) -> None:
     """The ranks must divide into replicas. Runs after the sizes are derived."""
     ranks = draft.actor_num_nodes * draft.actor_num_gpus_per_node

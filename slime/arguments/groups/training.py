@@ -30,7 +30,7 @@ BY_OWN_ROUTES = OnlyWith(
 OWN_LOSS = OnlyWith(
     "with --loss-type custom_loss",
     lambda d: d.loss_type == "custom_loss",
-    "built-in losses compute logits again in any case (--logits-memory-gib)",
+    "built-in losses compute logits again in any case",
     harmless=True,
 )
 BY_SAMPLES = OnlyWith(
@@ -55,17 +55,6 @@ OFFLOADED = needs(
     "optimizer_cpu_offload",
     "Adam's moments stay on the device without --optimizer-cpu-offload; add it",
     harmless=True,
-)
-LESS_THAN_FP32 = OnlyWith(
-    "with a dtype of its own for a moment, or --optimizer-cpu-offload",
-    lambda d: (
-        d.optimizer_cpu_offload or {d.exp_avg_dtype, d.exp_avg_sq_dtype, d.main_grads_dtype} != {"fp32"}
-    ),
-    "moments and gradients stay in fp32; add --exp-avg-dtype and --exp-avg-sq-dtype",
-    harmless=True,
-)
-PRECISION_AWARE = needs(
-    "use_precision_aware_optimizer", "precisions are chosen only with --use-precision-aware-optimizer; add it"
 )
 MEGATRON_GRADIENTS = OnlyWith(
     "with --train-backend megatron",
@@ -135,19 +124,6 @@ class TrainingFlags:
         "logits",
         only_with=OWN_LOSS,
     )
-    logits_memory_gib: float = flag(
-        0.0,
-        "GiB in which a micro-batch may keep its logits for the backward pass, which else computes them "
-        "again",
-        ge=0,
-        only_with=WHOLE_LOGITS,
-    )
-    weight_copies: str = flag(
-        "host",
-        "where the weights of a reference, an old actor or a teacher are kept while they are not in use",
-        choices=("host", "device"),
-        only_with=KEPT_WEIGHTS,
-    )
     rollout_data_postprocess_path: str | None = flag(
         None, "function that edits the train data on every rank before training", metavar="PATH"
     )
@@ -186,26 +162,17 @@ class OptimizerFlags:
         "moments come from host memory and go back there while others are worked on",
         only_with=OFFLOADED,
     )
-    use_precision_aware_optimizer: bool = flag(
-        False, "keep moments in the precisions of the next flags", only_with=(ADAM, LESS_THAN_FP32)
-    )
     exp_avg_dtype: str = flag(
-        "fp32", "precision of Adam's first moment", choices=tuple(MOMENT_BYTES), only_with=PRECISION_AWARE
+        "fp32", "precision of Adam's first moment", choices=tuple(MOMENT_BYTES), only_with=ADAM
     )
     exp_avg_sq_dtype: str = flag(
-        "fp32", "precision of Adam's second moment", choices=tuple(MOMENT_BYTES), only_with=PRECISION_AWARE
+        "fp32", "precision of Adam's second moment", choices=tuple(MOMENT_BYTES), only_with=ADAM
     )
     main_grads_dtype: str = flag(
         "fp32",
         "precision in which Megatron adds gradients up; bf16 needs --dtype bfloat16",
         choices=("fp32", "bf16"),
-        only_with=(PRECISION_AWARE, MEGATRON_GRADIENTS),
-    )
-    main_params_dtype: str = flag(
-        "fp32",
-        "precision of the weights that Adam updates",
-        choices=("fp32",),
-        not_built={"fp16": ""},
+        only_with=MEGATRON_GRADIENTS,
     )
     clip_grad: float = flag(1.0, "largest gradient norm; 0 turns clipping off", ge=0)
 

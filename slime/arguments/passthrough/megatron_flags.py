@@ -86,7 +86,8 @@ _USUAL_FLAGS = """
     moe-router-pre-softmax moe-router-enable-expert-bias moe-router-bias-update-rate
     moe-router-topk-scaling-factor moe-router-num-groups moe-router-group-topk moe-router-dtype
     moe-router-load-balancing-type moe-token-drop-policy moe-layer-freq moe-aux-loss-coeff moe-enable-deepep
-    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
+    recompute-method recompute-num-layers recompute-modules account-for-embedding-in-pipeline-split
+    account-for-loss-in-pipeline-split
 """
 
 

@@ -133,9 +133,7 @@ class FSDPBackend(TrainerBase):
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
         self._host = HostMemory()
         self._reserve_host_memory()
-        self.copies = WeightCopies(
-            lambda: [local(p.data) for p in self.model.parameters()], on_device=args.weight_copies == "device"
-        )
+        self.copies = WeightCopies(lambda: [local(p.data) for p in self.model.parameters()])
 
     def _build_model(self) -> PackedLM:
         """Build the model without storage: a policy, a critic (reads before each token) or a reward model."""
@@ -324,7 +322,6 @@ class FSDPBackend(TrainerBase):
             share,
             temperature=self.args.rollout_temperature,
             chunk_size=self.args.log_probs_chunk_size,
-            memory_gib=self.args.logits_memory_gib,
             **options,
         )
         return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full, extra=extra)

@@ -86,7 +86,7 @@ class MegatronBackend(TrainerBase):
         super().__init__(args, rank=rank, device=device, total_steps=total_steps, role=role)
         self.teacher: TeacherModel | None = None  # of another shape; one of the same is a tagged copy
         self.hf_config = read_hf_config(self.hf_checkpoint)
-        refuse_unknown_fields(args.megatron_config or {})
+        refuse_unknown_fields(args.megatron_config)
         check_layout(args, self.hf_config, world_size=world_size, device=device)
         check_mtp(args, self.hf_config)
         if role == "actor":
@@ -136,7 +136,7 @@ class MegatronBackend(TrainerBase):
         )
         # With --overlap-param-gather the next forward pass gathers what an optimizer step has updated.
         self._gathers_late = args.overlap_param_gather
-        self.copies = WeightCopies(self._settled_parameters, on_device=args.weight_copies == "device")
+        self.copies = WeightCopies(self._settled_parameters)
         self.routers = routers_of(self.model)
         self._recorded: RecordedByBatch = {}  # experts chosen in the last pass of the old policy
         self.saves = AsyncCallsQueue()  # with --async-save: what is being written
@@ -259,7 +259,6 @@ class MegatronBackend(TrainerBase):
         return ModelCall(
             temperature=self.args.rollout_temperature,
             chunk_size=self.args.log_probs_chunk_size,
-            memory_gib=self.args.logits_memory_gib,
             **options,
         )
 

@@ -55,19 +55,19 @@ def critic_settings(args: Args) -> Args:
     """`args` as the critic's model, optimizer and schedule read them."""
     settings = copy.copy(args)
     own, model = args.critic_load, args.critic_overrides.get("hf_checkpoint")
-    fields = {**(args.megatron_config or {}), **args.critic_overrides.get("megatron_config", {})}
+    fields = {**args.megatron_config, **args.critic_overrides.get("megatron_config", {})}
     vars(settings).update(args.critic_overrides)
     vars(settings).update(
         # A checkpoint of Megatron's holds weights alone.
         hf_checkpoint=model or (args.hf_checkpoint if own is None or is_torch_dist(own) else own),
         start_from=own or model or args.start_from,
-        megatron_config=fields or None,
+        megatron_config=fields,
         lr=args.lr if args.critic_lr is None else args.critic_lr,
-        min_lr=args.critic_min_lr,
-        lr_decay_style=args.critic_lr_decay_style,
+        min_lr=args.critic_overrides.get("min_lr", 0.0),
+        lr_decay_style=args.critic_overrides.get("lr_decay_style", "constant"),
         lr_warmup_iters=args.critic_lr_warmup_iters,
         lr_warmup_fraction=None,
-        clip_grad=args.critic_clip_grad,
+        clip_grad=args.critic_overrides.get("clip_grad", 1.0),
         # Copies of older weights are the policy's.
         ref_update_interval=None,
         keep_old_actor=False,

@@ -27,9 +27,8 @@ def is_checkpoint(path: str | Path) -> bool:
 
 def check_content(path: Path, args: Args) -> None:
     """Refuse a checkpoint whose files differ from what was written, before reading it."""
-    if not args.no_load_verify:
-        # Each rank reads its share of the files.
-        check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
+    # Each rank reads its share of the files.
+    check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

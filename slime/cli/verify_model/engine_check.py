@@ -18,6 +18,8 @@ from slime.wire.protocol import GenerateRequest, SamplingParams
 
 NEW_TOKENS = 12
 
+_ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # where log-probs are compared to the last bits
+
 
 def check_engine(
     name: str, model: Path, prompts: list[list[int]], folder: Path, *, deadline_s: float
@@ -27,7 +29,7 @@ def check_engine(
     plan = LaunchPlan(
         name=f"{name} engine",
         command=_command(kind, f"--engine {name}", model, prefix),
-        env={**thread_environment(1), **({} if kind.own_python else import_environment())},
+        env={**thread_environment(1), **({} if kind.own_python else _ON_CPU | import_environment())},
         log_path=folder / "engine.log",
         start_timeout_s=deadline_s,
     )
@@ -43,14 +45,14 @@ def check_engine(
 
 
 def _command(kind: EngineKind, flag: str, model: Path, prefix: str) -> Command:
-    changes: dict[str, Any] = {"embedded_max_running_requests": 16, "embedded_max_total_tokens": 4096}
+    changes: dict[str, Any] = {"limits": {"embedded-requests": 16, "embedded-tokens": 4096}}
     changes |= kind.rules.interpreter(None, flag)
     # A folder with only a config has no tokenizer, and tokens are all that is asked here.
     skip = kind.takes_sglang_flags and not any(model.glob("tokenizer*"))
     words = ("--skip-tokenizer-init",) if skip else ()
     place = EnginePlace("engine", "default", "regular", machine=0, gpu_ids=(), num_gpus=1, words=words)
     site = EngineSite(str(model), False, place, gpu_ids=(), host="127.0.0.1", shm_prefix=prefix, threads=1)
-    args = default_args(dtype="float32", embedded_device="cpu", **changes)
+    args = default_args(dtype="float32", **changes)
     command: Command = kind.command.run_command(args, site)
     return command
 

@@ -106,7 +106,7 @@ def _upload(args: Args, folder: Path, rollout_id: int) -> None:
 
     assert args.push_to_hub is not None, "asked by the caller"
     api = huggingface_hub.HfApi()
-    api.create_repo(args.push_to_hub, private=not args.hub_public, exist_ok=True)
+    api.create_repo(args.push_to_hub, private=True, exist_ok=True)
     message = f"slime: after rollout {rollout_id}"
     api.upload_folder(repo_id=args.push_to_hub, folder_path=folder, commit_message=message)
 

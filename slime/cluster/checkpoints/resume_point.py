@@ -28,7 +28,7 @@ def verify_checkpoint(
     args: Args, checkpoint: StepFolder | None, find_damage: FindDamage
 ) -> StepFolder | None:
     """Check every file against its checksum; where one differs, log it and use the checkpoint before."""
-    if checkpoint is None or args.no_load_verify:
+    if checkpoint is None:
         return checkpoint
     if checkpoint.manifest.files is None:
         logger.warning("%s has no checksums (an older slime wrote it): it is not verified.", checkpoint.path)

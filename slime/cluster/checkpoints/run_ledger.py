@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 # What may differ between two starts of a run that still would have made the same samples.
 _OF_NO_SAMPLE = """
     run_dir load ckpt_step auto_resume save save_interval save_hf keep_last_n async_save num_rollout num_epoch
-    eval_interval skip_eval_before_train log_level quiet show_sample_every no_load_verify tracker_samples
-    record_max_mib record_max_days record_sync skip_preflight lr_decay_iters max_restarts
+    eval_interval skip_eval_before_train log_level quiet
+    record_max_mib skip_preflight lr_decay_iters max_restarts
     peer_copies timeouts elastic
 """.split()  # noqa: SIM905 - a list of words reads better as words
 

@@ -60,7 +60,7 @@ class Restorer:
         self.processes.move(find_slots(self.args, self.runtime, self.slots))
         check_hosts(self.args, self.runtime, None)  # a host may be new
         self.processes.renew(state.args)
-        source = check_readable(state, self.processes, verify=not self.args.no_load_verify)
+        source = check_readable(state, self.processes, verify=True)
         self.group.layouts = self.processes.load_again(source)
         self.prepare()
         ranks = self.group.ranks

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.arguments.passthrough.router_flags import need_router_python
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.engines import ENGINES
 from slime.engines.engine_process import LaunchPlan
@@ -53,11 +54,11 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
 
 def plan_router_process(args: Args, run: Run, name: str, words: Sequence[str]) -> LaunchPlan:
     """SGLang's router before engines of one model; `words`: more of its own flags."""
-    assert args.router_python is not None, "the rules of the arguments find the router's interpreter"
+    python = need_router_python("--rollout-router sglang")
     timeout = ("--request-timeout-secs", str(round(timeout_s(args, "router-request"))))
     return LaunchPlan(
         name=name,
-        command=router_command(args.router_python, "cache_aware", (*timeout, *words)),
+        command=router_command(python, "cache_aware", (*timeout, *words)),
         env={},
         log_path=run.run_dir / "logs" / f"{name}.log",
         start_timeout_s=timeout_s(args, "engine-start"),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from slime.arguments import Args
 from slime.arguments.groups.topology import ServedModel
 from slime.catalog.deadlines import timeout_s
+from slime.catalog.limits import limit
 from slime.cluster.serving.endpoint import Endpoint, Rotations, join_router, open_endpoint
 from slime.cluster.serving.engine_host import host_engine
 from slime.cluster.serving.engine_plan import plan_engines
@@ -21,7 +22,7 @@ from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
 
-_RESTART_WINDOW_S = 600.0  # --engine-restart-limit counts the deaths of this long
+_RESTART_WINDOW_S = 600.0  # --limits engine-restarts counts the deaths of this long
 
 Address = tuple[str, int]  # host and port
 
@@ -138,12 +139,12 @@ def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
 
 def _watch_policy(args: Args) -> WatchPolicy:
     return WatchPolicy(
-        restart_limit=args.engine_restart_limit,
+        restart_limit=limit(args, "engine-restarts"),
         restart_window_s=_RESTART_WINDOW_S,
         silence_limit_s=timeout_s(args, "engine-silence") or None,
         probe_interval_s=args.rollout_health_check_interval if args.use_fault_tolerance else None,
         probe_timeout_s=timeout_s(args, "health-check"),
         probe_first_wait_s=args.rollout_health_check_first_wait,
-        probe_failures=args.rollout_health_check_failures,
+        probe_failures=limit(args, "probe-failures"),
         no_engine_timeout_s=timeout_s(args, "no-engine"),
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.catalog.limits import limit
 from slime.engines.engine_process import Command
 from slime.engines.launch_plan import EngineSite
 from slime.utils.files.safetensors_files import all_files
@@ -18,11 +19,10 @@ def run_command(args: Args, site: EngineSite) -> Command:
     """How an engine of a run is started."""
     return embedded_command(
         model_path=site.model_path,
-        device=args.embedded_device,
-        dtype=args.embedded_dtype if args.embedded_dtype != "auto" else args.dtype,
+        dtype=args.dtype,
         threads=site.threads,
-        max_running_requests=args.embedded_max_running_requests,
-        max_total_tokens=args.embedded_max_total_tokens,
+        max_running_requests=limit(args, "embedded-requests"),
+        max_total_tokens=limit(args, "embedded-tokens") or None,
         seed=args.seed,
         shm_prefix=site.shm_prefix,
         await_weights=site.update_weights and not args.debug_rollout_only,

@@ -22,12 +22,10 @@ def interpreter(given: str | None, reason: str) -> dict[str, str]:
 
 def make_reproducible(draft: Draft) -> None:
     """Compute requests one at a time: the last bits of log-probs depend on what is computed together."""
-    limit = draft.embedded_max_running_requests
-    if not draft.was_given("embedded_max_running_requests"):
-        draft.derive("embedded_max_running_requests", 1, "--deterministic-mode")
-    elif limit != 1:
+    requests = draft.limits.setdefault("embedded-requests", 1)
+    if requests != 1:
         raise ValueError(
-            f"--embedded-max-running-requests is {limit} with --deterministic-mode: log-probs of requests "
+            f"--limits embedded-requests={requests:g} with --deterministic-mode: log-probs of requests "
             "that are computed together depend on which they are, and that on timing; leave it out, or do "
             "without --deterministic-mode."
         )

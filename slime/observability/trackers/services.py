@@ -114,9 +114,9 @@ class Trackio:
 
         self._trackio = trackio
         self._run = trackio.init(
-            project=run.options.get("trackio_project") or "slime",
+            project=os.environ.get("TRACKIO_PROJECT") or "slime",
             name=f"{run.name}-{run.id}",
-            space_id=run.options.get("trackio_space"),
+            space_id=os.environ.get("TRACKIO_SPACE_ID"),
             config=dict(run.config),
             resume="allow",
             private=True,  # a Space that it makes: what a model writes is not for everybody
@@ -149,13 +149,13 @@ class MLflow:
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
-        uri, files = run.options.get("mlflow_tracking_uri"), None
-        if not uri and not os.environ.get("MLFLOW_TRACKING_URI"):
+        uri, files = None, None
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
             folder = run.folder.absolute() / "mlflow"
             folder.mkdir(exist_ok=True)
             uri, files = f"sqlite:///{folder}/mlflow.db", (folder / "artifacts").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
-        name = run.options.get("mlflow_experiment") or "slime"
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "slime"
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name, files)
         earlier = self._client.search_runs([experiment], f"tags.slime_run = '{run.id}'")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.catalog.limits import limit
 from slime.liveness.loop_watch import loop_watch
 from slime.rollout import ledger
 from slime.rollout.collection.waste import Waste, teaches_nothing
@@ -237,9 +238,9 @@ class Collector(abc.ABC):
 
     def _requeue(self, ticket: Ticket, group: Group, cause: str, hint: str = "") -> None:
         attempts = attempt_of(first_sample(ticket.origin)) + 1
-        allowed = self.args.group_max_attempts
+        allowed = limit(self.args, "group-attempts")
         if attempts >= allowed:
-            raise GroupFailed(f"{cause}; {attempts} attempts were made (--group-max-attempts).{hint}")
+            raise GroupFailed(f"{cause}; {attempts} attempts were made (--limits group-attempts).{hint}")
         logger.warning("generated again (attempt %d of %d): %s", attempts + 1, allowed, cause)
         self._forget(ticket)
         self._give_back([begin_again(group)])

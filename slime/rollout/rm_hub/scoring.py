@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.catalog.limits import limit
 from slime.catalog.rewards import find_reward
 from slime.observability.tracer import trace_span
 from slime.rollout.prompt_groups import describe_fully
@@ -141,7 +142,7 @@ async def _with_retries(
     attempt: Callable[[], Coroutine[Any, Any, list[Any]]],
 ) -> list[Any]:
     """What the first attempt gave, or a later one where that may help."""
-    for retry in range(args.reward_retries):
+    for retry in range(limit(args, "reward-retries")):
         failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
         if not any(_worth_retrying(args, samples[0], failure) for failure in failures):
             break
@@ -169,8 +170,8 @@ def _conclude(args: PluginArgs, sample: Sample, outcome: Any) -> None:
         _breaker.success()
         return
     logger.warning("sample %s has no reward (%s): %s", sample.index, outcome.kind, outcome.reason)
-    limit = 1 if args.reward_failure_action == "stop" else args.reward_failure_limit
-    _breaker.failure(sample, outcome, limit, args.reward_failure_action)
+    allowed = 1 if args.reward_failure_action == "stop" else limit(args, "reward-failures")
+    _breaker.failure(sample, outcome, allowed, args.reward_failure_action)
 
 
 class _Breaker:
@@ -185,14 +186,14 @@ class _Breaker:
             with self._lock:
                 self._in_a_row = 0
 
-    def failure(self, sample: Sample, failure: RewardFailure, limit: int, action: str) -> None:
+    def failure(self, sample: Sample, failure: RewardFailure, allowed: int, action: str) -> None:
         with self._lock:
             self._in_a_row += 1
             count = self._in_a_row
-            if count < limit:
+            if count < allowed:
                 return
             self._in_a_row = 0  # the next run in this process starts fresh
-        flag = "--reward-failure-action stop" if action == "stop" else f"--reward-failure-limit {limit}"
+        flag = "--reward-failure-action stop" if action == "stop" else f"--limits reward-failures={allowed}"
         raise RewardFailuresExceeded(
             f"{count} sample(s) in a row got no reward; the last is sample {sample.index} (group "
             f"{sample.group_index}), {failure.kind}: {failure.reason}. Fix the reward, or change {flag}."

@@ -190,7 +190,6 @@ _OF_A_START = {
     "ckpt_step",
     "log_level",
     "quiet",
-    "show_sample_every",
     "dry_run",
     "max_restarts",
     "peer_copies",

@@ -11,6 +11,7 @@ from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.agent.environments import episode
 from slime.batch.convert import samples_to_batch
+from slime.catalog.environments import HELD_OUT, read_choices, source_of
 from slime.observability.rollout_metrics import eval_metrics
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.prompt_groups import copy_sample
@@ -279,8 +280,8 @@ def test_a_partial_episode_starts_again_where_that_is_wanted(tmp_path):
 def test_tasks_are_evaluated_apart_on_held_out_items_and_failures_are_no_zeros(tmp_path, monkeypatch):
     monkeypatch.setattr(envs.Countdown, "step", _every_second(envs.Countdown.step))
     with FakeEngine(answer) as engine:
-        name = "environments_under_test:Countdown"
-        flags = ("--eval-env", name, "--eval-interval", "1", "--eval-env-num-items", "6")
+        held_out = source_of(read_choices("environments_under_test:Countdown"), HELD_OUT, 6)
+        flags = ("--eval-prompt-data", "Countdown", held_out, "--eval-interval", "1")
         args = env_args(tmp_path, engine, "Countdown", *flags)
         [config] = args.eval_datasets
         output = call_rollout_fn(generate_rollout, args, 0, make_source(args), evaluation=True)

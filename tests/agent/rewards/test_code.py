@@ -81,7 +81,7 @@ def test_a_label_without_tests_is_a_failure_with_a_name(label):
 
 def test_answers_wait_for_their_turn_and_all_are_scored():
     async def inner():
-        args = declared(rm_type="code", sandbox_num_boxes=2)
+        args = declared(rm_type="code", limits={"sandboxes": 2})
         even = ["assert x % 2 == 0"]
         samples = [Sample(index=i, response=answer(f"x = {i}"), label=even) for i in range(8)]
         return await asyncio.gather(*(async_rm(args, sample) for sample in samples))

@@ -30,6 +30,7 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.arguments.groups.rewards import RewardFlags
 from slime.catalog.deadlines import timeout_s
+from slime.catalog.limits import limit
 from slime.liveness import waits
 from slime.rollout.rm_hub.workers import limits
 from slime.utils.machine import children
@@ -54,7 +55,7 @@ class CheckPool:
 
     def __init__(self, num_workers: int, deadline_s: float):
         if num_workers < 1:
-            raise ValueError(f"--reward-num-workers is {num_workers}: at least one worker is needed")
+            raise ValueError(f"--limits reward-workers is {num_workers}: at least one worker is needed")
         if deadline_s <= 0:
             raise ValueError(f"--timeouts reward is {deadline_s}: a check needs a deadline above 0")
         self.deadline_s = deadline_s
@@ -253,7 +254,7 @@ def get_pool(args: PluginArgs) -> CheckPool:
     """The process-wide pool of this size and deadline, made on first use."""
     # A namespace that a test or a script made itself may lack them.
     full_args = SimpleNamespace(**{**_DEFAULTS, **vars(args)})
-    key = (full_args.reward_num_workers, timeout_s(full_args, "reward"))
+    key = (limit(full_args, "reward-workers"), timeout_s(full_args, "reward"))
     with _pools_lock:
         if key not in _pools:
             _pools[key] = CheckPool(*key)
