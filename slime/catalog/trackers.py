@@ -70,7 +70,8 @@ def chosen_trackers(args: object) -> list[str]:
 def tracker_options(args: object) -> dict[str, object]:
     """What the flags say of trackers."""
     names = [name for row in TRACKERS.values() for name in row.options]
-    return {"tracker_samples": limit(args, "tracker-samples"), **{n: getattr(args, n, None) for n in names}}
+    samples = limit(args, "tracker-samples") if hasattr(args, "limits") else 0  # arguments of a plug-in's own
+    return {"tracker_samples": samples, **{name: getattr(args, name, None) for name in names}}
 
 
 def missing_package(name: str) -> str:

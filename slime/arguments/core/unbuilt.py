@@ -225,9 +225,10 @@ def renamed(words: Sequence[str]) -> list[str]:
     while left:
         word = left.pop(0)
         name, equals, value = word.partition("=")
-        if name in DEADLINE_FLAGS and (equals or left):
-            deadline, seconds = deadline_of(name, value if equals else left.pop(0))
-            found += ["--timeouts", f"{deadline}={seconds}"]
+        if name in DEADLINE_FLAGS:
+            given = [value] if equals else [left.pop(0)] if left else []
+            pairs = [deadline_of(name, value) for value in given]
+            found += ["--timeouts", *(f"{deadline}={seconds}" for deadline, seconds in pairs)]
         else:
             found += _renamed_word(word)
     return found

@@ -60,7 +60,7 @@ class Restorer:
         self.processes.move(find_slots(self.args, self.runtime, self.slots))
         check_hosts(self.args, self.runtime, None)  # a host may be new
         self.processes.renew(state.args)
-        source = check_readable(state, self.processes, verify=True)
+        source = check_readable(state, self.processes)
         self.group.layouts = self.processes.load_again(source)
         self.prepare()
         ranks = self.group.ranks
@@ -94,8 +94,8 @@ class PeerCopies:
         self._replay.commit(rollout_id, files)
 
 
-def check_readable(state: SafeState, ranks: RankProcesses, *, verify: bool) -> Path | CopyPlace | None:
-    """Return the state as ranks load it; UnreadableState where it is damaged. `verify` False: trust disks."""
+def check_readable(state: SafeState, ranks: RankProcesses) -> Path | CopyPlace | None:
+    """Return the state as ranks load it; UnreadableState where it is damaged."""
     if state.folder is None:
         return None
     if state.copied is not None:
@@ -103,13 +103,12 @@ def check_readable(state: SafeState, ranks: RankProcesses, *, verify: bool) -> P
         damage = ranks.complete_copy(place, state.copied)
         _raise_damage(damage, f"the copy in memory of step {state.rollout_id + 1}")
         return place
-    if verify:
-        path = state.folder.parent
-        try:
-            step = read_step(path)
-        except (DamagedCheckpoint, NewerCheckpoint) as error:
-            raise UnreadableState(str(error)) from error
-        _raise_damage(ranks.find_damage(path, step.manifest.files or {}), str(path))
+    path = state.folder.parent
+    try:
+        step = read_step(path)
+    except (DamagedCheckpoint, NewerCheckpoint) as error:
+        raise UnreadableState(str(error)) from error
+    _raise_damage(ranks.find_damage(path, step.manifest.files or {}), str(path))
     return state.folder
 
 

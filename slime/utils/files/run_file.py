@@ -248,6 +248,8 @@ def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
 
 def _same(was: Any, now: Any) -> bool:
     """Compare two settings; an older record has paths as they were written, a newer one in full."""
+    if now == {}:
+        return not was  # earlier versions wrote null where nothing was given
     if isinstance(was, list) and isinstance(now, list):
         return len(was) == len(now) and all(map(_same, was, now))
     if isinstance(was, dict) and isinstance(now, dict):
