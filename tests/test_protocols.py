@@ -25,7 +25,7 @@ from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
 from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
-from slime.cluster import run_log, run_requests
+from slime.cluster import run_requests
 from slime.cluster.cluster import Cluster
 from slime.cluster.serving.endpoint import Rotations
 from slime.cluster.serving.engine_host import HostedEngine
@@ -42,6 +42,7 @@ from slime.liveness.heartbeat import Beating, HttpBeat, HttpServer
 from slime.observability.logging_utils import RunArgs
 from slime.observability.rollout_metrics import MetricArgs
 from slime.observability.trackers.base import Service
+from slime.preflight import findings
 from slime.preflight.run_plan import RunPlan
 from slime.rollout.generation.policy_requests import PolicyRequests
 from slime.rollout.journal import CountingJournal, Journal
@@ -104,7 +105,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Parser: [PlainParser, FormatParser],
     Policy: [EnginePolicy],
     Environment: [ReasoningGym, TextArena, TextGymnasium],
-    run_log.Prediction: [RunPlan],
+    findings.Prediction: [RunPlan],
     run_requests.SteeredRun: [Cluster],
     EngineCosts: [EngineCost],
     TrainerCosts: [TrainerCost],

@@ -24,7 +24,7 @@ from slime.cluster.restart.replay import KeptBatches, ReplayLog, SafeState
 from slime.cluster.restart.restore import PeerCopies, Restorer
 from slime.cluster.rollout_manager import RolloutFacts, RolloutManager, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
-from slime.cluster.run_log import Prediction, RunLog
+from slime.cluster.run_log import RunLog
 from slime.cluster.run_opening import note_restart
 from slime.cluster.run_requests import Requests
 from slime.cluster.serving.engine_weights import EngineWeights
@@ -39,6 +39,7 @@ from slime.liveness import waits
 from slime.observability.advisories import Advisor, Advisory, Facts
 from slime.observability.counters import Counters
 from slime.observability.tracking import Tracker
+from slime.preflight.findings import Prediction
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background
 from slime.runtime.placement import Placement, plan_placement
 from slime.utils.files.step_folders import StepFolder

@@ -6,12 +6,13 @@ import logging
 import statistics
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from slime.cluster.rollout_manager import Generated
 from slime.observability.advisories import Advisor
 from slime.observability.counters import Counters
 from slime.observability.tracking import Tracker
+from slime.preflight.findings import Prediction
 from slime.step.step_report import StepReport
 from slime.utils.types import RolloutBatch
 
@@ -31,13 +32,6 @@ _TRAIN_HEADLINE = (
     "train/entropy_loss",
     "train/train_rollout_logprob_abs_diff",
 )
-
-
-class Prediction(Protocol):
-    """What the checks before the start predicted about a step."""
-
-    def against(self, seconds: float, trainer_bytes: float | None, response_tokens: float | None) -> str:
-        """Return one line that compares the prediction with the measured step, memory and response length."""
 
 
 class RunLog:
