@@ -58,7 +58,7 @@ def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_
     world.step(0, [group_of(0)])
     world.stop()
     assert command.main(["audit", str(tmp_path)]) == 0
-    assert "conserved: every group has one fate" in capsys.readouterr().out
+    assert "conserved: every group has one outcome" in capsys.readouterr().out
     assert command.main(["show", str(tmp_path), "--step", "0", "--sample", "1"]) == 0
     assert "tokens    [5, 6, 7]" in capsys.readouterr().out
     assert command.main(["show", str(tmp_path), "--step", "0", "--sample", "9"]) == 2
@@ -213,7 +213,7 @@ def test_a_replay_begins_with_the_weights_that_the_start_loaded(tmp_path):
     assert flags_of(8) == load
     assert flags_of(0, finetune=True) == [*load, "--finetune", "--start-rollout-id", "0"]
     assert flags_of(0, anew=True) == [] and flags_of(4, anew=True, start_rollout_id=4)[-1] == "4"
-    with pytest.raises(RecordError, match="step 0 began with the weights"):
+    with pytest.raises(RecordError, match="step 0 started from the weights"):
         flags_of(0)
 
 
@@ -230,6 +230,6 @@ def test_advantages_of_single_answers_are_compared(world, tmp_path, capsys):
     assert replay._compare_advantages(logged, dict(logged), 1e-3, 1e-4) == 0
     assert replay._compare_advantages(logged, {**logged, 1: Advantage(1, 1.01)}, 1e-3, 1e-4) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "same     advantages of 2 answers",
-        "DIFFERS  advantages of 2 answers, of samples [1]",
+        "same     advantages of 2 samples",
+        "DIFFERS  advantages of 2 samples, of samples [1]",
     ]
