@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from slime.catalog.limits import limit
 
 _SERVICES = "slime.observability.trackers.services"
+FEED = "slime.observability.trackers.feed.Feed"  # starts the process of a tracker
 
 
 @dataclass(frozen=True, slots=True)

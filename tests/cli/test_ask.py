@@ -121,7 +121,7 @@ def test_without_an_action_all_of_them_are_listed_and_what_was_asked(running, ca
     assert main(["ask", str(running)]) == 0
     printed = capsys.readouterr().out
     assert all(action.what in printed for action in ACTIONS.values())
-    assert "lr 1e-06, page: not answered yet" in printed
+    assert "lr 1e-06, page: no reply yet" in printed
 
 
 def test_the_command_is_in_the_help():

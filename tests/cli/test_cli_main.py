@@ -39,7 +39,7 @@ def test_no_command_shows_the_help_and_fails(capsys):
 def test_help_groups_commands_by_what_one_wants_and_passes_a_name_on(capsys):
     assert cli.main(["help"]) == 0
     shown = capsys.readouterr().out
-    assert shown.index("begin:") < shown.index("quickstart") < shown.index("train a model:")
+    assert shown.index("get started:") < shown.index("quickstart") < shown.index("train a model:")
     for name, command in cli.COMMANDS.items():
         assert command.hidden or f"  {name} " in shown
     with pytest.raises(SystemExit) as stop:

@@ -65,7 +65,7 @@ def test_how_it_ended(run_dir, capsys, error, words):
 
 
 def test_a_run_that_ends_during_a_look_is_not_lost(run_dir, capsys, monkeypatch):
-    lock, read = FolderLock(run_dir, "--run-dir"), status.read_run
+    lock, read = FolderLock(run_dir, "--run-dir"), status.need_run
 
     def read_and_end(folder):
         record = read(folder)
@@ -74,7 +74,7 @@ def test_a_run_that_ends_during_a_look_is_not_lost(run_dir, capsys, monkeypatch)
         return record
 
     with monkeypatch.context() as during:
-        during.setattr(status, "read_run", read_and_end)
+        during.setattr(status, "need_run", read_and_end)
         main(["status", str(run_dir)])
     main(["status", str(run_dir)])
     out = capsys.readouterr().out

@@ -50,7 +50,7 @@ def test_what_a_full_disk_took_from_the_ledger_is_told_once_and_missing_samples_
     assert "start 2 went on from the checkpoint after step 2" in found.violations[1]
     assert "does not say that steps [2] were trained" in found.violations[1]
     assert command.main(["audit", str(world.path.parent)]) == 1
-    assert "the samples of steps [1, 2] are not in the record" in capsys.readouterr().out
+    assert "samples of steps [1, 2] are missing" in capsys.readouterr().out
 
 
 def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_path):
@@ -118,7 +118,7 @@ def test_a_run_that_was_killed_before_its_first_rollout_has_lost_nothing(tmp_pat
         connection.execute("PRAGMA journal_mode=WAL")
         connection.close()
     assert command.main(["audit", str(tmp_path)]) == 0
-    assert "no rollout was made yet" in capsys.readouterr().out
+    assert "there was no rollout yet" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert command.main(["audit", str(tmp_path)]) == 2, "it has logged a step: its record is lost"
 
@@ -152,7 +152,7 @@ def test_a_replay_gets_pairs_and_siblings_as_they_were(world, tmp_path):
 def test_a_run_that_was_killed_before_its_first_event_has_lost_nothing(tmp_path, capsys):
     RecordWriter(tmp_path / "record.db", "run", MIB).close()
     assert command.main(["audit", str(tmp_path)]) == 0
-    assert "the ledger is empty: no rollout was made yet" in capsys.readouterr().out
+    assert "the ledger is empty: there was no rollout yet" in capsys.readouterr().out
     assert audit(tmp_path / "record.db", finished=True).violations
 
 
@@ -178,8 +178,8 @@ def test_a_replay_takes_the_settings_of_the_start_that_trained_the_step(world, t
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"advantage_estimator": "remax"}, "--advantage-estimator remax compares with greedy answers"),
-        ({"rollout_top_p": 0.9}, "the token ids that answers were drawn from"),
+        ({"advantage_estimator": "remax"}, "--advantage-estimator remax compares with greedy responses"),
+        ({"rollout_top_p": 0.9}, "the token ids kept by --rollout-top-p"),
         ({"use_opd": True, "opd_type": "engine"}, "log-probs of a teacher"),
         ({"use_rollout_routing_replay": True}, "the experts that engines chose"),
         ({"multimodal_keys": {"image": "images"}}, "pictures"),

@@ -1,4 +1,4 @@
-"""Serves the small model by an engine and compares log-probs of tokens it draws with transformers'."""
+"""Serves the small model with an engine and compares its log-probs with those of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ _ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # where log-probs are compared to the la
 def check_engine(
     name: str, model: Path, prompts: list[list[int]], folder: Path, *, deadline_s: float
 ) -> float:
-    """The largest difference of a log-prob between the engine and transformers."""
+    """Return the largest difference of a log-prob between the engine and transformers."""
     kind, prefix = ENGINES[name], shm.make_prefix()
     plan = LaunchPlan(
         name=f"{name} engine",
@@ -47,7 +47,7 @@ def check_engine(
 def _command(kind: EngineKind, flag: str, model: Path, prefix: str) -> Command:
     changes: dict[str, Any] = {"limits": {"embedded-requests": 16, "embedded-tokens": 4096}}
     changes |= kind.rules.interpreter(None, flag)
-    # A folder with only a config has no tokenizer, and tokens are all that is asked here.
+    # A folder with only a config has no tokenizer; requests are token ids anyway.
     skip = kind.takes_sglang_flags and not any(model.glob("tokenizer*"))
     words = ("--skip-tokenizer-init",) if skip else ()
     place = EnginePlace("engine", "default", "regular", machine=0, gpu_ids=(), num_gpus=1, words=words)
