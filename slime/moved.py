@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 MOVED = {
+    "slime.agent.rewards.programs": "slime.agent.rewards.code",
     "slime.ray.rollout_data_source": "slime.rollout.data_source",
     "slime.rollout.policy_requests": "slime.rollout.generation.policy_requests",
     "slime.utils.arguments": "slime.arguments",

@@ -1,4 +1,4 @@
-"""Anthropic's messages API: requests read, answers and streams written, prompts counted."""
+"""Anthropic's messages API: reads requests, writes responses and streams, counts tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import json
 import re
 from typing import Any
 
-from slime.agent.adapters.chat_calls import Call, content_parts, folded, function_tool, paired, text_parts
 from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
 from slime.agent.adapters.common import BaseAdapter
-from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
+from slime.agent.adapters.dialect import (
+    Call,
+    ClientDialect,
+    Reply,
+    Stream,
+    content_parts,
+    folded,
+    function_tool,
+    paired,
+    text_parts,
+)
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 
@@ -22,7 +31,7 @@ _ERROR_TYPES = {
     "engine": "api_error",
     "ours": "api_error",
 }
-_SERVER_TOOL = re.compile(r"_20\d{6}$")  # their names end with a date
+_SERVER_TOOL = re.compile(r"_20\d{6}$")  # the types of tools that the real endpoint runs end with a date
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _STOP_REASONS = {"length": "max_tokens"}
 
@@ -90,7 +99,7 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
-    """Tools of the client; those that the real endpoint would run itself have a type and no schema."""
+    """Return the client's tools, without the ones that the real endpoint would run itself."""
     out = []
     for place, tool in enumerate(want([] if given is None else given, list, "tools", "a list")):
         where = f"tools.{place}"
@@ -108,14 +117,14 @@ def _text(content: Any, where: str) -> str:
 
 
 def _shown(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Text, or parts with pictures."""
+    """Return text, or parts if there are images."""
     return (
         content if isinstance(content, str) else content_parts(content, where, ("text",), {"image": _source})
     )
 
 
 def _source(block: dict[str, Any], where: str) -> str:
-    """The picture of a block, as a data URL or the address that it gives."""
+    """Return the image of a block, as a data URL or the address that it gives."""
     source = want(block.get("source"), dict, f"{where}.source", "an object")
     kind = source.get("type")
     if kind == "url":
@@ -165,7 +174,7 @@ def _add_user_blocks(messages: list[Message], blocks: list[dict[str, Any]], wher
 
 
 def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
-    """An answer that comes back. Thoughts belong to it in this API: none is a statement, too."""
+    """Read a response that the client sends back. This API sends thoughts too, so none means none."""
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):
         name, kind = f"{where}.content.{place}", block.get("type")
@@ -181,7 +190,7 @@ def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
             }
             calls.append({"id": identity, "type": "function", "function": function})
         elif kind != "redacted_thinking":
-            raise invalid(f"{name}: blocks of type {kind!r} are not supported in answers")
+            raise invalid(f"{name}: blocks of type {kind!r} are not supported in assistant messages")
     message: Message = {"role": "assistant", "content": "\n".join(texts), THOUGHTS: "\n".join(thoughts)}
     if calls:
         message["tool_calls"] = calls
@@ -211,7 +220,7 @@ def _ending(reply: Reply) -> dict[str, Any]:
 
 
 class _MessageStream(Stream):
-    """One block is open at a time; it closes when another kind of text begins, or at the end."""
+    """Writes events with one open block at a time; another kind of text closes it."""
 
     def __init__(self, call: Call) -> None:
         self._call = call

@@ -1,8 +1,8 @@
-"""The endpoint itself: sessions by key, one turn from request to record, and what a client is told.
+"""The HTTP endpoint for agent programs: sessions by key, and one turn from its request to its record.
 
-An answer is recorded when its last byte that matters was handed to the connection: what a client never got is
-not trained. A client that leaves ends its request at the engine, and its session goes on. A client that lost
-an answer which was already made, and repeats its request, gets that answer.
+A response is recorded once it is written to the connection: what a client never received is not trained. When
+a client disconnects, its request ends at the engine and its session continues. A client that lost a finished
+response and repeats its request receives that response.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from uuid import uuid4
 
 from aiohttp import web
 
-from slime.agent.adapters.chat_calls import Call, folded, json_object, paired
 from slime.agent.adapters.client_errors import ApiError, api_error, invalid
-from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
+from slime.agent.adapters.dialect import Call, ClientDialect, Reply, Stream, folded, json_object, paired
 from slime.agent.adapters.live_text import LiveText, Piece
 from slime.agent.engine_access import EnginePolicy, Made, Policy
 from slime.agent.parsing import FormatParser, parser_for
@@ -39,16 +38,13 @@ from slime.wire.openai_shapes import model_list
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
-_REMEMBERED = 4096  # sessions that are over and known as such
+_REMEMBERED = 4096  # closed sessions whose keys are still recognised
 _POLL_S = 0.02
 _MAX_UNREAD = 8
 
 
 def flatten_content(content: Any) -> str:
-    """The text of a message's content in the form of either API: a string, or a list of parts.
-
-    Pictures leave a note in their place, because a chat template gets text alone.
-    """
+    """Return the text of a message's content, which is a string or a list of parts; images leave a note."""
     if content is None:
         return ""
     if not isinstance(content, list):
@@ -69,16 +65,18 @@ def _text_of_part(part: Any) -> str:
 
 @dataclass
 class _Open:
-    """A session and its requests in flight."""
+    """An open session and its requests in flight."""
 
     session: Session
     tasks: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
-    unread: dict[bytes, tuple[Asked, Made]] = field(default_factory=dict)  # made, and lost on the way
-    last: tuple[bytes, str, Asked, Made] | None = None  # what was delivered last
-    kept: dict[str, tuple[TurnNode, bool]] = field(default_factory=dict)  # by id: answers to go on with
+    unread: dict[bytes, tuple[Asked, Made]] = field(default_factory=dict)  # finished, but never received
+    last: tuple[bytes, str, Asked, Made] | None = None  # the response that was delivered last
+    kept: dict[str, tuple[TurnNode, bool]] = field(
+        default_factory=dict
+    )  # by id: responses that a request may continue
 
     def keep(self, digest: bytes, asked: Asked, made: Made) -> None:
-        """Keep an answer for a client that asks again; of those that never do, a few are kept."""
+        """Keep a response that its client lost, until the client repeats its request."""
         self.unread[digest] = (asked, made)
         while len(self.unread) > _MAX_UNREAD:
             del self.unread[next(iter(self.unread))]
@@ -88,8 +86,8 @@ class BaseAdapter:
     """Serves `protocols` for any number of sessions; `app` is the aiohttp application.
 
     A session's key is in the path (`/sessions/KEY/v1/...`), else the Bearer token or X-Api-Key of a request;
-    without any it is "default". An unknown key is refused. `fork_threshold_tokens` is taken and does nothing:
-    prompts extend the ids that exist, so that no answer is ever replaced by a rendering of it.
+    without any it is "default". An unknown key is refused. `fork_threshold_tokens` is accepted and ignored:
+    prompts extend the token ids that exist, so that no response is ever rendered again.
     """
 
     protocols: ClassVar[tuple[ClientDialect, ...]] = ()
@@ -125,7 +123,7 @@ class BaseAdapter:
         self.app = self._make_app()
 
     def _make_app(self) -> web.Application:
-        # Programs in sandboxes may know this machine by any name, and name no type; a session has a key.
+        # Programs in sandboxes may know this machine by any name; the key protects a session.
         guard = browser_guard(known=None, json_only=False)
         app = web.Application(client_max_size=self.max_body_bytes, middlewares=[guard])
         app.on_cleanup.append(_close_connections)
@@ -151,7 +149,7 @@ class BaseAdapter:
         budget: Budget | None = None,
         seed: int | None = None,
     ) -> Session:
-        """From now on requests with the key `sid` are turns of this session."""
+        """Open a session: from now on requests with the key `sid` are its turns."""
         if sid in self._sessions:
             raise ValueError(f"session {sid!r} is open already: a key names one episode")
         defaults = dict(sampling_defaults or {})
@@ -186,7 +184,7 @@ class BaseAdapter:
         max_sample_tokens: int | None = None,
         args: PluginArgs | None = None,
     ) -> list[Sample]:
-        """Wait a while for what is in flight, close the session, give its samples. Any event loop may."""
+        """Wait for requests in flight, close the session and return its samples, from any event loop."""
         held = self._sessions.get(sid)
         if held is None:
             raise KeyError(f"there is no session {sid!r}")
@@ -205,7 +203,7 @@ class BaseAdapter:
         return samples
 
     async def shutdown_session(self, sid: str) -> None:
-        """No further turn is taken; those in flight end, also at the engine, and are not recorded."""
+        """Refuse further turns; requests in flight end, also at the engine, and are not recorded."""
         held = self._sessions.get(sid)
         if held is None:
             return
@@ -217,7 +215,7 @@ class BaseAdapter:
             await asyncio.sleep(_POLL_S)
 
     def drop_session(self, sid: str) -> None:
-        """Forget it. Requests that still come for it are told that it is over."""
+        """Forget a session; later requests for it get status 503."""
         held = self._sessions.pop(sid, None)
         if held is not None:
             held.session.end()
@@ -262,12 +260,12 @@ class BaseAdapter:
                 told = ApiError(
                     413, "too_large", f"Request exceeds {self.max_body_bytes} bytes.", retry=False
                 )
-            except web.RequestPayloadError as error:  # a body that is cut, or not packed as it says
+            except web.RequestPayloadError as error:  # truncated, or not compressed as its header says
                 told = invalid(f"We could not read the body of your request: {error}")
             except Exception as error:
                 told = api_error(error)
                 if told.kind == "ours":
-                    logger.exception("a request of an agent failed")
+                    logger.exception("A request of an agent program failed.")
             return web.json_response(protocol.error(told), status=told.status, headers=told.headers)
 
         return handle
@@ -286,7 +284,7 @@ class BaseAdapter:
         return call
 
     def _with_earlier(self, held: _Open, call: Call) -> list[Message]:
-        """The conversation that a request names by its last answer, with what the request adds to it.
+        """Return the conversation that `previous_response_id` names, extended by the request.
 
         Instructions are those of the request alone, as in the real API.
         """
@@ -336,7 +334,7 @@ class BaseAdapter:
         digest: bytes = b"",
         record: bool = True,
     ) -> web.StreamResponse:
-        """Write an answer that exists; it is recorded once it is written."""
+        """Write a finished response, and record it once it is written."""
         reply = self._reply(held, call, asked, made)
         response: web.StreamResponse
         try:
@@ -367,7 +365,7 @@ class BaseAdapter:
         asked: Asked,
         digest: bytes,
     ) -> web.StreamResponse:
-        """Write an answer as it is made. Headers go with the first token: before it errors have a status."""
+        """Stream a response. Headers are sent with the first token, so that earlier errors have a status."""
         stream, live = protocol.stream(call), self._live(call, asked)
         response: web.StreamResponse | None = None
         made, seen = Made(), 0
@@ -381,7 +379,7 @@ class BaseAdapter:
                         new = _slice(made, seen)
                         seen = len(made.ids)
                         await response.write(b"".join(_written(stream, pieces, new)))
-            assert response is not None, "an answer has a last event"
+            assert response is not None, "a response has a last event"
             reply = self._reply(held, call, asked, made)
             await response.write(b"".join(self._last_pieces(live, stream, reply, seen)))
         except (asyncio.CancelledError, ConnectionError):
@@ -392,7 +390,7 @@ class BaseAdapter:
             if response is None:
                 raise
             told = api_error(error)
-            logger.warning("a streamed answer broke: %s", told.message)
+            logger.warning("Session %s: a streamed response broke: %s", held.session.session_id, told.message)
             await response.write(stream.error(told))
             return response
         self._record(held, reply, digest)
@@ -444,12 +442,12 @@ class BaseAdapter:
 
 
 async def _close_connections(app: web.Application) -> None:
-    """Those to the engines, which belong to the loop that the application ran in."""
+    """Close the connections to the engines, which belong to the application's event loop."""
     await http_utils.close_session()
 
 
 def _is_retry(request: web.Request) -> bool:
-    """OpenAI's and Anthropic's SDKs say when they send a request again."""
+    """Return whether the SDK of OpenAI or Anthropic marks the request as a retry."""
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
@@ -465,6 +463,6 @@ def _slice(made: Made, start: int) -> Made:
 
 
 def _written(stream: Stream, pieces: list[Piece], new: Made) -> Iterator[bytes]:
-    """Tokens travel with the first of the pieces that came with them."""
+    """Yield the events of the pieces; new tokens travel with the first."""
     for place, (kind, text) in enumerate(pieces):
         yield stream.piece(kind, text, new if place == 0 else None)

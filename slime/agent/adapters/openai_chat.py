@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests read, answers and streams written."""
+"""OpenAI's chat completions: reads requests, writes responses and streams."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from slime.agent.adapters.chat_calls import Call, arguments_of, content_parts, function_tool, paired
 from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
-from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
+from slime.agent.adapters.dialect import (
+    Call,
+    ClientDialect,
+    Reply,
+    Stream,
+    arguments_of,
+    content_parts,
+    function_tool,
+    paired,
+)
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 from slime.wire.openai_shapes import error_json, log_prob_entries
@@ -32,7 +40,7 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 
 
 def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, Any]:
-    """Sampling parameters in the engines' words; `limits` are the names for the length of an answer."""
+    """Return sampling parameters as engines name them; `limits`: names for the length of a response."""
     body = dict(body)
     stop = body.get("stop")
     stop = [stop] if isinstance(stop, str) else stop
@@ -53,9 +61,9 @@ def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, A
 
 
 def refuse_what_is_not_done(body: dict[str, Any]) -> None:
-    """Wishes that cannot be met are refused rather than left out without a word."""
+    """Refuse options that cannot be honoured, instead of ignoring them silently."""
     if count(body, "n") not in (None, 1):
-        raise invalid("'n' above 1 is not supported: send the request again for another answer.", "n")
+        raise invalid("'n' above 1 is not supported: send the request again for another response.", "n")
     style = maybe(body, "response_format", dict, "an object")
     if style is not None and style.get("type") != "text":
         raise invalid("'response_format' other than text is not supported.", "response_format")
@@ -72,7 +80,7 @@ def refuse_what_is_not_done(body: dict[str, Any]) -> None:
 
 
 def tool_choice_of(body: Mapping[str, Any]) -> bool:
-    """Whether tools may be called; that one must be called cannot be promised."""
+    """Return whether tools may be called; a forced call is refused."""
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise invalid("'tool_choice' must be auto or none: a call cannot be forced here.", "tool_choice")
@@ -214,7 +222,7 @@ def _entries(tokenizer: Any, made: Made) -> list[dict[str, Any]]:
 
 
 def _as_json_text(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as this API writes it: arguments are text."""
+    """Return a call as this API writes it, with arguments as text."""
     function = {
         **call["function"],
         "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: items instead of messages, and a stream of typed events."""
+"""OpenAI's Responses API: items instead of messages, and a stream of typed events."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import time
 from typing import Any
 
-from slime.agent.adapters.chat_calls import (
+from slime.agent.adapters.client_errors import ApiError, count, invalid, maybe, want
+from slime.agent.adapters.dialect import (
     Call,
+    Reply,
+    Stream,
     arguments_of,
     content_parts,
     function_tool,
     paired,
     text_parts,
 )
-from slime.agent.adapters.client_errors import ApiError, count, invalid, maybe, want
-from slime.agent.adapters.dialect import Reply, Stream
 from slime.agent.adapters.openai_chat import OpenAIDialect, sampling_of, tool_choice_of
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
@@ -75,7 +76,7 @@ def _refuse_what_is_not_done(body: dict[str, Any]) -> None:
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
-    """Functions; tools that the real endpoint would run itself do not exist here and are left out."""
+    """Return the functions; tools that the real endpoint would run itself are left out."""
     out = []
     for place, tool in enumerate(want([] if given is None else given, list, "tools", "an array")):
         where = f"tools[{place}]"
@@ -122,7 +123,7 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
 
 
 def _shown(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Text, or parts with pictures."""
+    """Return text, or parts if there are images."""
     if isinstance(content, str):
         return content
     return content_parts(content, where, _TEXT_PARTS, {"input_image": lambda part, _: part.get("image_url")})
@@ -133,7 +134,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _answer(messages: list[Message]) -> Message:
-    """The answer that the items of one turn make up."""
+    """Return the assistant message that the items of one turn make up."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
@@ -173,7 +174,7 @@ def _message_item(name: str, text: str) -> dict[str, Any]:
 
 
 def _response(call: Call, *, output: list[dict[str, Any]], reply: Reply | None = None) -> dict[str, Any]:
-    """The response object; without a reply it is one that is being made."""
+    """Return the response object; without a reply it is still in progress."""
     cut = reply is not None and reply.made.finish == "length"
     return {
         "id": f"{_ID}{call.response_id}",
@@ -207,12 +208,12 @@ def _usage(reply: Reply) -> dict[str, Any]:
 
 
 class _ResponseStream(Stream):
-    """Thoughts and text are items that open with their first piece and close when the answer has ended."""
+    """Writes thoughts and text as items that open with their first piece and close at the end."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._number = 0
-        self._open: list[str] = []  # kinds of items that were begun, in order
+        self._open: list[str] = []  # kinds of items that were opened, in order
         self._shown = {"thought": "", "text": ""}
 
     def _event(self, kind: str, **data: Any) -> bytes:

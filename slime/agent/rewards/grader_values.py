@@ -1,8 +1,8 @@
-"""Plain values as text, for the pipe between the grader of a program and the program's own process.
+"""Encodes values of built-in types for the pipe between the grader and the process of the program.
 
-Sent to a sandbox as text, ahead of `grader.py` and of `grader_worker.py`: it uses nothing but the standard
-library of any Python >= 3.8. What arrives is content of built-in types and nothing else: an object of the
-program, with methods of its own, never reaches the grader.
+The text of this file is sent to the sandbox before `grader.py` and `grader_worker.py`, so it uses only the
+standard library of Python >= 3.8. Only content of built-in types arrives: an object of the program, with
+methods of its own, never reaches the grader.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The process in which the program of a response runs while it is graded; it has neither tests nor a secret.
+"""The process that runs the program of a response while it is graded; it has neither tests nor the secret.
 
-Sent to the sandbox as text behind `grader_values.py`. `grader.py` starts it, sends the program and, for each
-test, the names that the test uses. Every test has a fork of its own. Whatever the program does to this
-process, it can only change the values that it sends, and those are compared elsewhere.
+The text of this file is sent to the sandbox after `grader_values.py`. `grader.py` starts it, sends the
+program and, for each test, the names that the test uses. Every test has a fork of its own. Whatever the
+program does to this process, it can only change the values that it sends, which are compared elsewhere.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The process that lives in a local box and starts its commands.
+"""The first process of a local sandbox, which runs its commands.
 
-It is sent to the interpreter of the box as text, so it uses nothing but the standard library of any
-Python >= 3.8. As the first process of the box it cannot be killed from inside; when its input ends, because
-the box is closed or because whoever owned it died, it ends, and with it everything in the box.
+The text of this file is sent to the sandbox's interpreter, so it uses only the standard library of Python
+>= 3.8. As the first process it cannot be killed from inside. When its input closes, because the sandbox is
+closed or its owner died, it ends, and with it everything in the sandbox.
 
 A frame, in both directions: two lengths (big-endian, 4 bytes each), a JSON object, bytes. The id of a request
-is a nonce: only this process knows it, so nobody else can write a reply that the owner accepts.
+is a nonce: only this process knows it, so no other process can forge a reply that the owner accepts.
     {"op": "exec", "id": "5f..", "argv": [...], "env": {...}, "cwd": "/work", "timeout": 5}, standard input
     {"id": "5f..", "code": 0, "reason": null, "out": 3, "cut": false, "seconds": 0.01}, output then errors
     {"op": "kill", "id": "5f.."}
@@ -30,15 +30,15 @@ import sys
 import time
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` itself, as `platform`, would be a seventh of the start of a box
+if TYPE_CHECKING:  # importing `typing` takes a seventh of the start of a sandbox
     from typing import Any
 
-    from slime.agent.sandbox.guest_files import file_operation  # sent ahead of this text
+    from slime.agent.sandbox.guest_files import file_operation  # sent before this text
     from slime.agent.sandbox.guest_memory import MOST_MAPS, count_maps, process_memory, socket_use
 
-WATCH_S = 0.05  # how often memory and files are counted while something runs
-HARD_OUTPUT = 16  # times the output that is kept: then the command is ended
-MAPS_EVERY = 5  # counts of memory to one of mappings, which costs more
+WATCH_S = 0.05  # between two counts of memory and files while something runs
+HARD_OUTPUT = 16  # a command that prints this many times what is kept is ended
+MAPS_EVERY = 5  # memory counts per count of mappings, which costs more
 # System calls that hold memory which belongs to no process, or that no program of a model needs; `socket`.
 DENIED = {
     "x86_64": (0xC000003E, (319, 447, 29, 68, 425, 321, 298, 323, 248, 249, 250, 278), 41),
@@ -53,11 +53,13 @@ def prctl(*args: Any) -> Any:
 
 
 def deny_system_calls() -> None:
-    """Answer ENOSYS to a few calls (memfd_create, shmget, vmsplice, ...) and to sockets of other families."""
+    """Make some calls (memfd_create, shmget, vmsplice, ...) and sockets of other families return ENOSYS."""
     arch, calls, make_socket = DENIED.get(os.uname().machine, (0, (), 0))
     if not calls:
         return
-    allow = len(calls) + len(FAMILIES) + 6  # where the last but one rule is; jumps count from the rule after
+    allow = (
+        len(calls) + len(FAMILIES) + 6
+    )  # the index of the last but one rule; jumps count from the next rule
     deny = allow + 1
     rules = [(0x20, 0, 0, 4), (0x15, 0, deny - 2, arch), (0x20, 0, 0, 0), (0x35, deny - 4, 0, 0x40000000)]
     rules += [(0x15, deny - 5 - i, 0, number) for i, number in enumerate(calls)]
@@ -72,7 +74,7 @@ def deny_system_calls() -> None:
 
 
 class Job:
-    """A command or a file operation under way. `kept`: bytes of each stream that are kept."""
+    """A running command or file operation. `kept`: bytes of each stream that are kept."""
 
     def __init__(self, request: dict[str, Any], pid: int, fds: tuple[int, int, int], data: bytes, kept: int):
         self.number, self.pid, self.kept = request["id"], pid, kept
@@ -87,17 +89,17 @@ class Job:
 
 
 class Agent:
-    """Takes requests, runs commands, keeps limits; one thread that waits for nothing but its poll."""
+    """Reads requests, runs commands and enforces limits, in one thread that waits only in its poll."""
 
     def __init__(self, settings: dict[str, Any], requests: int, replies: int):
         self.limits, self.own_root = settings["limits"], settings["own_root"]
-        self.private = settings["private"]  # whether every process of this user belongs to the box
+        self.private = settings["private"]  # whether every process of this user belongs to the sandbox
         self.requests, self.replies = requests, replies
         self.input, self.output = bytearray(), bytearray()
         self.jobs: dict[str, Job] = {}
         self.by_fd: dict[int, Job] = {}
         self.busy, self.next_watch, self.num_watches = False, 0.0, 0
-        self.files_before = 0  # when the first of the commands that run began
+        self.files_before = 0  # when the first running command started
         self.poll = select.poll()
         self.poll.register(requests, select.POLLIN)
         self.wake, wake_in = os.pipe()
@@ -215,7 +217,7 @@ class Agent:
         self.busy, self.next_watch = True, min(self.next_watch, time.monotonic() + WATCH_S)
 
     def detach(self, stdin: int, out: int, err: int) -> None:
-        """Leave this process behind, in a child: its session, its signals and every descriptor of it."""
+        """Give up, in a child, this process's session, signals and every descriptor."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
@@ -262,7 +264,7 @@ class Agent:
         os.close(fd)
 
     def collect(self, job: Job, fd: int) -> None:
-        """Take what is there of a stream; keep the first bytes."""
+        """Read what a stream has; keep the first bytes."""
         kept, most = job.streams[fd], job.kept
         for _ in range(16):
             try:
@@ -317,7 +319,7 @@ class Agent:
                 self.end(job, "time")
 
     def end(self, job: Job, reason: str) -> None:
-        """Kill the command with what it started; all of the box where that keeps growing."""
+        """Kill a command and all it started; everything in the sandbox if that keeps growing."""
         job.reason = job.reason or reason
         for _ in range(20):
             members = [pid for pid, _, session in self.processes() if session == job.pid]
@@ -334,7 +336,7 @@ class Agent:
             job.reason = job.reason or reason
         if self.private:
             with contextlib.suppress(OSError):
-                os.kill(-1, signal.SIGKILL)  # at once for every process that this user may signal
+                os.kill(-1, signal.SIGKILL)  # all processes that this user may signal, at once
             return
         for _ in range(50):
             alive = self.processes()
@@ -345,7 +347,7 @@ class Agent:
                 return
 
     def processes(self) -> list[tuple[int, int, int]]:
-        """(pid, parent, session) of the living processes of the box, without this one."""
+        """Return (pid, parent, session) of the sandbox's live processes, without this one."""
         found = {}
         for name in os.listdir("/proc"):
             if name.isdigit():
@@ -357,7 +359,7 @@ class Agent:
                 if state not in (b"Z", b"X"):
                     found[int(name)] = (int(parent), int(session))
         own = os.getpid()
-        if own != 1:  # no namespace: only what descends from here; orphans come here, too
+        if own != 1:  # no namespace: only descendants; orphans are adopted
             inside, grew = {own}, True
             while grew:
                 more = {pid for pid, (parent, _) in found.items() if parent in inside} - inside
@@ -377,16 +379,16 @@ class Agent:
         self.num_watches += 1
         helpers = {job.pid for job in self.jobs.values() if not job.is_command}
         self.watch_memory([pid for pid in pids if pid not in helpers])
-        # A box that is too full already may be tidied up: only one that grows further is stopped.
+        # A sandbox that is too full already may be cleaned up: only one that grows further is stopped.
         if self.own_root and self.files_used() > max(self.limits["num_files"], self.files_before):
             self.end_all("files")
 
     def watch_memory(self, pids: list[int]) -> None:
-        """End everything when processes, page tables and sockets together hold too much."""
+        """End everything if processes, page tables and sockets together use too much memory."""
         # Without a network namespace the sockets of the whole machine would be counted.
         number, held = socket_use() if self.own_root else (0, 0)
         most = self.limits["memory_bytes"] - held
-        for exact in (False, True):  # quickly, with shared pages counted each time; then exactly, and slowly
+        for exact in (False, True):  # first a quick upper bound, then the exact and slow count
             if sum(process_memory(pid, exact) for pid in pids) <= most:
                 break
         else:
@@ -405,7 +407,7 @@ class Agent:
 
 
 def furnish() -> None:
-    """Folders and names that programs expect of a system; the root of the box is its own, and empty."""
+    """Create the folders and names that programs expect; the sandbox's own root is empty."""
     os.umask(0o022)
     for folder in ("/etc", "/root", "/home/agent", "/work", "/var/tmp", "/opt/bin", "/run"):
         os.makedirs(folder, exist_ok=True)
@@ -434,7 +436,7 @@ def main(settings: dict[str, Any]) -> None:
         os.dup2(null, fd)
     prctl(38, 1, 0, 0, 0)  # no program here gains privileges
     prctl(4, 0, 0, 0, 0)  # not dumpable: no program of the sandbox reads this process or its descriptors
-    prctl(36, 1, 0, 0, 0)  # orphans of the box come here and are reaped
+    prctl(36, 1, 0, 0, 0)  # this process adopts and reaps orphans
     if settings["own_root"]:
         furnish()
     deny_system_calls()

@@ -1,7 +1,7 @@
 """File operations of a local sandbox, done by a child of its first process that holds no other descriptors.
 
-Sent to the interpreter of the sandbox ahead of `guest_agent.py` as text, so it uses nothing but the standard
-library of any Python >= 3.8.
+The text of this file is sent to the sandbox before `guest_agent.py`, so it uses only the standard library of
+Python >= 3.8.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the processes of a local sandbox hold of the machine's memory, counted by its first process.
+"""Counts the memory that the processes of a local sandbox use, for its first process.
 
-Sent to the interpreter of the sandbox ahead of `guest_agent.py` as text, so it uses nothing but the standard
-library of any Python >= 3.8. Resident memory is not all of it: page tables and the buffers of sockets are
-the kernel's, and grow without any process growing.
+The text of this file is sent to the sandbox before `guest_agent.py`, so it uses only the standard library of
+Python >= 3.8. Resident memory is not all: page tables and socket buffers belong to the kernel, and grow
+without any process growing.
 """
 
 from __future__ import annotations

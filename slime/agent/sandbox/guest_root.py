@@ -1,8 +1,8 @@
-"""The root of a box where bubblewrap is not installed, made by its first process in its own namespaces.
+"""Builds the root of a sandbox without bubblewrap, in its first process.
 
-Sent to the interpreter of the box ahead of `guest_agent.py`, as text: standard library of any Python >= 3.8.
-`unshare` has made the namespaces; here the mounts are made, the old root is left, and all rights
-are given up.
+The text of this file is sent to the sandbox before `guest_agent.py`, so it uses only the standard library of
+Python >= 3.8. `unshare` has made the namespaces; this code makes the mounts, leaves the old root and drops
+all capabilities.
 """
 
 from __future__ import annotations

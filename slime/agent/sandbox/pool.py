@@ -49,7 +49,7 @@ class BoxPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End the sandboxes that wait, and wait for those that are ending."""
+        """End the waiting sandboxes, and wait until all have ended."""
         waiting, self._num_ready = list(self._ready), 0
         self._ready.clear()
         for task in waiting:

@@ -7,7 +7,7 @@ import pytest
 from argument_helpers import declared
 from patience import LONG_S, longer_each_time
 
-from slime.agent.rewards.programs import Checks, program_in, read_checks, same_output
+from slime.agent.rewards.code import Checks, program_in, read_checks, same_output
 from slime.rollout.rm_hub import async_rm
 from slime.utils.reward_failure import RewardFailure
 from slime.utils.types import Sample
