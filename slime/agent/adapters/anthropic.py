@@ -292,6 +292,6 @@ class _MessageStream(Stream):
 
 
 class AnthropicAdapter(BaseAdapter):
-    """Base url for clients: `http://HOST:PORT`; the key is the session's id."""
+    """Serves Anthropic's API. The base url for clients is `http://HOST:PORT`, the key is the session's id."""
 
     protocols = (Messages(),)

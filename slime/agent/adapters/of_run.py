@@ -8,8 +8,8 @@ from typing import Any
 
 from slime.agent.adapters.anthropic import Messages
 from slime.agent.adapters.common import BaseAdapter
+from slime.agent.adapters.openai import Responses
 from slime.agent.adapters.openai_chat import ChatCompletions
-from slime.agent.adapters.openai_responses import Responses
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
 from slime.arguments import PluginArgs
 from slime.utils.processing_utils import load_processor, load_tokenizer

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -68,14 +68,6 @@ class _Progress:
     def of(cls, sample: Sample) -> _Progress | None:
         saved = sample.metadata.get(PROGRESS_KEY)
         return cls(**saved) if isinstance(saved, Mapping) else None
-
-    def plain(self) -> dict[str, Any]:
-        return {
-            "actions": list(self.actions),
-            "seen": list(self.seen),
-            "turn_start": self.turn_start,
-            "counts": dict(self.counts),
-        }
 
 
 async def generate(
@@ -376,7 +368,7 @@ class Episode:
         sample = self.seats[0].sample
         counts = self.progress.counts
         counts["engine_seconds"] = counts.get("engine_seconds", 0.0) + self.engine_seconds
-        sample.metadata[PROGRESS_KEY] = self.progress.plain()
+        sample.metadata[PROGRESS_KEY] = asdict(self.progress)
         sample.status = Sample.Status.ABORTED
         if sample.session_id:
             _waiting[sample.session_id] = (self.calls, self._observation)

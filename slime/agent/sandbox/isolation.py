@@ -71,10 +71,14 @@ def walls(kind: str, limits: Limits, uid: int | None, extra: tuple[str, ...] = (
     become = []
     if uid is not None:
         become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
-    command = {BUBBLEWRAP: _bubblewrap, NAMESPACES: _unshare, PLAIN: _plain}[kind](limits, paths, links)
+    command = ["env", "-i", *(_UNSHARE if kind == NAMESPACES else [])]
+    if kind == BUBBLEWRAP:
+        command = _bubblewrap(limits, paths, links)
     return Walls(kind, (*become, *command, box_python(), "-I", "-S", "-B", "-c", BOOT), settings)
 
 
+_UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--uts", "--cgroup"]
+_UNSHARE += ["--fork", "--kill-child", "--"]
 # The first process reads its program from its input: one line with the length, then the text.
 BOOT = (
     "import os\nn=b''\nwhile not n.endswith(b'\\n'): n+=os.read(0,1)\ns=b''\n"
@@ -92,15 +96,6 @@ def _bubblewrap(limits: Limits, paths: list[str], links: list[tuple[str, str]]) 
         command += ["--symlink", target, link]
     command += ["--proc", "/proc", "--dev", "/dev", "--size", str(16 * MIB), "--perms", "1777"]
     return [*command, "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--chdir", "/", "--"]
-
-
-def _unshare(limits: Limits, paths: list[str], links: list[tuple[str, str]]) -> list[str]:
-    flags = ["--user", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--uts", "--cgroup"]
-    return ["env", "-i", "unshare", *flags, "--fork", "--kill-child", "--"]
-
-
-def _plain(limits: Limits, paths: list[str], links: list[tuple[str, str]]) -> list[str]:
-    return ["env", "-i"]
 
 
 @functools.cache
