@@ -71,15 +71,25 @@ class _Open:
     tasks: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
     unread: dict[bytes, tuple[Asked, Made]] = field(default_factory=dict)  # finished, but never received
     last: tuple[bytes, str, Asked, Made] | None = None  # the response that was delivered last
-    kept: dict[str, tuple[TurnNode, bool]] = field(
-        default_factory=dict
-    )  # by id: responses that a request may continue
+    # Responses that a request may continue, by id; whether the first message was instructions.
+    kept: dict[str, tuple[TurnNode, bool]] = field(default_factory=dict)
 
     def keep(self, digest: bytes, asked: Asked, made: Made) -> None:
         """Keep a response that its client lost, until the client repeats its request."""
         self.unread[digest] = (asked, made)
         while len(self.unread) > _MAX_UNREAD:
             del self.unread[next(iter(self.unread))]
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request and the session that it belongs to."""
+
+    request: web.Request
+    protocol: ClientDialect
+    held: _Open
+    body: dict[str, Any]
+    digest: bytes  # of the body: a retry has the same
 
 
 class BaseAdapter:
@@ -239,20 +249,21 @@ class BaseAdapter:
     # -- one request ---------------------------------------------------------------------------------------
 
     def _handler(
-        self,
-        protocol: ClientDialect,
-        serve: Callable[[web.Request, ClientDialect, _Open, bytes, dict[str, Any]], Any],
+        self, protocol: ClientDialect, serve: Callable[[_Exchange], Any]
     ) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 raw = await request.read()
                 body = json_object(raw)
                 held = self._find(request, protocol, body)
+                digest = hashlib.blake2b(raw, digest_size=16).digest()
                 task = asyncio.current_task()
                 assert task is not None, "a handler runs in a task"
                 held.tasks[task] = asyncio.get_running_loop()
                 try:
-                    response: web.StreamResponse = await serve(request, protocol, held, raw, body)
+                    response: web.StreamResponse = await serve(
+                        _Exchange(request, protocol, held, body, digest)
+                    )
                     return response
                 finally:
                     held.tasks.pop(task, None)
@@ -270,11 +281,10 @@ class BaseAdapter:
 
         return handle
 
-    async def _count(
-        self, request: web.Request, protocol: ClientDialect, held: _Open, raw: bytes, body: dict[str, Any]
-    ) -> web.StreamResponse:
-        call = self._read(protocol, {"max_tokens": 1, **body})
-        return web.json_response(protocol.count(held.session.count_tokens(call.messages, call.tools)))
+    async def _count(self, one: _Exchange) -> web.StreamResponse:
+        call = self._read(one.protocol, {"max_tokens": 1, **one.body})
+        num_tokens = one.held.session.count_tokens(call.messages, call.tools)
+        return web.json_response(one.protocol.count(num_tokens))
 
     def _read(self, protocol: ClientDialect, body: dict[str, Any]) -> Call:
         call = protocol.read(body)
@@ -297,24 +307,19 @@ class BaseAdapter:
         messages = [*call.messages[:head], *before, *call.messages[head:]]
         return paired(folded(messages) if self._folds else messages)
 
-    async def _turn(
-        self, request: web.Request, protocol: ClientDialect, held: _Open, raw: bytes, body: dict[str, Any]
-    ) -> web.StreamResponse:
-        call = self._read(protocol, body)
+    async def _turn(self, one: _Exchange) -> web.StreamResponse:
+        held, call = one.held, self._read(one.protocol, one.body)
         if call.after is not None:
             call.messages = self._with_earlier(held, call)
-        digest = hashlib.blake2b(raw, digest_size=16).digest()
-        again = held.unread.pop(digest, None)
-        if again is None and held.last is not None and held.last[0] == digest and _is_retry(request):
+        if (lost := held.unread.pop(one.digest, None)) is not None:
+            return await self._deliver(one, call, *lost)
+        if held.last is not None and held.last[0] == one.digest and _is_retry(one.request):
             call.response_id = held.last[1]
-            return await self._deliver(request, protocol, held, call, *held.last[2:], record=False)
-        if again is not None:
-            return await self._deliver(request, protocol, held, call, *again, digest=digest)
+            return await self._deliver(one, call, *held.last[2:], record=False)
         asked = held.session.ask(call.messages, call.tools, call.sampling)
         if call.stream:
-            return await self._stream(request, protocol, held, call, asked, digest)
-        made = await held.session.complete(asked)
-        return await self._deliver(request, protocol, held, call, asked, made, digest=digest)
+            return await self._stream(one, call, asked)
+        return await self._deliver(one, call, asked, await held.session.complete(asked))
 
     def _reply(self, held: _Open, call: Call, asked: Asked, made: Made) -> Reply:
         tools = asked.tools if call.uses_tools else []
@@ -323,77 +328,59 @@ class BaseAdapter:
         return Reply(call, held.session, asked, made, parsed, held.session.message_of(asked, parsed))
 
     async def _deliver(
-        self,
-        request: web.Request,
-        protocol: ClientDialect,
-        held: _Open,
-        call: Call,
-        asked: Asked,
-        made: Made,
-        *,
-        digest: bytes = b"",
-        record: bool = True,
+        self, one: _Exchange, call: Call, asked: Asked, made: Made, *, record: bool = True
     ) -> web.StreamResponse:
         """Write a finished response, and record it once it is written."""
-        reply = self._reply(held, call, asked, made)
+        reply = self._reply(one.held, call, asked, made)
         response: web.StreamResponse
         try:
             if call.stream:
-                stream = protocol.stream(call)
-                live = self._live(call, asked)
-                response = await _begin(request, stream.start(reply.num_prompt))
+                stream, live = one.protocol.stream(call), self._live(call, asked)
+                response = await _begin(one.request, stream.start(reply.num_prompt))
                 await response.write(b"".join(self._last_pieces(live, stream, reply)))
             else:
-                response = web.json_response(protocol.answer(reply))
-                await response.prepare(request)
+                response = web.json_response(one.protocol.answer(reply))
+                await response.prepare(one.request)
                 await response.write_eof()
         except BaseException:
             if record:
-                held.keep(digest, asked, made)
+                one.held.keep(one.digest, asked, made)
             raise
         if record:
-            self._record(held, reply, digest)
+            self._record(one, reply)
         await response.write_eof()
         return response
 
-    async def _stream(
-        self,
-        request: web.Request,
-        protocol: ClientDialect,
-        held: _Open,
-        call: Call,
-        asked: Asked,
-        digest: bytes,
-    ) -> web.StreamResponse:
+    async def _stream(self, one: _Exchange, call: Call, asked: Asked) -> web.StreamResponse:
         """Stream a response. Headers are sent with the first token, so that earlier errors have a status."""
-        stream, live = protocol.stream(call), self._live(call, asked)
+        session, stream, live = one.held.session, one.protocol.stream(call), self._live(call, asked)
         response: web.StreamResponse | None = None
         made, seen = Made(), 0
         try:
-            async with contextlib.aclosing(held.session.stream(asked)) as answers:
+            async with contextlib.aclosing(session.stream(asked)) as answers:
                 async for made in answers:
                     if response is None:
-                        response = await _begin(request, stream.start(asked.num_prompt))
+                        response = await _begin(one.request, stream.start(asked.num_prompt))
                     pieces = list(live.feed(made.ids)) if made.finish is None else []
                     if pieces:
                         new = _slice(made, seen)
                         seen = len(made.ids)
                         await response.write(b"".join(_written(stream, pieces, new)))
             assert response is not None, "a response has a last event"
-            reply = self._reply(held, call, asked, made)
+            reply = self._reply(one.held, call, asked, made)
             await response.write(b"".join(self._last_pieces(live, stream, reply, seen)))
         except (asyncio.CancelledError, ConnectionError):
             if made.finish is not None:
-                held.keep(digest, asked, made)
+                one.held.keep(one.digest, asked, made)
             raise
         except Exception as error:
             if response is None:
                 raise
             told = api_error(error)
-            logger.warning("Session %s: a streamed response broke: %s", held.session.session_id, told.message)
+            logger.warning("Session %s: a streamed response broke: %s", session.session_id, told.message)
             await response.write(stream.error(told))
             return response
-        self._record(held, reply, digest)
+        self._record(one, reply)
         await response.write_eof()
         return response
 
@@ -410,10 +397,11 @@ class BaseAdapter:
         yield from _written(stream, pieces or [("text", "")], _slice(reply.made, seen))
         yield stream.end(reply)
 
-    def _record(self, held: _Open, reply: Reply, digest: bytes) -> None:
+    def _record(self, one: _Exchange, reply: Reply) -> None:
+        held = one.held
         node = held.session.record(reply.asked, reply.made, reply.parsed).node
         reply.asked.prompt_ids = []  # the tree has them
-        held.last = (digest, reply.call.response_id, reply.asked, reply.made)
+        held.last = (one.digest, reply.call.response_id, reply.asked, reply.made)
         if reply.call.keeps:
             held.kept[reply.call.response_id] = (node, reply.call.has_instructions)
         if self.debug_callback is not None:
