@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from slime.agent.sandbox.base import Sandbox, exec_and_wait
+from slime.utils.misc import SingletonMeta
 
 _INSTALL_S = 600
 _REMOTE_TARBALL = "/tmp/slime_agent_package.tgz"
@@ -34,7 +35,11 @@ class HarnessContext:
     model_label: str = "slime-actor"
 
 
-class BaseHarness(ABC):
+class _SingletonABC(SingletonMeta, ABCMeta):
+    """Allows one object of each harness in a process, with abstract methods."""
+
+
+class BaseHarness(metaclass=_SingletonABC):
     """How one agent program is installed, configured and started."""
 
     @abstractmethod
