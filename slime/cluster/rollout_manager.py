@@ -211,7 +211,7 @@ class RolloutManager:
         if self._args.save_debug_rollout_data:
             save_rollout_dump(self._args.save_debug_rollout_data, rollout_id, output.samples)
         journal = getattr(self._data_source, "journal", None)
-        dropped = journal.take_dropped() if isinstance(journal, CountingJournal) else []
+        dropped = journal.drain_dropped() if isinstance(journal, CountingJournal) else []
         self._recording.rollout(rollout_id, output, dropped, version)
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
         batch = None

@@ -69,11 +69,11 @@ __all__ += ["generate_rollout", "get_model_url"]
 logger = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 20.0
-MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
+MAX_IDLE_RESUBMITS = 60  # responses without a token from a paused engine, a second apart
 
 
 async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Continue the sample until it stops, is full, or the rollout is aborted; what was generated is kept."""
+    """Continue the sample until it stops, is full, or the rollout is aborted; keep what was generated."""
     state = GenerateState(args)
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise ValueError(
@@ -104,7 +104,7 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
         )
         if answer.finish != "abort" or state.aborted:
             return sample
-        # Not our abort: the engine let go of its requests, for a weight push say. Continue from what it made.
+        # Not our abort: the engine ended its requests, for example for a weight push. Continue from there.
         idle = 0 if answer.ids else idle + 1
         if idle > MAX_IDLE_RESUBMITS:
             raise GroupFailed(
@@ -122,7 +122,7 @@ async def generate_and_rm(
     if not evaluation and args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         mask_earlier_tokens(sample)
     if not is_finished(sample):
-        assert isinstance(sample, Sample), "a fan-out that was cut short begins again from its prompt"
+        assert isinstance(sample, Sample), "a fan-out that was aborted starts again from its prompt"
         state = GenerateState(args)
         async with state.semaphore:
             if state.aborted:
@@ -140,17 +140,17 @@ async def generate_and_rm(
 
 
 async def _call_until_ended(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Entry:
-    """Evaluate a sample, again from its prompt where a generate function gave up on it during a weight push.
+    """Evaluate a sample; start again from its prompt if a generate function aborted it in a weight push.
 
-    In training such a group comes back with the next rollout. Evaluation has no next one.
+    In training such a group returns with the next rollout. An evaluation has no next one.
     """
     origin = copy_sample(sample)
     for attempt in range(1, MAX_IDLE_RESUBMITS + 1):
         made = await _generate_call(args, sample, dict(sampling_params), evaluation=True)
-        cut_short = any(s.status is Sample.Status.ABORTED for s in flatten_samples([made]))
-        if not cut_short or GenerateState(args).aborted:
+        was_aborted = any(s.status is Sample.Status.ABORTED for s in flatten_samples([made]))
+        if not was_aborted or GenerateState(args).aborted:
             return made
-        logger.info("evaluation: %s was cut short and begins again", describe(origin))
+        logger.info("evaluation: %s was aborted and starts again", describe(origin))
         sample = copy_sample(origin)
         await asyncio.sleep(min(1.0, 0.05 * 2**attempt))
     raise GroupFailed(
@@ -192,7 +192,7 @@ async def _call_function(
 
 
 async def _within_deadline(args: PluginArgs, path: str, call: Awaitable[Any]) -> Any:
-    """The result of a user's generate function; one that does not return in time fails its group."""
+    """Return the result of a user's generate function; a timeout fails the group."""
     name, limit_s = f"{CUSTOM_GENERATE} {path}", timeout_s(args, "custom-generate")
     try:
         with waits.waiting(name, owner="rollout", deadline_s=limit_s):
@@ -208,17 +208,17 @@ async def _within_deadline(args: PluginArgs, path: str, call: Awaitable[Any]) ->
 
 
 async def _score(args: PluginArgs, samples: Sequence[Sample], evaluation: bool) -> None:
-    """Rewards for those that have none and were not cut off; what cannot be scored carries its failure."""
+    """Score samples that have no reward and were not aborted; a failed reward is stored on its sample."""
     ended = [s for s in samples if s.status is not Sample.Status.ABORTED and s.reward_failure is None]
     if any(s.reward is None for s in ended):
-        with not_trained():  # a reward may ask the policy itself
+        with not_trained():  # a reward may send requests to the policy itself
             await score_samples(args, ended, evaluation=evaluation)
 
 
 async def generate_and_rm_group(
     args: PluginArgs, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Group:
-    """All samples of a group at once; with --group-rm their rewards are computed together."""
+    """Generate and score all samples of a group; with --group-rm their rewards are computed together."""
     if GenerateState(args).aborted:
         return group
     for sample in flatten_samples(group):
@@ -255,11 +255,11 @@ async def _generate_group(
 async def _generate_with_retries(
     args: PluginArgs, entry: Entry, sampling_params: dict[str, Any], evaluation: bool, spare: bool
 ) -> Entry:
-    """Failures that may pass are tried again from the sample as it was, with the same seed."""
+    """Generate one entry; retry temporary failures from its original state, with the same seed."""
     origin, allowed = copy_group([entry]), limit(args, "group-attempts")
     durable = None if evaluation or spare else ledger.current()
     if durable is not None and (found := durable.recall(entry)) is not None:
-        return found  # finished before a crash; a reward of its group is all that may lack
+        return found  # finished before a crash; only a reward of its group may be missing
     for attempt in range(1, allowed + 1):
         try:
             made = await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
@@ -280,16 +280,16 @@ async def _generate_with_retries(
 
 
 async def abort(args: PluginArgs, rollout_id: int) -> None:
-    """End the requests of the current rollout, by their ids, at every worker. Evaluation has another scope.
+    """Abort the requests of the current rollout, by their ids, at every worker. Evaluation has another scope.
 
-    Each request then answers with the tokens made so far. A worker that cannot be reached is only
-    noted: it holds nothing the batch needs.
+    Each request then returns the tokens generated so far. A worker that cannot be reached is only logged: it
+    holds nothing the batch needs.
     """
     await abort_scope(args, GenerateState(args).scope, rollout_id)
 
 
 async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int | None) -> None:
-    """End the requests of one scope; None: spares of a group, which nobody needs to hear of."""
+    """Abort the requests of one scope. `rollout_id` None: spares of a group, which are not logged."""
     scope.abort()
     rids = sorted(scope.rids.copy())  # threads of adapters change it
     if not rids:
@@ -306,11 +306,12 @@ async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int | N
 
 
 async def _cancel(args: PluginArgs, urls: list[str], scope: str, rids: list[str]) -> None:
-    """One call to each engine for all ids of the scope, where engines know that; others are named one by one:
-    those that a generate function chose, and those of calls that came from another scope.
+    """Abort by the scope's prefix where engines can, and one by one all ids without that prefix.
+
+    Ids without the prefix were chosen by a generate function, or belong to calls of an earlier scope.
     """
     client = GenerateState(args).client
-    # Who is behind given addresses is not known here.
+    # The kind of external engines is not known here.
     by_scope = (
         ENGINES[args.rollout_engine].dialect.aborts_by_prefix and not args.rollout_external_engine_addrs
     )
@@ -321,7 +322,7 @@ async def _cancel(args: PluginArgs, urls: list[str], scope: str, rids: list[str]
 
 
 async def _worker_urls(args: PluginArgs) -> list[str]:
-    """The workers as the router knows them now (restarted ones may have moved), else those of start-up."""
+    """Return the workers that the router knows now; restarted ones may have new addresses."""
     try:
         answer = await http_utils.get(get_model_url(args, "default", "/workers"), timeout_s=5.0)
         return [worker["url"] for worker in answer["workers"]]
@@ -343,7 +344,7 @@ def start_group(
 async def generate_rollout_async(
     args: PluginArgs, rollout_id: int, data_source: Any
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
-    """One training batch, and all groups that were decided about (see BatchCollector)."""
+    """Return one training batch, and all groups that reached the filter (see BatchCollector)."""
     state = GenerateState(args)
     set_current_rollout_id(rollout_id)
     path = args.dynamic_sampling_filter_path
@@ -363,7 +364,7 @@ async def generate_rollout_async(
 def call_batch_hooks(
     args: PluginArgs, kept: Sequence[Group | Sample], decided: Sequence[Group], data_source: Any
 ) -> None:
-    """The plug-ins that see the whole rollout; fan-out siblings stand in their group as single samples."""
+    """Call the plug-ins that see the whole rollout; fan-out siblings appear as single samples."""
     path = args.rollout_sample_filter_path
     if path is not None:
         with plugin_call("--rollout-sample-filter-path", path):
@@ -375,7 +376,7 @@ def call_batch_hooks(
 
 
 async def eval_rollout(args: PluginArgs, rollout_id: int) -> RolloutFnEvalOutput:
-    """All evaluation datasets at once, each with its own reward, sampling and generate function."""
+    """Evaluate all datasets at once, each with its own reward, sampling and generate function."""
     set_current_rollout_id(rollout_id)
     engines = EVALUATION_ENGINES if EVALUATION_ENGINES in args.sglang_model_routers else "default"
     with RequestScope(args.eval_max_context_len or args.rollout_max_context_len, engines).entered():
@@ -385,7 +386,7 @@ async def eval_rollout(args: PluginArgs, rollout_id: int) -> RolloutFnEvalOutput
 def generate_rollout(
     args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The plug-in point --rollout-function-path, as called for training (a batch) and for evaluation."""
+    """Make one training batch, or evaluate; this is the default of --rollout-function-path."""
     if evaluation:
         return run(eval_rollout(args, rollout_id))
     with searching_new_only():

@@ -1,4 +1,4 @@
-"""A group of which some samples could not be made: the others stay, and stand-ins keep the batch its size."""
+"""Keeps a group of which some samples failed: stand-ins fill their places, so the batch keeps its size."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 async def keep_the_rest(group: Group, tasks: Sequence[asyncio.Task[Entry]]) -> Group:
-    """Wait for all entries and give those that failed for good a stand-in; raise only when all failed.
+    """Wait for all entries and replace failed ones by stand-ins; raise only when all failed.
 
     Any other error (and a cancellation) stops all of them, as it would without this.
     """
@@ -40,7 +40,7 @@ async def _made_or_failed(task: asyncio.Task[Entry]) -> Entry | Exception:
 
 
 def _stand_in(entry: Entry, model: Sample, error: Exception) -> Sample:
-    """A copy of a sibling that trains nothing, in a group of its own, outside the others' baseline."""
+    """Return a copy of a sibling that trains nothing and stays outside the others' baseline."""
     failed = first_sample([entry])
     logger.warning("%s is left out of its group: %s", describe(failed), error)
     new = copy_sample(model)

@@ -1,4 +1,4 @@
-"""Which reward scores a sample, and calling it: custom functions first, then the built-in types by name."""
+"""Chooses and calls the reward of a sample: custom functions first, then built-in types by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KEPT = (RewardConfigError,)
 
 
 async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
-    """What the sample's reward function returns: a number, a dict or a RewardFailure."""
+    """Return what the sample's reward function returns: a number, a dict or a RewardFailure."""
     path = custom_path_of(with_defaults(args), sample)
     if path is not None:
         return await call_custom(args, path, sample, **kwargs)
@@ -57,7 +57,7 @@ async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def _compare(args: PluginArgs, sample: Sample, name: str, reward: Reward, response: str) -> Any:
-    """The score of a response, by a comparison in a worker process."""
+    """Score a response by a comparison in a worker process."""
     if reward.package is not None and importlib.util.find_spec(reward.package.replace("-", "_")) is None:
         raise RewardConfigError(
             f"--rm-type {name} needs the {reward.package} package: pip install 'slime[{reward.extra}]'"
@@ -84,7 +84,7 @@ def _reward_named(name: str) -> Reward:
 
 
 async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
-    """One value per sample. With --group-rm the custom function sees the group, else each sample alone."""
+    """Return one value per sample. With --group-rm the custom function sees the whole group."""
     path = with_defaults(args).custom_rm_path
     if path is not None and scores_groups(args, samples):
         values = await call_custom(args, path, list(samples), **kwargs)
@@ -93,7 +93,7 @@ async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs
 
 
 def scores_groups(args: PluginArgs, samples: Sequence[Sample]) -> bool:
-    """Whether one call scores the group (--group-rm); a function that a sample names takes one sample."""
+    """Return whether one call scores the group (--group-rm); a sample's own function takes one sample."""
     return (
         bool(args.custom_rm_path)
         and waits_for_group(args)
@@ -102,18 +102,18 @@ def scores_groups(args: PluginArgs, samples: Sequence[Sample]) -> bool:
 
 
 def waits_for_group(args: Flags) -> bool:
-    """Whether rewards come when all samples of a group are there: by the flag, or by TRL's signature."""
+    """Return whether rewards need the whole group: by --group-rm, or by TRL's signature."""
     path = args.custom_rm_path
     return args.group_rm or (path is not None and takes_columns(load_function(path)))
 
 
 def custom_path_of(args: PluginArgs, sample: Sample) -> str | None:
-    """The custom reward of this sample: its own wins over the run's, and any custom one over `rm_type`."""
+    """Return the custom reward of this sample: its own, else the run's; it wins over `rm_type`."""
     return sample.custom_rm_path or args.custom_rm_path
 
 
 def rm_type_of(args: PluginArgs, sample: Sample) -> str:
-    """The name of the sample's built-in reward: its metadata's `rm_type`, else --rm-type."""
+    """Return the name of the built-in reward: the metadata's `rm_type`, else --rm-type."""
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     rm_type = (metadata.get("rm_type") or args.rm_type or "").strip()
     if not rm_type:
@@ -147,14 +147,14 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
 
 @functools.lru_cache(maxsize=128)
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Remembered: it is asked for every sample."""
+    """Return whether a function is async; cached, since every sample asks."""
     return inspect.iscoroutinefunction(function)
 
 
 async def _call_with_columns(
     args: PluginArgs, path: str, function: Callable[..., Any], subject: Sample | list[Sample]
 ) -> Any:
-    """TRL's way: one call with lists. A list of scores for a group, one score for one sample."""
+    """Call a reward with TRL's signature: lists in, a list of scores for a group, one for a sample."""
     samples = subject if isinstance(subject, list) else [subject]
     columns = reward_columns(function, samples, [answer_text(args, sample) for sample in samples])
     value = await _in_thread(f"{CUSTOM_RM} {path}", lambda: function(**columns))
@@ -163,7 +163,7 @@ async def _call_with_columns(
 
 
 async def _in_thread(name: str, call: Callable[[], Any]) -> Any:
-    """Run a plain function beside the loop, in a daemon thread: one that hangs must not hold up our exit."""
+    """Run a plain function in a daemon thread: one that hangs must not delay our exit."""
 
     def in_turn() -> Any:
         with _thread_slots:

@@ -1,4 +1,4 @@
-"""`score_samples`, by which the rollout gets rewards: with retries, and a breaker for the whole run."""
+"""Scores the samples of a rollout, with retries and a circuit breaker for the whole run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def _attempt(args: PluginArgs, sample: Sample, evaluation: bool) -> Any:
 
 
 def _check_unchanged(path: str, sample: Sample, numbers: tuple[int | None, int | None]) -> None:
-    """A reward of the user's has the sample in hand: the ledger knows it by its numbers, which stay."""
+    """Restore the sample's numbers after a user's reward: the ledger finds the sample by them."""
     sample.index, sample.group_index = numbers
     if not isinstance(sample.response, str):
         complaint = (
@@ -101,7 +101,7 @@ async def _score_group(args: PluginArgs, samples: list[Sample], evaluation: bool
 
 
 async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> Any:
-    """What the reward returned; an exception that may pass becomes a failure with its place."""
+    """Return the reward's value; a temporary exception becomes a failure with its place in the code."""
     try:
         return await call
     except asyncio.CancelledError:
@@ -119,7 +119,7 @@ async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> A
 
 
 def _judged(args: PluginArgs, sample: Sample, value: Any, evaluation: bool) -> Any:
-    """A score or a failure. A value that is neither would come again at every try: the run ends at once."""
+    """Return a score or a failure; raise for any other value, since a retry would return it again."""
     outcome = judge(args, value, evaluation=evaluation)
     if not isinstance(outcome, RewardFailure) or isinstance(value, RewardFailure):
         return outcome
@@ -131,7 +131,7 @@ def _judged(args: PluginArgs, sample: Sample, value: Any, evaluation: bool) -> A
         )
         wrong_return(CUSTOM_RM, path, complaint, describe_fully(sample))
     if _is_remote(args, sample):
-        return outcome  # the judge's, who may know better the next time
+        return outcome  # a remote judge may respond correctly next time
     raise RewardConfigError(f"--rm-type {rm_type_of(args, sample)}: {outcome.reason}")
 
 
@@ -141,7 +141,7 @@ async def _with_retries(
     outcomes: list[Any],
     attempt: Callable[[], Coroutine[Any, Any, list[Any]]],
 ) -> list[Any]:
-    """What the first attempt gave, or a later one where that may help."""
+    """Return the outcomes of the first attempt, or of a retry where that may help."""
     for retry in range(limit(args, "reward-retries")):
         failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
         if not any(_worth_retrying(args, samples[0], failure) for failure in failures):
@@ -153,7 +153,7 @@ async def _with_retries(
 
 
 def _worth_retrying(args: PluginArgs, sample: Sample, failure: RewardFailure) -> bool:
-    """Whether a judge that broke may work the next time; a remote one was asked often enough already."""
+    """Return whether a retry may help; remote judges have retries of their own."""
     custom = custom_path_of(args, sample) is not None
     return failure.kind == "infra_error" and (custom or not _is_remote(args, sample))
 
@@ -175,7 +175,7 @@ def _conclude(args: PluginArgs, sample: Sample, outcome: Any) -> None:
 
 
 class _Breaker:
-    """Counts failed samples in a row over the whole process; a success starts the count anew."""
+    """Counts failed samples in a row over the whole process; a success resets the count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -204,5 +204,5 @@ _breaker = _Breaker()
 
 
 def reset_breaker() -> None:
-    """Forget earlier failures: a new run begins."""
+    """Forget earlier failures at the start of a run."""
     _breaker.success()

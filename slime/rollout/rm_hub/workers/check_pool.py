@@ -1,9 +1,9 @@
-"""Reward checks in worker processes with a hard deadline: a check that hangs is killed, the pool goes on.
+"""Runs reward checks in worker processes with a hard deadline; a check that hangs is killed.
 
-A symbolic comparison or a regular expression can run for ever inside one C call; no thread, signal handler or
-asyncio timeout interrupts that. So each check runs in a process of its own kind, and at the deadline that
-process gets SIGKILL and is replaced when the next check needs it. A process that is stopped, or does not take
-a check up, is replaced after the same deadline; that is not held against the answer.
+A symbolic comparison or a regular expression can run forever inside one C call, which no thread, signal
+handler or asyncio timeout interrupts. So each check runs in a worker process, which gets SIGKILL at the
+deadline and is replaced when the next check needs one. A process that is stopped, or does not start a check,
+is replaced after the same deadline; that does not count as a wrong response.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CheckPool:
             return sorted(worker.pid for worker in self._workers if worker.is_alive())
 
     async def check(self, function: str, *arguments: Any) -> Any:
-        """The function's value, or a failure: it gave up or was killed, it raised, or its worker broke."""
+        """Return the function's value, or a failure: it gave up, was killed, raised, or its worker broke."""
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
@@ -93,7 +93,7 @@ class CheckPool:
             return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """End all workers now; checks that run or wait come back as `infra_error`."""
+        """End all workers now; running and waiting checks return `infra_error`."""
         with self._lock:
             self._closed = True
             for _ in self._threads:
@@ -169,7 +169,7 @@ class _Worker:
         return f"(pid {self.pid}) {children.describe_exit(code)}{hint}"
 
     def end(self) -> None:
-        """Ends the worker at once, with all that it forked."""
+        """End the worker at once, with all that it forked."""
         children.kill_group(self.process)
 
     def kill(self) -> None:
@@ -239,7 +239,7 @@ class _Worker:
         return False
 
     def _is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it."""
+        """Return whether a signal or a debugger has stopped the worker."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
         except OSError:
@@ -251,7 +251,7 @@ _pools_lock = threading.Lock()
 
 
 def get_pool(args: PluginArgs) -> CheckPool:
-    """The process-wide pool of this size and deadline, made on first use."""
+    """Return the process-wide pool of this size and deadline, made on first use."""
     # A namespace that a test or a script made itself may lack them.
     full_args = SimpleNamespace(**{**_DEFAULTS, **vars(args)})
     key = (limit(full_args, "reward-workers"), timeout_s(full_args, "reward"))
