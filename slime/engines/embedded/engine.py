@@ -132,10 +132,7 @@ class Engine:
         """Returns the number of new tokens."""
         started = time.perf_counter()
         logits = self.runner.forward(work.plan)
-        if work.twins is not None:
-            self.runner.copy_rows(work.twins.source, work.twins.target)
-            logits = logits[work.twins.logit_rows]
-        draws = sample(logits, work.rows, self.runner.draw) if work.samplers else Draws([], [])
+        draws = sample(logits, work.rows) if work.samplers else Draws([], [])
         self.forward_s += time.perf_counter() - started
         self.scheduler.commit(work, draws)
         return len(draws.tokens)
