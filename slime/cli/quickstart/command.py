@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import io
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -55,7 +54,6 @@ _OF_CHILDREN = (
     "slime.cluster.training.train_actor",
     "slime.engines.embedded.http_server",
 )
-_OF_THE_DRIVER = ("slime.preflight.all_checks", "slime.loop", "slime.loop_async")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (why := why_no_models()) is not None:
                 raise ValueError(f"slime quickstart: {why}.")
             check_flags(options, screen)
-        if "torch" not in sys.modules:  # else this process has another beginning than the command line
-            stack.enter_context(warm_starts(_OF_CHILDREN, own=_OF_THE_DRIVER))
+        stack.enter_context(warm_starts(_OF_CHILDREN))
         with user_errors():
             made = stack.enter_context(rehearsed(options, screen))
             earlier = stack.enter_context(opened(options.run_dir))
