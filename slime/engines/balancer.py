@@ -1,4 +1,4 @@
-"""A small balancer for installs without SGLang's router: the engine with the fewest requests is next.
+"""A small load balancer for installs without SGLang's router: the engine with the fewest requests is next.
 
 It runs on the loop of the process that owns the engines. A session key pins a conversation to one engine,
 whose prefix cache knows it. A request whose engine refuses the connection, answers 5xx or is taken out of

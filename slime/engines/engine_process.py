@@ -1,4 +1,4 @@
-"""One engine process: launched with its log in a file, waited for with a deadline, stopped, started again."""
+"""One engine process: starts it with a log file, waits for it with a timeout, stops and restarts it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Command = Callable[[int, Path, int], list[str]]
 
 
 class EngineStartError(RunStopped):
-    """An engine process ended, or kept silent, before it served."""
+    """An engine process ended, or did not respond, before it served."""
 
 
 class MachineLost(RunStopped):
-    """Nobody can start an engine where its devices are."""
+    """The machine with the engine's devices is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class EngineServer:
         return self.describe_end()
 
     def is_there(self) -> None:
-        """An answer is all that is asked for."""
+        """Do nothing: a caller learns from the reply that the host of this engine responds."""
 
     def _drop_ready_file(self) -> None:
         if self._ready_file is not None:
@@ -206,7 +206,7 @@ class EngineServer:
         return signs_of_group(self._process.pid) if self._process is not None else None
 
     def describe_end(self) -> str:
-        """How the process ended and what it last said."""
+        """Describe how the process ended, with the last lines of its log."""
         code = self._process.returncode if self._process else None
         return f"{describe_exit(code)}; {self._last_words()}"
 

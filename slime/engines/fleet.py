@@ -1,4 +1,4 @@
-"""All engines of one model: started together, watched, restarted when they die, until they die too often."""
+"""The engines of one model: started together, watched, and restarted when they die, up to a limit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class FleetServer(Protocol):
 
 
 class Rotation(Protocol):
-    """Spreads requests over engines; told at once who is out, and who is back with current weights."""
+    """Spreads requests over engines. `remove` and `add` keep its list of engines current."""
 
     def add(self, server: FleetServer) -> None: ...
     def remove(self, url: str) -> None: ...
@@ -89,8 +89,8 @@ class Rotation(Protocol):
 class EngineFleet:
     """Owns the servers and the thread that watches them.
 
-    An engine that died is taken out of rotation at once and started again beside the others, which go on;
-    pushes go to those that are there. `failure` gets the exception that ends the run.
+    An engine that died leaves the rotation at once and is restarted while the others keep serving; weight
+    pushes go to the engines that serve. `failure` gets the exception that ends the run.
     """
 
     def __init__(self, servers: Sequence[FleetServer], policy: WatchPolicy):
@@ -126,7 +126,7 @@ class EngineFleet:
         return tuple(self._servers)
 
     def is_alive(self, url: str) -> bool:
-        """Whether it serves now; one that is being started again does not."""
+        """Return whether the engine serves now; one that is being restarted does not."""
         return any(server.url == url and self._serves(i) for i, server in enumerate(self._servers))
 
     def _serves(self, place: int) -> bool:
@@ -136,7 +136,7 @@ class EngineFleet:
         return self._serves(place) and not self.asleep
 
     def follow(self, rotation: Rotation) -> None:
-        """Tells the rotation from now on who leaves and who returns."""
+        """Keep this rotation informed of engines that leave and return."""
         self._rotation = rotation
 
     def keep_current(
@@ -153,7 +153,7 @@ class EngineFleet:
             server.launch()
 
     def wait_ready(self) -> tuple[str, ...]:
-        """Waits for every engine, then begins to watch them."""
+        """Wait until every engine serves, then start to watch them."""
         for server in self._servers:
             server.wait_ready()
             waits.know_as(server.url, server.plan.name)
@@ -171,10 +171,10 @@ class EngineFleet:
             self._last_probe = time.monotonic() + self._policy.probe_first_wait_s
 
     def evict(self, url: str, cause: Exception) -> None:
-        """Kill an engine that misbehaved; the watch brings it back."""
+        """Kill an engine that misbehaved; the watch restarts it."""
         for server in self._servers:
             if server.url == url:
-                logger.error("%s is evicted: %s", server.plan.name, cause)
+                logger.error("%s is evicted and will be restarted: %s", server.plan.name, cause)
                 self._eviction = cause
                 self._leave_rotation(server)
                 server.kill()
@@ -215,7 +215,7 @@ class EngineFleet:
         self._check_someone_is_left()
 
     def _notice_deaths(self) -> None:
-        """Runs without the lock, which a push may hold for long: no request should meet a dead engine."""
+        """Take dead engines out of rotation, without the lock: a push may hold that for long."""
         for place, server in enumerate(self._servers):
             if place not in self._out and not server.alive() and not self._stopping.is_set():
                 self._leave_rotation(server)
@@ -225,7 +225,7 @@ class EngineFleet:
             self._rotation.remove(server.url)
 
     def _restart(self, place: int) -> None:
-        """Starts it again; a thread waits for it, so that the others are watched meanwhile."""
+        """Restart an engine; a thread waits for it, so that the others are watched meanwhile."""
         server, now = self._servers[place], time.monotonic()
         end = server.describe_end()
         self._last_end = f"{server.plan.name} {end}"
@@ -238,12 +238,14 @@ class EngineFleet:
                 f"(--limits engine-restarts={self._policy.restart_limit}){self._why_evicted}; "
                 f"the last one, {server.plan.name}, {end}"
             ) from self._eviction
-        logger.warning("%s\nrestarting it", self._last_end)
+        logger.warning("%s\nThe engine is restarted.", self._last_end)
         self._out.add(place)
         try:
             server.launch()
         except MachineLost as error:
-            logger.error("%s stays out, the others go on: %s", server.plan.name, error)
+            logger.error(
+                "%s is not restarted (%s); the run continues with the other engines.", server.plan.name, error
+            )
             return
         threading.Thread(target=self._bring_back, args=(place,), name=f"restart-{place}", daemon=True).start()
 
@@ -271,7 +273,7 @@ class EngineFleet:
         return f"; the last that was evicted: {self._eviction}" if self._eviction is not None else ""
 
     def _joins(self, server: FleetServer) -> bool:
-        """False: what keeps it out is no engine's fault, and the next one would meet it too; the run ends."""
+        """Bring a restarted engine up to date; False: it failed for a reason that ends the run."""
         try:
             self._bring_up_to_date(server.url)
         except RunStopped as error:

@@ -4,7 +4,7 @@ A `WeightBundle` is a version of the weights that any engine can still fetch: it
 after the next one is made, so that an engine that restarts late catches up without asking the trainer.
 
 A live transport sends to engines that wait for it, and leaves nothing to fetch. A bundle on disk is then made
-after the engines have gone on, for those that come late.
+after the engines have gone on, for engines that start late.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The copy after a live push, for engines that come late: in host memory, on disk when one asks."""
+"""Keeps a copy of a live push in host memory for engines that start late, and writes it when one asks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class LateCopySender(DiskSender):
     """The bundle is out before its folder is there; who needs it asks for it and waits.
 
     Most versions are never asked for, so most are never written. One that was asked for stays until the
-    version after the next is written. One that cannot be written is told to who asked, at once. Nobody can
-    ask for a version after the next one was sent: engines do not join during a push.
+    version after the next is written. If it cannot be written, whoever asked gets the error at once. Nobody
+    can ask for a version after the next one was sent: engines do not join during a push.
     """
 
     def __init__(self, options: SenderOptions):

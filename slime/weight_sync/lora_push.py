@@ -56,7 +56,7 @@ class AdapterSender(SharedMemorySender):
 
 
 class AdapterTensorSender(AdapterSender):
-    """The same, for engines that take an adapter in the body of a request."""
+    """Sends adapters to engines that take them in the body of a request."""
 
     transport = "adapter_tensors"
 

@@ -1,4 +1,4 @@
-"""Lays the tokens of one forward pass out: what goes into it, where its keys go, who attends to what.
+"""Lays out the tokens of one forward pass: where their keys are written and which keys each row attends to.
 
 Sequences that decode are one row each. Prompts have attention of their own, unless they are so short that
 each of their tokens may as well be a row too.
@@ -44,7 +44,7 @@ class Pass:
     """One forward pass: the plan for the model, and who gets a token, in the order of the logits."""
 
     plan: BatchPlan
-    samplers: list[Sequence]  # first those that decode, then those whose prompt ends here
+    samplers: list[Sequence]  # first the decoding ones, then those whose prompt ends in this pass
     num_decoding: int
     chunks: list[Chunk]
     rows: SampleRows
@@ -180,7 +180,7 @@ class PassLayout:
         return self._decode_group(np.concatenate((slots, owners)), np.concatenate(positions) + 1, 0)
 
     def _grid(self, decoding: np.ndarray, chunks: list[Chunk]) -> torch.Tensor:
-        """[3, 1, T] positions of all tokens of a pass: those that decode, then the chunks."""
+        """Return [3, 1, T] positions of all tokens of a pass: decoding sequences first, then the chunks."""
         parts = [np.broadcast_to(decoding, (3, len(decoding)))]
         parts += [chunk.sequence.positions(chunk.start, chunk.end) for chunk in chunks]
         return self._tensor(np.concatenate(parts, axis=1))[:, None]

@@ -135,7 +135,7 @@ class Scheduler:
                 sequence.blocks.append(block)
 
     def _admit(self) -> None:
-        """Those that fit; siblings of a prompt that takes several passes wait for its pages."""
+        """Admit sequences that fit; siblings of a prompt that takes several passes wait for its pages."""
         self._passes_since += 1
         if not self.waiting or not self._free_slots:
             return

@@ -1,4 +1,4 @@
-"""Token ids to text: the text of an answer, and the search for stop strings."""
+"""Turns token ids into the text of a response, and finds stop strings."""
 
 from collections.abc import Sequence as Ids
 from typing import Any

@@ -104,7 +104,7 @@ def _image_words(site: EngineSite) -> list[str]:
 
 
 def _pushed_words(args: Args, site: EngineSite) -> list[str]:
-    """What a server is told if it gets the trainer's weights."""
+    """Return flags of a server that receives the trainer's weights."""
     words = ["--enable-return-routed-experts"] if args.use_rollout_routing_replay else []
     if site.quantization:
         # Serves FP8 without a checkpoint in FP8: the first push brings all weights.

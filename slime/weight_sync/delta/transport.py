@@ -258,7 +258,7 @@ class DeltaSender:
                 try:
                     if self._write_full_late():
                         wanted.unlink(missing_ok=True)
-                except Exception:  # the run goes on with deltas; the next look tries again
+                except Exception:  # the run continues with deltas; the next round tries again
                     logger.exception("a full copy of the weights could not be written to %s", self._folder)
                     self._closing.wait(10.0)
 
