@@ -174,7 +174,7 @@ class EngineFleet:
         """Kill an engine that misbehaved; the watch restarts it."""
         for server in self._servers:
             if server.url == url:
-                logger.error("%s is evicted and will be restarted: %s", server.plan.name, cause)
+                logger.error("%s is evicted: %s", server.plan.name, cause)
                 self._eviction = cause
                 self._leave_rotation(server)
                 server.kill()
@@ -238,7 +238,7 @@ class EngineFleet:
                 f"(--limits engine-restarts={self._policy.restart_limit}){self._why_evicted}; "
                 f"the last one, {server.plan.name}, {end}"
             ) from self._eviction
-        logger.warning("%s\nThe engine is restarted.", self._last_end)
+        logger.warning("%s\nrestarting it", self._last_end)
         self._out.add(place)
         try:
             server.launch()
