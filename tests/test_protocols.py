@@ -46,7 +46,7 @@ from slime.preflight import findings
 from slime.preflight.run_plan import RunPlan
 from slime.rollout.generation.policy_requests import PolicyRequests
 from slime.rollout.journal import CountingJournal, Journal
-from slime.runtime.base import Future, Guarded, Ready, Ref, Runtime
+from slime.runtime.base import FailFastFuture, Future, Ready, Ref, Runtime
 from slime.runtime.local import LocalFuture, LocalRuntime, ProcessHandle, SegmentRef
 from slime.runtime.worker_watch import Worker
 from slime.simulation.costs import EngineCost, TrainerCost
@@ -100,7 +100,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Workers: [LocalRuntime],
     Child: [WarmChild],
     Ref: [SegmentRef],
-    Future: [LocalFuture, Guarded, Ready],
+    Future: [LocalFuture, FailFastFuture, Ready],
     Sandbox: [LocalSandbox, E2BSandbox, DaytonaSandbox],
     Parser: [PlainParser, FormatParser],
     Policy: [EnginePolicy],

@@ -75,7 +75,7 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
     checkpoints = step_folders(args.save) if args.save is not None else {}
     rows.append(("model", _where_is_the_model(args, progress, checkpoints, since=time.time() - seconds)))
     record = read_run(Path(args.run_dir))
-    rows += [("restarts", record.last.told_restarts)] if record is not None and record.last.restarts else []
+    rows += [("restarts", record.last.restarts_text)] if record is not None and record.last.restarts else []
     run = args.run_dir
     follow = [as_typed("dashboard", run), as_typed("samples", run, "--worst", 5), as_typed("plot", run)]
     if error is not None and checkpoints and args.load == args.save:

@@ -85,7 +85,7 @@ def watch_exit(after_s: float = 60.0) -> None:
 
 
 def ask(pids: Iterable[int]) -> list[int]:
-    """Ask processes of this machine; return those that will answer. The signal would end any other."""
+    """Ask processes of this machine that handle the signal, which would end any other; return their pids."""
     asked = []
     for pid in pids:
         if _answers(pid):

@@ -1,4 +1,4 @@
-"""Where objects run: child processes of this machine or Ray actors, and which devices each gets."""
+"""Runs objects in child processes of this machine or in Ray actors, and decides which devices each gets."""
 
 import importlib.util
 from pathlib import Path
@@ -9,7 +9,7 @@ from slime.runtime.base import Runtime
 
 
 def create_runtime(args: Args, run_dir: Path, shm_prefix: str) -> Runtime:
-    """The runtime that `--runtime` names."""
+    """Create the runtime that `--runtime` names."""
     if args.runtime == "ray":
         if importlib.util.find_spec("ray") is None:
             raise ValueError("--runtime ray needs the package ray: pip install 'slime[ray]'.")

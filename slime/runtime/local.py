@@ -1,4 +1,4 @@
-"""The local runtime: child processes of this one, joined by sockets; nothing is left when the driver ends."""
+"""Runs objects in child processes connected by sockets; nothing is left when the driver ends."""
 
 from __future__ import annotations
 
@@ -94,11 +94,13 @@ class InProcessHandle(Handle[T]):
         return LocalFuture(answer, self.name, method)
 
     def kill(self) -> None:
-        """Nothing to end: the threads are daemons of this process."""
+        """Do nothing: the threads are daemons of this process."""
 
 
 def _exit_of(pid: int) -> int | None:
-    """What can be read once the process has ended; None: there is no such thing here, or it has ended."""
+    """Return a descriptor that is readable once the process has ended; None: the system has none, or it
+    ended.
+    """
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):  # the end of its socket tells of it then
@@ -106,7 +108,7 @@ def _exit_of(pid: int) -> int | None:
 
 
 class ProcessHandle(Handle[T]):
-    """An object in a child process, where the first call makes it."""
+    """An object in a child process; the first call creates it."""
 
     def __init__(self, spec: WorkerSpec, log_path: Path, shm_prefix: str):
         self.name, self.log_path = spec.name, log_path
@@ -158,7 +160,7 @@ class ProcessHandle(Handle[T]):
             self._heard = True
 
     def _next_frame(self) -> bytes:
-        """EOFError: its process has ended, also where a child that it forked still holds the socket."""
+        """Read a frame. EOFError: the process has ended, even if a child that it forked holds the socket."""
         if self._exit is not None and self._connection not in wait([self._connection, self._exit]):
             raise EOFError
         return self._connection.recv_bytes()
@@ -255,7 +257,7 @@ class SegmentRef(Generic[R]):
 
 
 class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
-    """Spawns child processes and owns their end."""
+    """Starts child processes and ends them."""
 
     num_machines = 1
 
@@ -264,11 +266,11 @@ class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
         self._shm_prefix = shm_prefix
 
     def claim(self, placement: Placement) -> Placement:
-        """What is visible is ours."""
+        """Return the plan: all visible devices are ours."""
         return placement
 
     def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
-        """The machine is that of the driver."""
+        """Return the slots: the only machine is the driver's."""
         return list(slots)
 
     @property

@@ -1,4 +1,4 @@
-"""The Ray runtime: the same objects in Ray actors; the only module that imports ray."""
+"""Runs objects in Ray actors; the only module that imports ray."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _DEATHS = (
 
 
 def _join_or_start() -> None:
-    """RunStopped where there is no cluster to join, or none can be started here."""
+    """Connect to the cluster of RAY_ADDRESS, or start one; RunStopped if that fails."""
     address = os.environ.get("RAY_ADDRESS")
     for again in reversed(range(1 if address else _STARTS)):
         try:
@@ -71,7 +71,9 @@ def _join_or_start() -> None:
 
 
 class _Actor:
-    """Holds the object. Callers name the concurrency group: one for each lane, two for its life."""
+    """Holds the object. Callers choose the concurrency group: one per lane, one for heartbeats, one for its
+    life.
+    """
 
     def __init__(self, log: tuple[Path, str], folder: str):
         with contextlib.suppress(OSError):  # as in the driver, for code that opens relative paths
@@ -85,8 +87,8 @@ class _Actor:
         self._made: concurrent.futures.Future[Any] = concurrent.futures.Future()  # the object, or why not
 
     def make(self, cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the object. A call and no constructor: Ray reports the error of a call at once, and that of
-        an actor's constructor only when its process has ended.
+        """Create the object. This is no constructor: Ray reports the error of a call at once, and that of an
+        actor's constructor only when its process has ended.
         """
         with working("start"):
             make_object(self._made, lambda: cls(*args, **kwargs))
@@ -97,22 +99,22 @@ class _Actor:
             return invoke(target, method, args, kwargs)
 
     def pulse(self) -> tuple[str, int, Notes, list[reports.Report]]:
-        """Where it lives: node and process; what it waits for, and what it logged."""
+        """Return its node and process, its notes and its log records since the last call."""
         node = ray.get_runtime_context().get_node_id()
         return node, os.getpid(), self._notebook.take(), reports.drain_reports()
 
     def live(self) -> None:
-        """Never answers: with its process ends the call, which Ray tells at once."""
+        """Never return: the call ends with the process, which Ray reports at once."""
         threading.Event().wait()
 
     def dump_stacks(self) -> None:
-        """Writes its stacks to its log, where stderr goes."""
+        """Write the stacks to stderr, its log."""
         if sys.__stderr__ is not None:
             stacks.write_own(sys.__stderr__)
 
 
 class RayFuture(Generic[R]):
-    """An object ref whose errors are those of the other runtime."""
+    """An object ref that raises the same errors as a local future."""
 
     def __init__(self, ref: Any, handle: RayHandle[Any], method: str):
         self._ref, self._handle = ref, handle
@@ -144,15 +146,12 @@ class RayFuture(Generic[R]):
 
 
 def _slice_of(wait: waits.Wait) -> float:
-    """How long to wait before the next look at the actor's heartbeat."""
+    """Return how long to wait until the next check of the actor's heartbeat."""
     return BEAT_S if wait.deadline_s is None else min(BEAT_S, max(0.0, wait.deadline_s - wait.age_s))
 
 
 class RayHandle(Handle[T]):
-    """An actor on the node with that id, which makes an object as `_Actor.make` takes it.
-
-    `silence`: why it is given up.
-    """
+    """An actor on one node, which creates its object with `_Actor.make`. `silence`: why it is given up."""
 
     def __init__(self, spec: WorkerSpec, node_id: str, log: Path, make: tuple[Any, ...]):
         self.name, self._log, self._near_driver = spec.name, log, spec.near_driver
@@ -182,11 +181,11 @@ class RayHandle(Handle[T]):
         return RayFuture(answer, self, method)
 
     def died(self, error: BaseException) -> WorkerDied:
-        """The error of its end, with its last words where its log can be read from here."""
+        """Return the error of its end, with the last lines of its log where that can be read from here."""
         return WorkerDied(f"{self.name}: {error}; last lines of {self._log}:\n{last_lines(self._log)}")
 
     def find(self) -> None:
-        """Whoever has answered a call may fall silent: from now on it is known where it lives."""
+        """Record where an actor lives once it has answered a call: from now on its silence counts."""
         if self._node is None:
             with contextlib.suppress(ray.exceptions.RayError):
                 self._place(ray.get(self._ask(), timeout=_FIRST_PULSE_S))
@@ -216,12 +215,12 @@ class RayHandle(Handle[T]):
         return self.name
 
     async def heard(self, timeout_s: float) -> bool:
-        """Whether it answered. Until its object is made it may be silent: torch loads from a cold disk."""
+        """Return whether it answered; it may be silent until its object exists, while torch is loaded."""
         if self._question is None:
             self._question = self._ask()
         if not ray.wait([self._question], timeout=0)[0]:
             return self._node is None or not ray.wait([self._making], timeout=0)[0]
-        with contextlib.suppress(ray.exceptions.RayError):  # it died, which is told as its end
+        with contextlib.suppress(ray.exceptions.RayError):  # it died, which `end` reports
             self._place(ray.get(self._question))
         self._question = None
         return True
@@ -236,7 +235,7 @@ class RayHandle(Handle[T]):
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef(Generic[R]):
-    """A value in Ray's object store; wrapped in a tuple so that Ray does not resolve it on the way."""
+    """A value in Ray's object store, wrapped in a tuple so that Ray does not resolve it on the way."""
 
     inner: tuple[Any]
 
@@ -245,7 +244,7 @@ class ObjectRef(Generic[R]):
         return value
 
     def drop(self) -> None:
-        """The object store frees a value with its last reference."""
+        """Do nothing: the object store frees a value with its last reference."""
 
 
 class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
@@ -272,7 +271,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         self._gpu_ids: list[tuple[int, ...]] = []  # of each machine, as they were claimed
 
     def __getstate__(self) -> dict[str, Any]:
-        """An actor that spawns others owns them, and neither Ray nor the devices."""
+        """Leave out Ray and the devices: an actor that starts others owns only those."""
         return {**self.__dict__, "_owns_ray": False, "_workers": [], "_group": None, "_watch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -288,7 +287,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         return placement.on(machines)
 
     def _take_nodes(self, number: int) -> list[Machine]:
-        """The driver's own first; CPU machines hold as much as they are given."""
+        """Take nodes without GPUs, the driver's first."""
         self._nodes = sorted(_addresses(), key=lambda node: (node != self._driver_node, node))[:number]
         return self._machines([((), 0)] * number)
 
@@ -315,14 +314,14 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         return self._machines([(gpu_ids, cores) for _, gpu_ids, cores in found])
 
     def _machines(self, found: list[tuple[tuple[int, ...], int]]) -> list[Machine]:
-        """Loopback is enough where all is on the driver's machine."""
+        """Return the machines of the plan; loopback is enough if all are the driver's machine."""
         addresses = _addresses()
         alone = set(self._nodes) == {self._driver_node}
         hosts = [LOOPBACK if alone else addresses[node] for node in self._nodes]
         return [Machine(host, *rest) for host, rest in zip(hosts, found, strict=True)]
 
     def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
-        """Each machine that does not answer is replaced by one that does and is not ours yet."""
+        """Replace each machine that does not answer by one that does and is not in use."""
         used = sorted({slot.machine for slot in slots})
         found = self._look_again(used) if self._group is not None else self._spare_nodes(used)
         return [self._settle(slot, found[slot.machine]) for slot in slots]
@@ -341,7 +340,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         return found
 
     def _look_again(self, machines: Sequence[int]) -> dict[int, _Found | None]:
-        """Ray moves bundles of a lost machine by itself, as soon as another has room for them."""
+        """Find bundles again: Ray moves those of a lost machine as soon as another has room for them."""
         assert self._group is not None, "asked by the caller"
         looks = [
             _look_around(self._group, machine, len(self._gpu_ids[machine])) if machine in machines else None
@@ -362,7 +361,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         return found
 
     def _settle(self, slot: Slot, found: _Found | None) -> Slot | None:
-        """A slot on the machine that was found; device numbers keep their order."""
+        """Return the slot on the machine that was found; device numbers keep their order."""
         if found is None:
             return None
         _, address, gpu_ids, cores = found
@@ -461,7 +460,7 @@ def _on_node(node_id: str, function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _look_around(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:
-    """Ray alone knows where a bundle lies and which devices it holds; it tells who asks for all of them."""
+    """Ask for all devices of a bundle: only then does Ray report where it lies and which devices it holds."""
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     look = ray.remote(_node_gpus_cores)
     return look.options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=place).remote()

@@ -62,7 +62,7 @@ def test_a_new_run_in_a_used_folder_is_refused_and_changes_nothing(tmp_path):
 
 def test_nobody_is_sent_to_checkpoints_that_a_run_never_wrote(tmp_path):
     start(tmp_path, error=KeyboardInterrupt())
-    with pytest.raises(FolderTaken, match="That run had no --save: there is nothing to go on from"):
+    with pytest.raises(FolderTaken, match="That run had no --save: there is nothing to resume from"):
         start(tmp_path)
 
 

@@ -12,7 +12,7 @@ from patience import PATIENCE_S, eventually
 from worker_target import Reporting, SlowToMake, Target, Unmade, Unreadable
 
 from slime.liveness import heartbeat, waits
-from slime.runtime.base import Guarded, WorkerSpec, gather
+from slime.runtime.base import FailFastFuture, WorkerSpec, gather
 from slime.runtime.local import LocalFuture, LocalRuntime
 from slime.runtime.placement import Slot
 from slime.runtime.worker_watch import WorkerSilent
@@ -249,7 +249,7 @@ def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(made, watche
 
 def test_a_wait_for_something_else_ends_with_a_silent_worker():
     work, failure = concurrent.futures.Future(), concurrent.futures.Future()
-    waiting = Guarded(LocalFuture(work, "rollout", "generate"), failure)
+    waiting = FailFastFuture(LocalFuture(work, "rollout", "generate"), failure)
     with pytest.raises(waits.WaitTimeout, match=r"rollout\.generate: not done"):
         waiting.result(0.01)
     assert not waiting.done()
@@ -258,7 +258,7 @@ def test_a_wait_for_something_else_ends_with_a_silent_worker():
     with pytest.raises(WorkerSilent, match="trainer-1"):
         waiting.result()
     work.set_result(5)
-    assert Guarded(LocalFuture(work, "rollout", "generate"), concurrent.futures.Future()).result() == 5
+    assert FailFastFuture(LocalFuture(work, "rollout", "generate"), concurrent.futures.Future()).result() == 5
 
 
 def test_a_long_call_is_no_silence(made, watched):
@@ -319,7 +319,7 @@ def test_an_answer_that_comes_as_a_look_ends_is_the_answer():
                 raise waits.WaitTimeout(f"generate: not done after {deadline_s} s")
             return "batch"
 
-    assert Guarded(JustInTime(), concurrent.futures.Future()).result() == "batch"
+    assert FailFastFuture(JustInTime(), concurrent.futures.Future()).result() == "batch"
 
 
 def test_a_constructor_that_fails_is_the_cause_of_every_call(runtime):

@@ -13,7 +13,7 @@ from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.catalog.datasets import ENDINGS, why_unreadable
 from slime.catalog.deadlines import DEADLINES
 from slime.catalog.limits import LIMITS
-from slime.utils.files.run_file import choose_run_folder, goes_on_with, has_finished, read_run, resumption_of
+from slime.utils.files.run_file import choose_run_folder, has_finished, is_unfinished, read_run, resumption_of
 from slime.utils.files.step_folders import same_folder
 
 ROW_RANGE = re.compile(r"^(.*)@\[-?\d*:-?\d*\]$")
@@ -229,7 +229,7 @@ def auto_resume(draft: Draft) -> None:
     if not draft.auto_resume or draft.load is not None or draft.save is None or draft.finetune:
         return
     for folder in own_folders(draft):
-        if goes_on_with(folder, draft.values, draft.save):
+        if is_unfinished(folder, draft.values, draft.save):
             draft.derive("load", draft.save, f"{folder} holds this run, unfinished (--no-auto-resume)")
             draft.derive("ckpt_step", None, "it chose a checkpoint of --load, which was not given")
             if draft.run_dir is None:

@@ -179,7 +179,7 @@ def _lines(
     lines += [f"  wasted: {progress.waste_words()}"] if progress.waste_words() else []
     lines += [f"  {line}" for line in describe_incidents(read_incidents(run, started.timestamp()))]
     if record.last.restarts:
-        lines.append(f"  {record.last.told_restarts}")
+        lines.append(f"  {record.last.restarts_text}")
     if record.last.checkpoints:
         lines.append(f"  checkpoints in {record.last.checkpoints}")
     lines += _deadline_lines(record)

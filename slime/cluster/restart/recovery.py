@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slime.cluster.restart.replay import ReplayLog, SafeState, UnreadableState
 from slime.cluster.training.train_group import RankProcesses, TrainerLost
 from slime.liveness import phases
-from slime.runtime.base import Future, Guarded, P, R, Runtime
+from slime.runtime.base import FailFastFuture, Future, P, R, Runtime
 from slime.utils.errors import RunStopped
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Recovery:
 
     def watched(self, future: Future[R]) -> Future[R]:
         """Return a future that also fails when a process is found to be silent."""
-        return Guarded(future, self._runtime.failure)
+        return FailFastFuture(future, self._runtime.failure)
 
     def check(self, rollout_id: int) -> None:
         """Notice a process that was lost while nobody waits for one."""
