@@ -8,7 +8,7 @@ from slime_flags import MEGATRON, OLDER, SLIME
 
 from slime.arguments.all_flags import all_specs
 from slime.arguments.core.removed import REMOVED_FLAGS
-from slime.utils.files.run_file import RUN_FILE, goes_on_with, open_run_file, read_run
+from slime.utils.files.run_file import RUN_FILE, is_unfinished, open_run_file, read_run
 
 
 @pytest.mark.parametrize("name", REMOVED_FLAGS)
@@ -44,4 +44,4 @@ def test_a_run_folder_that_recorded_removed_flags_resumes(tmp_path):
     content["settings"].pop("engine_topology")
     file.write_text(json.dumps(content))
     assert read_run(tmp_path / "run") is not None
-    assert goes_on_with(tmp_path / "run", settings, save)
+    assert is_unfinished(tmp_path / "run", settings, save)
