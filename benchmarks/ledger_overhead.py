@@ -21,6 +21,7 @@ from record_overhead import STEP_S, _sample, cpu_seconds
 
 from slime.record import RECORD_FILE, RecordWriter, group_entries
 from slime.rollout.ledger import Ledger
+from slime.utils.types import Sample, flatten_samples
 
 # Prompts, answers of each, tokens; seconds of a step (tiny: CPU seconds of all processes); goal.
 SHAPES = {
@@ -63,8 +64,8 @@ def play(folder: Path, sync: str, steps: list) -> None:
     for number, (groups, batch) in enumerate(steps):
         ledger.begin(number, "run:1")
         ledger.issued(groups, from_buffer=False)
-        for group in groups:
-            ledger.finished_from_prompt(group)
+        for sample in flatten_samples(groups):
+            ledger.finished(Sample(index=sample.index, group_index=sample.group_index), sample)
         ledger.consumed(groups, "trained")
         ledger.cut(number)
         writer.add("train", number, group_entries(groups, "trained"), version="run:1")

@@ -1,9 +1,8 @@
-"""The durable side of the data buffer: reports every event of groups and samples to the record of the run.
+"""Reports every event of groups and samples to the record of the run, and restores finished samples.
 
-After a crash it gives back what was finished: `recall` answers with the sample as it was generated and
-scored, so that only unfinished ones are generated again. The data source reports through its journal, the
-generate functions through `recall` and `finished`; whatever a rollout function returns is accounted for by
-the rollout manager, also if that function and its data source know nothing of this file.
+After a crash `recall` returns samples as they were generated and scored, so that only unfinished ones are
+generated again. The data source reports through its journal, and the rollout through `recall` and `finished`.
+The rollout manager reports whatever else a user's rollout function returns.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compare
 
 
 class Ledger:
-    """One for each run. `settings`: digest of what samples depend on; others' samples are not taken.
+    """Reports the events of one run. `settings`: digest of what samples depend on; others' are not recalled.
 
-    `keeps`: finished samples are kept whole until a checkpoint covers them (without checkpoints nothing goes
-    on). `any_version`: samples of other weights than the engines hold may be used (the pool judges their
-    age). `private`: no function of the user's gets finished samples in hand: it might change them in place.
+    `keeps`: store finished samples until a checkpoint covers them (a run without checkpoints never resumes).
+    `any_version`: samples of other weights than the engines hold may be used (the pool judges their age).
+    `private`: no user function holds finished samples, which it could change in place.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Ledger:
         self._writer.note(Note(time.time(), event, number, group, sample, attempt, value, also))
 
     def _of_group(self, event: Event, group: tuple[int, int], value: str | None = None) -> Note:
-        """`group`: index and attempt."""
+        """Return an event of a group, given by its index and attempt."""
         return Note(time.time(), event, self._rollout, group[0], None, group[1], value)
 
     def _tell(self, notes: Sequence[Note]) -> None:
@@ -107,7 +106,7 @@ class Ledger:
         self._issued(groups, "buffer" if from_buffer else "new")
 
     def issued_by_users_source(self, groups: Sequence[Group]) -> None:
-        """By one that keeps no journal: how it counts, and what it gives out again, is its own."""
+        """Report groups of a user's data source that keeps no journal."""
         self._issued(groups, "own")
 
     def _issued(self, groups: Sequence[Group], source: str) -> None:
@@ -131,7 +130,7 @@ class Ledger:
             self._tell([self._of_group("dropped", at, why) for at, _ in found])
 
     def _as_issued(self, groups: Sequence[Group]) -> list[tuple[tuple[int, int], Group]]:
-        """Each with the number it was handed out by and its attempt: a function may have given it another."""
+        """Return each group with its attempt and the index it was issued with; functions may change it."""
         found = [(at, group) for group in groups if (at := _group(group)) is not None]
         if all([at[0] in self._open for at, _ in found]):
             return found
@@ -152,13 +151,8 @@ class Ledger:
 
     # -- samples
 
-    @property
-    def may_recall(self) -> bool:
-        """Whether anything is left of what was finished before a crash."""
-        return bool(self._known)
-
     def recall(self, entry: Entry) -> Entry | None:
-        """The entry as it was finished before the crash; None: it was not."""
+        """Return the entry as it was finished before the crash; None: it was not finished."""
         key = _key(entry)
         found = self._known.get(key) if key is not None else None
         if found is None or not (self._any_version or found.version == self._version):
@@ -186,13 +180,6 @@ class Ledger:
                 key, origin.group_index, flatten_samples([made]), is_fan_out=isinstance(made, list)
             )
 
-    def finished_from_prompt(self, samples: Sequence[Sample]) -> None:
-        """Record finished samples that were generated from their prompts, each as one sample."""
-        for sample in samples:
-            key = _key(sample)
-            if key is not None:
-                self._finished((*key[:2], 0), sample.group_index, [sample])
-
     def _finished(
         self, key: Key, group_index: int | None, samples: list[Sample], *, is_fan_out: bool = False
     ) -> None:
@@ -217,14 +204,14 @@ class Ledger:
         self._writer.note(note)
 
     def scored(self, group: Group) -> None:
-        """The samples of a group got their rewards together."""
+        """Record the rewards of a group whose samples were scored together."""
         value = json_text(_rewards(flatten_samples(group)))
         self._tell([self._of_group("scored", at, value) for at in _groups([group])])
 
     # -- rollouts and steps
 
     def resumed(self, committed: int, last_made: int) -> None:
-        """This start goes on after step `committed` (-1: anew) and has rollouts up to `last_made`."""
+        """Record that the run resumes after step `committed` (-1: none), with rollouts up to `last_made`."""
         self._rollout = last_made + 1
         self._last_commits = [committed]
         self._note("resumed", committed, value=str(last_made), also=forget_rollouts(after=last_made))
@@ -234,7 +221,7 @@ class Ledger:
         self._version = version_number(version)
 
     def cut(self, rollout_id: int) -> None:
-        """Everything until now belongs to this rollout or one before: its cursor is being taken."""
+        """Assign all events until now to this rollout or earlier ones: its cursor is being taken."""
         if rollout_id < self._rollout:
             return
         self._cut[rollout_id] = self._decided
@@ -243,7 +230,7 @@ class Ledger:
         self._rollout = rollout_id + 1
 
     def account_for(self, rollout_id: int, samples: Sequence[Sample]) -> None:
-        """What the rollout function returned and nobody reported: groups of its own, of its own source."""
+        """Report groups that the rollout function returned without reporting them."""
         if rollout_id < self._rollout:
             return  # a rollout function that cuts reports too
         if self._kept.keys() >= {sample.group_index for sample in samples}:  # of nearly all rollouts
@@ -260,7 +247,7 @@ class Ledger:
             self.consumed([list(group)], "trained")
 
     def made(self, rollout_id: int, value: Mapping[str, Any]) -> None:
-        """The batch is whole: a run that is killed from now on trains on this very one."""
+        """Store a complete batch: a run that is killed later trains on this very batch."""
         keep = keep_rollout(rollout_id, self.settings, dict(value)) if self._keeps else None
         done = [number for number in self._cut if number <= rollout_id]
         decided = [group for number in done for group in self._cut.pop(number)]
@@ -270,7 +257,7 @@ class Ledger:
         self._note("consumed", rollout_id)
 
     def committed(self, rollout_id: int) -> None:
-        """What the checkpoint before covers is not needed whole any more; of this one's it is: damage."""
+        """Drop what the previous checkpoint covers; keep what this one covers, in case it is damaged."""
         before = self._last_commits[-1] if self._last_commits else -1
         self._last_commits = [before, rollout_id]
         self._note("committed", rollout_id, also=forget_rollouts(up_to=before))
@@ -280,7 +267,7 @@ class Ledger:
 
 
 def follow(data_source: Any, ledger: Ledger) -> None:
-    """Have any data source report to the ledger: by its journal, or by the calls it gets."""
+    """Make any data source report to the ledger: through its journal, or through wrapped methods."""
     journal = getattr(data_source, "journal", None)  # a user's source may have none
     if isinstance(journal, CountingJournal):
         journal.follower = ledger
@@ -306,7 +293,7 @@ _current: Ledger | None = None
 
 
 def use(ledger: Ledger | None) -> None:
-    """The ledger that the rollout functions of this process report to."""
+    """Set the ledger that the rollout functions of this process report to."""
     global _current
     _current = ledger
 
@@ -316,12 +303,12 @@ def current() -> Ledger | None:
 
 
 def _groups(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """Index and attempt of those that have an index."""
+    """Return index and attempt of each group that has an index."""
     return [at for at in map(_group, groups) if at is not None]
 
 
 def _group(group: Group) -> tuple[int, int] | None:
-    """Its index and attempt; None: it has no index, or no sample."""
+    """Return the group's index and attempt; None: it has no index, or no sample."""
     first = group[0] if isinstance(group, list) and group else group
     if not isinstance(first, Sample):
         samples = flatten_samples([group])
@@ -337,7 +324,7 @@ def _indices(group: Group) -> str:
 
 
 def _key(entry: Entry) -> Key | None:
-    """What a sample is known by; None where it cannot be told from others, or is not for training."""
+    """Return the key of a sample; None if it has no index or is not for training."""
     if isinstance(entry, list) or entry.index is None:
         return None
     if not entry.metadata:  # of most
@@ -346,12 +333,12 @@ def _key(entry: Entry) -> Key | None:
 
 
 def _is_whole(sample: Sample) -> bool:
-    """Whether a sample came to its end, and its reward did not fail."""
+    """Return whether a sample is finished and its reward did not fail."""
     return sample.status in FINISHED and sample.reward_failure is None
 
 
 def _is_unchanging(sample: Sample) -> bool:
-    """Whether slime changes nothing in place that a shallow copy of the sample shares with it."""
+    """Return whether slime changes nothing in place that a shallow copy shares with the sample."""
     return not sample.metadata and not sample.generate_function_path and type(sample.reward) in _UNCHANGING
 
 
@@ -372,7 +359,7 @@ def _stored_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_new(name: str, value: Any) -> bool:
-    """Whether every new sample has this value. Only identity is asked: 0.0 equals -0.0, and 1 equals True."""
+    """Return whether every new sample has this value, by identity: 0.0 equals -0.0, and 1 equals True."""
     new = _NEW.get(name, _NEW)
     return value is new or (type(value) in (list, dict) and type(value) is type(new) and not value)
 

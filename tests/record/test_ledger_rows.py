@@ -55,9 +55,8 @@ def test_finished_samples_of_an_unfinished_rollout_come_back_with_every_number(w
 
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("traced", [(), (0,), (0, 1, 2, 3)])
-@pytest.mark.parametrize("together", [False, True])  # then they are packed by columns
 @pytest.mark.parametrize("attached", [(), (1,), (0, 1, 2, 3)])
-def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached, together, traced, private):
+def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached, traced, private):
     ledger = world.start(private=private)
     ledger.begin(0, "run:1")
     group = group_of(0, copies=4)
@@ -69,11 +68,8 @@ def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached,
         made[place].trace = {"events": []}  # is in most, and is not kept
     made[2].non_generation_time, made[2].remove_sample, made[2].loss_mask = 0.5, True, [1, 0]
     made[3].version_spans, made[3].turn_rewards = [("run:1", 0, 1), ("run:2", 1, 2)], [(0, 2, 0.5)]
-    if together:
-        ledger.finished_from_prompt(made)
-    else:
-        for before, after in zip(group, made, strict=True):
-            ledger.finished(before, after)
+    for before, after in zip(group, made, strict=True):
+        ledger.finished(before, after)
     ledger = world.start(any_version=True)
     ledger.begin(0, "run:1")
     found = [ledger.recall(sample) for sample in group]
@@ -83,11 +79,10 @@ def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached,
     assert [str(sample.reward) for sample in found] == ["0.0", "-0.0", "1", "0.3"]
 
 
-@pytest.mark.parametrize("together", [False, True])  # then the writer's thread sorts them
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("reward", [0.5, {"score": 0.5}])  # a number takes no copy
 @pytest.mark.parametrize("alike", [False, True])
-def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, alike, reward, private, together):
+def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, alike, reward, private):
     ledger = world.start(private=private)
     ledger.begin(0, "run:1")
     group = group_of(0)
@@ -96,11 +91,8 @@ def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, alike
         made[0].status = Sample.Status.TRUNCATED
     before = [Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) for sample in made]
     world.writer._write_notes = hold = Held(world.writer._write_notes)
-    if together:
-        ledger.finished_from_prompt(made)
-    else:
-        for origin, sample in zip(group, made, strict=True):
-            ledger.finished(origin, sample)
+    for origin, sample in zip(group, made, strict=True):
+        ledger.finished(origin, sample)
     ledger.begin(1, "run:2")  # as a pool's samples of weights before
     for sample in made:  # as filters and the buffer do it
         if isinstance(sample.reward, dict):
@@ -402,7 +394,8 @@ def test_the_samples_of_a_batch_that_is_complete_soon_are_not_stored(world, monk
     ledger = world.start(private=True)
     world.make(0, [group_of(0)])
     ledger.begin(1, "run:1")
-    ledger.finished_from_prompt([finish(sample) for sample in group_of(1)])
+    for sample in group_of(1):
+        ledger.finished(sample, finish(sample))
     world.writer.flush()
     assert [[fields["index"] for fields in several] for several, _ in encoded] == [[2], [3]]
 
