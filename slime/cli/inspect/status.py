@@ -187,7 +187,7 @@ def _lines(
 
 
 def _deadline_lines(record: RunRecord) -> list[str]:
-    """List every deadline in force, those that differ from their default marked with it."""
+    """List every deadline in force, with its default where they differ."""
     values = {name: entry["value"] for name, entry in record.last.settings.items()}
     texts = [
         f"{name} {seconds:g}" + (f" (default {default:g})" if seconds != default else "")
