@@ -1,21 +1,20 @@
 """The ledger of a run: every event of its groups, samples and steps, in the order they happened.
 
-    issued     a group was handed out: `value` "new" (of the dataset), "buffer", or "own" (of a user's source)
-    generated  samples of a group are finished (tokens, log-probs, versions are in `samples`); `value`: which
-               ended in which way, by their indices
-    recalled   a finished sample was taken from the ledger after a crash instead of generated again
-    scored     samples got rewards; `value`: each one's by its index, or those of a group in their order
+    issued     a group was handed out; `value`: "new" (dataset), "buffer", or "own" (a user's data source)
+    generated  samples of a group are finished (their tokens are in `samples`); `value`: indices by status
+    recalled   a finished sample was restored from the ledger after a crash instead of generated again
+    scored     samples got rewards; `value`: the reward of each index, or the rewards of a group in order
     kept       a group is part of the batch of this rollout; `value`: the indices of its samples
     dropped    a group left the run; `value`: filtered or failed, with the reason
     returned   a group went back to the buffer
-    cut        the rollout is complete: what happened before belongs to it, what comes after to later ones
+    cut        the rollout is complete: earlier events belong to it, later ones to the next rollouts
     made       the batch of the rollout is on the disk as it will be trained on
-    consumed   the trainer has made its step with that batch
+    consumed   the trainer has finished its step with that batch
     committed  a checkpoint after that step is complete
     evaluated  an evaluation is complete
-    resumed    a start of the run went on after step `rollout`; `value`: the last rollout it has already
+    resumed    a start of the run resumed after step `rollout`; `value`: the last rollout it already has
 
-A step that was lost with its process is consumed again: `resumed` says which steps count no more.
+A step that was lost with its process is consumed again; `resumed` says which steps count no more.
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ class Note(NamedTuple):
     also: Callable[[sqlite3.Connection], object] | None = None
 
     def row(self) -> tuple[object, ...]:
-        value = self.value
-        if type(value) is str and not value.isascii():
-            value = storable(value)
-        return (*self[:-2], value)
+        return (*self[:-2], storable(self.value) if type(self.value) is str else self.value)
 
 
 class Finished(NamedTuple):
@@ -102,7 +98,7 @@ AnyNote = Note | Finished
 
 @dataclass(frozen=True, slots=True)
 class ForgetEntries:
-    """These groups are decided: what became of them is in the rollout that `keep` writes, or in a cursor."""
+    """Removes the stored samples of decided groups: the rollout that `keep` writes has them, or a cursor."""
 
     groups: Sequence[int]
     keep: Callable[[sqlite3.Connection], object] | None = None
@@ -181,7 +177,7 @@ class FinishedEntry:
 
 
 class LedgerReader:
-    """Questions of a run that goes on, and of `slime ledger`. Use it in a `with`."""
+    """Reads the ledger, for a run that resumes and for `slime ledger`. Use it in a `with`."""
 
     def __init__(self, path: Path):
         self._path, self._connection = path, open_for_reading(path)
@@ -195,15 +191,11 @@ class LedgerReader:
     def _ask(self, query: str, values: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
         try:
             return self._connection.execute(query, values).fetchall()
-        except sqlite3.OperationalError as error:
-            if "no such table" in str(error):  # schema 1
-                return []
-            raise unusable(self._path, "read", error) from error
         except READ_ERRORS as error:
             raise unusable(self._path, "read", error) from error
 
     def check_structure(self) -> None:
-        """A RecordError where tables and their indexes do not fit each other."""
+        """Raise a RecordError where tables and their indexes contradict each other."""
         rows = self._ask("PRAGMA integrity_check(1)")
         if rows != [("ok",)]:
             raise unusable(self._path, "read", sqlite3.DatabaseError(str(rows[0][0]).splitlines()[-1]))
@@ -213,12 +205,12 @@ class LedgerReader:
         return rows[0][0] if rows else None
 
     def events(self) -> list[LedgerRow]:
-        """All of them, in the order they happened."""
+        """Return all events, in the order they happened."""
         columns = "id, start, event, rollout, group_index, sample_index, attempt, value"
         return [LedgerRow(*row) for row in self._ask(f"SELECT {columns} FROM ledger ORDER BY id")]
 
     def rollouts_after(self, step: int, settings: str) -> dict[int, Any]:
-        """Complete rollouts that follow a step without a gap, made with these settings."""
+        """Return the complete rollouts that follow a step without a gap, made with these settings."""
         rows = self._ask(
             "SELECT rollout_id, settings, payload FROM ledger_rollouts WHERE rollout_id > ? ORDER BY 1",
             (step,),
@@ -231,7 +223,7 @@ class LedgerReader:
         return found
 
     def rollout(self, rollout_id: int, settings: str) -> Any | None:
-        """A complete rollout; None: it is not kept, or was made with other settings."""
+        """Return a complete rollout; None: it is not stored, or was made with other settings."""
         rows = self._ask(
             "SELECT payload FROM ledger_rollouts WHERE rollout_id = ? AND settings = ?",
             (rollout_id, settings),
@@ -276,7 +268,7 @@ def encode_or_skip(value: object, name: str) -> bytes | None:
 
 
 def forget_rollouts(*, up_to: int | None = None, after: int | None = None) -> Callable[..., object]:
-    """Those that a checkpoint covers, or those that a run did not go on with."""
+    """Return a function that removes rollouts that a checkpoint covers, or that a run did not resume with."""
 
     def forget(connection: sqlite3.Connection) -> None:
         if up_to is not None:

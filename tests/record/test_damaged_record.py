@@ -121,14 +121,14 @@ _COPIED = "group_row, sample_index, execution, status, reward, response, num_tok
     ("statements", "told"),
     [
         (["DELETE FROM samples WHERE id = 3"], "step 0: samples [2] are in its batch or in the ledger"),
-        ([f"INSERT INTO samples ({_COPIED}) SELECT {_COPIED} FROM samples WHERE id = 3"], "train 0 are not"),
-        (_FORGET_GROUP_3, "the samples of train 1 are not those that were written"),
-        (["DELETE FROM ledger WHERE rollout = 1"], "samples of rollout 1 are in the record, and the ledger"),
-        (["UPDATE samples SET reward = 0.5 WHERE id = 2"], "the samples of train 0 are not those that were"),
-        (["UPDATE samples SET response = 'else' WHERE id = 2"], "the samples of train 0 are not those"),
+        ([f"INSERT INTO samples ({_COPIED}) SELECT {_COPIED} FROM samples WHERE id = 3"], "train 0 differ"),
+        (_FORGET_GROUP_3, "the samples of train 1 differ from what was written"),
+        (["DELETE FROM ledger WHERE rollout = 1"], "samples of rollout 1 are in the record, but the ledger"),
+        (["UPDATE samples SET reward = 0.5 WHERE id = 2"], "the samples of train 0 differ from what"),
+        (["UPDATE samples SET response = 'else' WHERE id = 2"], "the samples of train 0 differ from"),
         (
             ["UPDATE samples SET numbers = NULL WHERE id = 2"],
-            "the samples of train 0 are not those that were written",
+            "the samples of train 0 differ from what was written",
         ),
         (["UPDATE ledger SET rollout = 1 << 62 WHERE event = 'committed'"], "misses step 1"),
         (
@@ -153,7 +153,7 @@ def test_a_flipped_bit_of_a_log_prob_or_a_token_is_found(tmp_path):
         at = whole.rindex(place) + 2
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         [violation] = audit(path, finished=False).violations
-        assert "are not those that were written" in violation
+        assert "differ from what was written" in violation
 
 
 def test_rewards_that_sqlite_keeps_otherwise_are_those_that_were_written(tmp_path):

@@ -47,7 +47,7 @@ def test_what_a_full_disk_took_from_the_ledger_is_told_once_and_missing_samples_
     found = world.audit()
     assert found.unrecorded == [1, 2] and len(found.violations) == 2
     assert "1 events could not be written" in found.violations[0]
-    assert "start 2 went on from the checkpoint after step 2" in found.violations[1]
+    assert "start 2 resumed from the checkpoint after step 2" in found.violations[1]
     assert "does not say that steps [2] were trained" in found.violations[1]
     assert command.main(["audit", str(world.path.parent)]) == 1
     assert "samples of steps [1, 2] are missing" in capsys.readouterr().out
