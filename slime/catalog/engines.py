@@ -55,9 +55,6 @@ class EngineKind:
     dialect: Dialect
     # (V, dialect): servers older than version V speak that one.
     older_dialects: tuple[tuple[tuple[int, ...], Dialect], ...] = field(default=(), repr=False)
-    flags: tuple[str, ...] = ()  # flags that no other engine reads
-    # Why such a flag has no effect on a run with another engine, and the remedy.
-    flags_unread: str = field(default="", repr=False)
     own_python: bool = False  # runs in an interpreter of its own, without our modules
     takes_sglang_flags: bool = False  # --sglang-..., topology groups, and fields that SGLang's router adds
 
@@ -105,8 +102,6 @@ ENGINES: dict[str, EngineKind] = {
                 ),
             ),
         ),
-        flags=("sglang_python",),
-        flags_unread="no SGLang is started; add --rollout-engine sglang",
         own_python=True,
         takes_sglang_flags=True,
     ),

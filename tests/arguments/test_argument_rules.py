@@ -335,7 +335,7 @@ def test_precisions_of_the_optimizer():
     assert parse("--use-precision-aware-optimizer", main_params_dtype="fp32", **small).exp_avg_dtype == "fp8"
     with pytest.raises(ValueError, match=r"--main-params-dtype is a flag .* does not build"):
         parse("--use-precision-aware-optimizer", main_params_dtype="fp16")
-    with pytest.raises(ValueError, match="the FSDP trainer adds gradients up in float32"):
+    with pytest.raises(ValueError, match="only with --train-backend megatron"):
         parse("--use-precision-aware-optimizer", main_grads_dtype="bf16")
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.algorithm import ADVANTAGES, COMPUTES_ADVANTAGES
 from slime.arguments.groups.rewards import SHAPED
 from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, OWN, TRAINING, read_choices, source_of
@@ -14,13 +14,8 @@ EPISODE_FUNCTION = "slime.agent.environments.episode.generate"
 _FAMILIES = "; ".join(f"{name}: {row.help}" for name, row in ENVIRONMENTS.items() if name != OWN)
 
 # -- when flags have an effect
-ENV = needs("env", "no environment is chosen; add --env")
-OWN_ITEMS = OnlyWith(
-    "with --env and without --prompt-data",
-    lambda d: d.env is not None and not d.was_given("prompt_data"),
-    "the environment makes no items here: rows of --prompt-data are played, or --env is missing",
-)
-CONTINUES = needs("partial_rollout", "no episode spans two rollouts without --partial-rollout; add it")
+ENV = needs("env")
+CONTINUES = needs("partial_rollout")
 
 
 @dataclass

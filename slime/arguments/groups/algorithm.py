@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import both, either, flag, having, lacks, needs, stays_on
 from slime.arguments.groups.objectives import NOT_PAIRS, POLICY_LOSS, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS, WITH_CRITIC
@@ -16,96 +16,36 @@ LOGPROB_DIFF_THRESHOLDS = {"float32": 0.02, "bfloat16": 0.2, "fp8": 0.2}
 GROUPING_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 
 
+def _own_policy_loss(draft: Draft) -> bool:
+    return draft.custom_policy_loss_function_path is not None
+
+
+def _own_advantages(draft: Draft) -> bool:
+    return draft.custom_advantage_function_path is not None
+
+
 # -- when flags have an effect
-KL_LOSS = needs("use_kl_loss", "the loss has no KL term without --use-kl-loss; add it", harmless=True)
-KL = OnlyWith(
-    "with --use-kl-loss or --kl-coef",
-    lambda d: d.use_kl_loss or d.kl_coef != 0,
-    "no KL is computed without --use-kl-loss; add it",
-    harmless=True,
+KL_LOSS = needs("use_kl_loss", harmless=True)
+KL = either(needs("use_kl_loss"), needs("kl_coef"), harmless=True)
+POLICY_TERMS = lacks("loss_type", *SUPERVISED_LOSSES)
+OLD_POLICY = either(needs("loss_type", "policy_loss"), stays_on("compute_advantages_and_returns"))
+OWN_SAMPLES = lacks("loss_type", *SUPERVISED_LOSSES)
+BUILT_IN_LOSS = lacks("custom_policy_loss_function_path")
+CLIPS = needs("policy_loss_type", *having(POLICY_LOSSES, "clips"), or_if=_own_policy_loss)
+DUAL_CLIPS = needs("policy_loss_type", *having(POLICY_LOSSES, "dual_clips"), or_if=_own_policy_loss)
+SCALES_REWARDS = both(
+    needs("advantage_estimator", *having(ESTIMATORS, "scale_rewards")), stays_on("rewards_normalization")
 )
-POLICY_TERMS = OnlyWith(
-    "with a --loss-type that has policy ratios",
-    lambda d: d.loss_type not in SUPERVISED_LOSSES,
-    "this --loss-type has no policy ratios, no entropy and no KL term; remove it or use policy_loss",
+COMPARES_REWARDS = needs("advantage_estimator", *having(ESTIMATORS, "baseline"))
+BUILT_IN_COMPARISON = lacks("custom_reward_post_process_path")
+ADVANTAGES = lacks("loss_type", *SUPERVISED_LOSSES)
+DISCOUNTS = needs(
+    "advantage_estimator", *having(ESTIMATORS, "uses_gamma"), or_if=_own_advantages, harmless=True
 )
-OLD_POLICY = OnlyWith(
-    "with advantages",
-    lambda d: d.loss_type == "policy_loss" or d.compute_advantages_and_returns,
-    "no old policy is asked for without advantages; remove it",
-)
-OWN_SAMPLES = OnlyWith(
-    "with samples of the policy's own",
-    lambda d: d.loss_type not in SUPERVISED_LOSSES,
-    "the samples of this --loss-type are not the policy's own; remove it",
-)
-BUILT_IN_LOSS = OnlyWith(
-    "without --custom-policy-loss-function-path",
-    lambda d: d.custom_policy_loss_function_path is None,
-    "--custom-policy-loss-function-path replaces it; remove one of them",
-)
-CLIPS = OnlyWith(
-    "with a --policy-loss-type that clips",
-    lambda d: POLICY_LOSSES[d.policy_loss_type].clips or d.custom_policy_loss_function_path is not None,
-    "this --policy-loss-type clips no ratio; remove it",
-)
-DUAL_CLIPS = OnlyWith(
-    "with a --policy-loss-type that has a dual clip",
-    lambda d: POLICY_LOSSES[d.policy_loss_type].dual_clips or d.custom_policy_loss_function_path is not None,
-    "this --policy-loss-type has no dual clip; remove it",
-)
-SCALES_REWARDS = OnlyWith(
-    "with an --advantage-estimator that divides by a group's standard deviation",
-    lambda d: ESTIMATORS[d.advantage_estimator].scale_rewards and d.rewards_normalization,
-    "no reward is divided by a group's standard deviation here (only grpo, gspo and cispo do); remove it",
-)
-COMPARES_REWARDS = OnlyWith(
-    "with an --advantage-estimator that compares rewards",
-    lambda d: ESTIMATORS[d.advantage_estimator].baseline is not None,
-    "this --advantage-estimator compares no rewards; remove it",
-)
-BUILT_IN_COMPARISON = OnlyWith(
-    "without --custom-reward-post-process-path",
-    lambda d: d.custom_reward_post_process_path is None,
-    "--custom-reward-post-process-path replaces the comparison of rewards; remove one of them",
-)
-ADVANTAGES = OnlyWith(
-    "with a --loss-type that has advantages",
-    lambda d: d.loss_type not in SUPERVISED_LOSSES,
-    "this --loss-type has no advantages; remove it",
-)
-DISCOUNTS = OnlyWith(
-    "with an --advantage-estimator that discounts",
-    lambda d: ESTIMATORS[d.advantage_estimator].uses_gamma or d.custom_advantage_function_path is not None,
-    "this --advantage-estimator discounts nothing; remove it",
-    harmless=True,
-)
-GAE = OnlyWith(
-    f"with --advantage-estimator {WITH_CRITIC}",
-    lambda d: ESTIMATORS[d.advantage_estimator].needs_values or d.custom_advantage_function_path is not None,
-    f"only --advantage-estimator {WITH_CRITIC} has it; remove it",
-    said_by="advantage_estimator",
-)
-CONSTANT = OnlyWith(
-    "with --loss-reduction constant",
-    lambda d: d.loss_reduction == "constant",
-    "no constant divides the loss; add --loss-reduction constant",
-)
-CUSTOM_LOSS = OnlyWith(
-    "with --loss-type custom_loss",
-    lambda d: d.loss_type == "custom_loss",
-    "only --loss-type custom_loss calls it; add that",
-)
-SFT = OnlyWith(
-    "with --loss-type sft_loss",
-    lambda d: d.loss_type == "sft_loss",
-    "a policy loss measures it anyway, and others have none; remove it",
-)
-COMPUTES_ADVANTAGES = OnlyWith(
-    "without --disable-compute-advantages-and-returns",
-    lambda d: d.compute_advantages_and_returns,
-    "--disable-compute-advantages-and-returns leaves advantages out; remove one of them",
-)
+GAE = needs("advantage_estimator", WITH_CRITIC, or_if=_own_advantages, said_by="advantage_estimator")
+CONSTANT = needs("loss_reduction", "constant")
+CUSTOM_LOSS = needs("loss_type", "custom_loss")
+COMPUTES_ADVANTAGES = stays_on("compute_advantages_and_returns")
 
 
 @dataclass

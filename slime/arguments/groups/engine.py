@@ -5,7 +5,7 @@ import itertools
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import either, flag, needs
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
 from slime.catalog.transports import MODES, OLDER_NAMES, TRANSPORT_CHOICES
@@ -19,32 +19,10 @@ _CHECKSUM_PACKAGES = {"xxh3-128": ("xxhash", "'slime[delta]'"), "blake3": ("blak
 
 
 # -- when flags have an effect
-DISK = OnlyWith(
-    "with --update-weight-transport disk or --update-weight-mode delta",
-    lambda d: d.update_weight_transport == "disk" or d.update_weight_mode == "delta",
-    "weights travel in memory; add --update-weight-transport disk",
-    harmless=True,
-)
-DELTA = OnlyWith(
-    "with --update-weight-mode delta",
-    lambda d: d.update_weight_mode == "delta",
-    "whole weights travel; add --update-weight-mode delta",
-    harmless=True,
-)
-PROBES = needs(
-    "use_fault_tolerance", "engines are probed only with --use-fault-tolerance; add it", harmless=True
-)
-
-
-def _read_by(flag_name: str) -> OnlyWith:
-    """Flags of one engine alone: its row in the catalog names them."""
-    name, row = next((name, row) for name, row in ENGINES.items() if flag_name in row.flags)
-    return OnlyWith(
-        f"with --rollout-engine {name}",
-        lambda d: ENGINES[d.rollout_engine] is row,
-        row.flags_unread,
-        harmless=True,
-    )
+DISK = either(needs("update_weight_transport", "disk"), needs("update_weight_mode", "delta"), harmless=True)
+DELTA = needs("update_weight_mode", "delta", harmless=True)
+SGLANG = needs("rollout_engine", "sglang", harmless=True)
+PROBES = needs("use_fault_tolerance", harmless=True)
 
 
 @dataclass
@@ -62,7 +40,7 @@ class EngineFlags:
         None,
         "interpreter that has SGLang; default: .venv-sglang of `make sglang-env`, else this one",
         metavar="PATH",
-        only_with=_read_by("sglang_python"),
+        only_with=SGLANG,
     )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", ge=1)
     use_fault_tolerance: bool = flag(False, "also ask engines for a token, and for the weights they hold")

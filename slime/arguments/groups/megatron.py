@@ -39,9 +39,7 @@ TRAINED_FIELDS = {
 
 
 # -- when flags have an effect
-MTP = needs(
-    "enable_mtp_training", "heads that predict further tokens train only with --enable-mtp-training; add it"
-)
+MTP = needs("enable_mtp_training")
 
 
 @dataclass

@@ -8,10 +8,8 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import flag, needs
 
 # -- when flags have an effect
-PROFILED = needs("use_pytorch_profiler", "no step is profiled; add --use-pytorch-profiler", harmless=True)
-REMEMBERED = needs(
-    "record_memory_history", "nothing is recorded of memory; add --record-memory-history", harmless=True
-)
+PROFILED = needs("use_pytorch_profiler", harmless=True)
+REMEMBERED = needs("record_memory_history", harmless=True)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import both, flag, having, lacks, needs
 from slime.arguments.groups.algorithm import COMPUTES_ADVANTAGES
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.estimators import ESTIMATORS
@@ -15,18 +15,14 @@ _RM_TYPES = "; ".join(f"{name}: {reward.help}" for name, reward in REWARDS.items
 WEIGHTED_REWARD_KEY = "weighted_sum"
 
 
+def _may_be_remote(draft: Draft) -> bool:
+    reward = find_reward(draft.rm_type)
+    return draft.custom_rm_path is not None or reward is None or reward.needs_rm_url
+
+
 # -- when flags have an effect
-SHAPED = OnlyWith(
-    "with rewards, without --custom-reward-post-process-path",
-    lambda d: d.loss_type not in SUPERVISED_LOSSES and d.custom_reward_post_process_path is None,
-    "rewards are not shaped here (supervised losses have none; --custom-reward-post-process-path makes its "
-    "own); remove it",
-)
-REMOTE = OnlyWith(
-    "with --rm-type remote_rm",
-    lambda d: d.custom_rm_path is not None or (find_reward(d.rm_type) or REWARDS["remote_rm"]).needs_rm_url,
-    "only --rm-type remote_rm calls it; use that",
-)
+SHAPED = both(lacks("loss_type", *SUPERVISED_LOSSES), lacks("custom_reward_post_process_path"))
+REMOTE = needs("rm_type", *having(REWARDS, "needs_rm_url"), or_if=_may_be_remote)
 
 
 @dataclass

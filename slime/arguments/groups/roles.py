@@ -55,7 +55,7 @@ def read_roles(path: str) -> dict[str, dict[str, Any]]:
 def apply_critic(draft: Draft, critic: Draft, path: str) -> None:
     """Lay the settings of the critic, read into a draft of their own, over those of the run."""
     if not CRITIC.works(draft):
-        raise ValueError(f"{FLAG} {path} has settings of a critic, but {CRITIC.reason}.")
+        raise ValueError(f"{FLAG} {path} has settings of a critic, which trains only {CRITIC.words}.")
     own: dict[str, Any] = {}
     for name in (name for name in critic.values if critic.was_given(name)):
         value = critic.values[name]

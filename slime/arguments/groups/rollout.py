@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import ASYNCHRONOUS, DEFAULT, Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.data import SHARED_DATASET
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 
@@ -15,14 +15,13 @@ REFUSED = {
 }
 
 
+def _own_rollout(draft: Draft) -> bool:
+    return bool(draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION)
+
+
 # -- when flags have an effect
-IN_FLIGHT = OnlyWith(
-    "with a rollout function that keeps groups in flight",
-    lambda d: d.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION,
-    "the default rollout function keeps nothing in flight; use "
-    "fully_async_rollout.generate_rollout_fully_async",
-)
-PARTIAL = needs("partial_rollout", "no response spans two policies without --partial-rollout; add it")
+IN_FLIGHT = needs("rollout_function_path", FULLY_ASYNC_ROLLOUT_FUNCTION, or_if=_own_rollout)
+PARTIAL = needs("partial_rollout")
 
 
 @dataclass

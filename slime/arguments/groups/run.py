@@ -22,10 +22,8 @@ HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?$")
 
 
 # -- when flags have an effect
-REPLAYS = needs(
-    "load_debug_rollout_data", "no dump is replayed; add --load-debug-rollout-data", harmless=True
-)
-TESTED = needs("ci_test", "the run is not tested; add --ci-test", harmless=True)
+REPLAYS = needs("load_debug_rollout_data", harmless=True)
+TESTED = needs("ci_test", harmless=True)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.files import read_yaml_mapping
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import flag
 from slime.arguments.passthrough.router_flags import need_router_python, read_router_flags
 from slime.arguments.passthrough.sglang_flags import PREFIX, find_python, need_python, server_flags
 from slime.catalog.engines import ENGINES
@@ -18,15 +18,6 @@ _SOURCES = ("sglang_config", "prefill_num_servers", "rollout_external_engine_add
 # The name among `model_routers` of what stands before the engines that
 # --eval-num-engines keeps for evaluation.
 EVALUATION_ENGINES = "evaluation"
-
-
-# -- when flags have an effect
-SGLANG_ROUTER = OnlyWith(
-    "with --rollout-router sglang",
-    lambda d: d.rollout_router == "sglang" or d.router_options or d.prefill_num_servers or d.sglang_config,
-    "the built-in balancer does not read it; use --rollout-router sglang",
-    harmless=True,
-)
 
 
 @dataclass

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from slime.arguments.core.flag import flag, needs
 
 # -- when flags have an effect
-TENSORBOARD = needs("use_tensorboard", "TensorBoard is off; add --use-tensorboard", harmless=True)
-WANDB = needs("use_wandb", "Weights & Biases is off; add --use-wandb", harmless=True)
+TENSORBOARD = needs("use_tensorboard", harmless=True)
+WANDB = needs("use_wandb", harmless=True)
 
 
 @dataclass

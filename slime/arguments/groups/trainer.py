@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import flag, needs
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 
 # -- when flags have an effect
 _FSDP = BACKENDS["fsdp"]
-FSDP = OnlyWith("with --train-backend fsdp", lambda d: BACKENDS[d.train_backend] is _FSDP, _FSDP.flags_unread)
+FSDP = needs("train_backend", "fsdp")
 # Parameters of the part of sparse attention that chooses what is attended to.
 INDEXER = r"\bindexer\b"
-ADAPTERS = OnlyWith("with --lora-rank", lambda d: d.lora_rank > 0, "no adapters are trained; add --lora-rank")
+ADAPTERS = needs("lora_rank")
 
 
 @dataclass
