@@ -107,7 +107,7 @@ def compare_in_groups(
     """One number per sample, less the baseline of its group if the estimator compares at all.
 
     Samples of one rollout that played different roles (metadata["agent_role"]: the two sides of a game, a
-    solver and its critic) are compared only with those that played the same.
+    solver and its critic) are compared only with samples of the same role.
     """
     estimator = ESTIMATORS[args.advantage_estimator]
     if estimator.baseline is None or not args.rewards_normalization:

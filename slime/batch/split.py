@@ -200,7 +200,7 @@ def _split_step(
 def _even_bins(
     bins: list[list[int]], costs: Sequence[float], sizes: Sequence[int], cap: int
 ) -> list[list[int]]:
-    """The same units in as many bins of nearly equal cost, if those stay within `cap` tokens; else `bins`.
+    """Spread the units of `bins` over bins of nearly equal cost; `bins` if one would exceed `cap` tokens.
 
     Bins that were filled one after another leave a last one that may hold a single short sample: a
     micro-batch whose kernels take less time than it takes to start them.

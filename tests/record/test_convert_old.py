@@ -105,7 +105,7 @@ def test_a_run_that_resumes_adds_to_a_converted_record(old):
 def test_commands_on_the_folder_of_an_older_run_work(old, capsys):
     (old / "run.json").write_text("{}")
     ledger_command.main(["audit", str(old)])
-    assert "conserved: every group has one fate" in capsys.readouterr().out
+    assert "conserved: every group has one" in capsys.readouterr().out
     assert samples_command.main([str(old)]) == 0 and "2+2=" in capsys.readouterr().out
     assert ask(old, "pause", None, "command line") == 1, "also while the version that wrote it is running"
 
