@@ -183,7 +183,7 @@ class _Help(argparse._HelpAction):
 def build_parser(
     add_custom_arguments: AddArguments | None = None, refusals: Refusals | None = None
 ) -> tuple[argparse.ArgumentParser, dict[str, CustomFlag]]:
-    """The parser of all flags, and by name those that a user's own function added to it."""
+    """Build the parser of all flags; also return the flags that a user's function added, by name."""
     parser: argparse.ArgumentParser = _Parser(
         prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
     )

@@ -76,7 +76,7 @@ def tracker_options(args: object) -> dict[str, object]:
 
 
 def missing_package(name: str) -> str:
-    """What is told to whoever asks for a tracker whose package is not there."""
+    """Return the error for a tracker whose package is not installed."""
     row = TRACKERS[name]
     install = f"pip install 'slime[{row.extra}]'"
     return f"--use-{name} needs the package {row.package}, which is not installed: {install}"

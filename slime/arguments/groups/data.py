@@ -70,7 +70,7 @@ class DataFlags:
 
 
 def columns(draft: Draft) -> None:
-    """A template or a pattern that is none is told before any row is read."""
+    """Refuse an invalid template or pattern before any row is read."""
     if draft.prompt_template is not None:
         if draft.was_given("input_key"):
             raise ValueError(

@@ -234,7 +234,7 @@ def _virtual_stages(draft: Draft) -> None:
 
 
 def model_family(draft: Draft) -> None:
-    """A family that the trainer does not build is told before anything starts, where the config is here."""
+    """Refuse a family that the trainer does not build, if the config of the model is on this machine."""
     kind = None if draft.debug_rollout_only else _family_not_built(draft, draft.train_backend)
     if kind is not None:
         raise ValueError(

@@ -84,7 +84,7 @@ def critic_role(draft: Draft) -> None:
 
 
 def without_idle(settings: dict[str, Any], draft: Draft, path: str) -> dict[str, Any]:
-    """`settings` without what says where a role runs, which is told of."""
+    """Return `settings` without the keys that place a role on machines; each is reported."""
     for name in (name for name in _IDLE if name in settings):
         draft.idle.append(f"{name} in {path} is set, but a critic trains on the processes of the policy.")
     return {name: value for name, value in settings.items() if name not in _IDLE}

@@ -223,7 +223,7 @@ def _setting_of_resumed_run(draft: Draft, name: str) -> Any:
 
 
 def auto_resume(draft: Draft) -> None:
-    """The same command goes on with its run: --load is --save, where the folder's run did not finish."""
+    """Resume the unfinished run of the folder when the same command starts again: --load becomes --save."""
     if not draft.auto_resume or draft.load is not None or draft.save is None or draft.finetune:
         return
     for folder in own_folders(draft):

@@ -140,7 +140,7 @@ def is_megatron_flag(option: str) -> bool:
 
 
 def why_missing(given: Sequence[str], where: str) -> str:
-    """What is told of flags of Megatron's where it is not installed."""
+    """Return the error for flags of Megatron where it is not installed."""
     shown = ", ".join(list(given)[:3]) + (f" and {len(given) - 3} more" if len(given) > 3 else "")
     one = len(given) == 1
     return (
