@@ -267,7 +267,7 @@ def _open_push(
         if args.lora_sync == "adapter"
         else choose_transport(args.update_weight_transport, facts.transports, site, args.update_weight_mode)
     )
-    logger.info("Weights travel to the engines by the transport %s.", transport)
+    logger.info("weights travel by %s", transport)
     # Engines get the precision that the trainer computes in; None: that of the master weights.
     half = args.dtype == "bfloat16" or (args.dtype == "auto" and has_bfloat16())
     return WeightPush(

@@ -52,7 +52,7 @@ class Recording:
         dropped: Sequence[Settled],
         version: str | None,
     ) -> None:
-        """The groups that are trained on, and those that were dropped while they were collected."""
+        """Record the groups that are trained on, and the groups dropped while they were collected."""
         if self.writer is not None:
             entries = group_entries(output.samples, "trained")
             for settled in dropped:
@@ -112,7 +112,7 @@ class Recording:
             self.writer.submit("spans and advantages", write)
 
     def actions(self, state: str | None = None) -> list[ActionRow]:
-        """Those that were asked for, oldest first; none where the record cannot be read just now.
+        """Return requested actions, oldest first; none where the record cannot be read just now.
 
         One whose answer is on its way to the file is open there still, and would be done a second time.
         """

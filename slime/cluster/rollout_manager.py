@@ -351,5 +351,5 @@ def _is_ours(path: str) -> bool:
 
 
 def _named(flag: str, path: str, subject: str = "") -> contextlib.AbstractContextManager[None]:
-    """Mistakes of a user's function are told with its flag; our own rise as they are."""
+    """Name the flag in errors of a user's function; errors of slime's own functions stay as they are."""
     return contextlib.nullcontext() if _is_ours(path) else plugin_call(flag, path, lambda: subject)

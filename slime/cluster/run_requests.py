@@ -1,4 +1,4 @@
-"""What somebody asks of a run while it goes on, done between two steps and answered in the record."""
+"""Handles requests to a running run (pause, save, stop, settings) between two steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MIN_LR_STYLES = ("linear", "cosine")
 
 
 class SteeredRun(Protocol):
-    """What of a run is used here; `slime.cluster.cluster.Cluster` is it."""
+    """The parts of `slime.cluster.cluster.Cluster` that requests use."""
 
     args: Args
     run: Run
@@ -46,11 +46,11 @@ class SteeredRun(Protocol):
 
 
 class RequestRefused(Exception):
-    """An action that this run cannot do, and why."""
+    """Raised for an action that this run cannot do; the message gives the reason."""
 
 
 class Requests:
-    """Takes the actions of a run. `recording` None: nobody can ask."""
+    """Reads requested actions from the record and does them. `recording` None: there are none."""
 
     def __init__(self, recording: Handle[Recording] | None):
         self._recording = recording
@@ -60,7 +60,7 @@ class Requests:
     def handle(
         self, cluster: SteeredRun, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None
     ) -> str | None:
-        """Do all that was asked for since the last step. A str: the run is to end, and why."""
+        """Do all that was requested since the last step. Returns why the run is to end; None: it is not."""
         done: set[str] = set()  # what needs no second time at one boundary
         paused, stop = self._handle_asked(cluster, rollout_id, rollout, in_flight, done, paused=False)
         if stop or not paused:
@@ -95,7 +95,7 @@ class Requests:
                 state = DONE
             except RequestRefused as refusal:
                 answer, state = str(refusal), REFUSED
-            logger.info("asked by %s after rollout %d: %s: %s", row.who, rollout_id, row.name, answer)
+            logger.info("Request by %s after rollout %d: %s: %s", row.who, rollout_id, row.name, answer)
             self._answer(row, state, rollout_id, answer)
             if state == DONE:
                 paused = row.name == "pause" or (paused and row.name != "resume")
@@ -104,7 +104,7 @@ class Requests:
         return paused, stop
 
     def before_training(self, cluster: SteeredRun, rollout_id: int) -> None:
-        """What this batch was sampled with is known to the trainer."""
+        """Apply settings that changed how this batch was sampled, before the trainer uses it."""
         due = [entry for entry in self._for_trainer if entry[0] <= rollout_id]
         self._for_trainer = [entry for entry in self._for_trainer if entry[0] > rollout_id]
         for _, name, value in due:
@@ -165,7 +165,7 @@ class Requests:
                 cluster.save(rollout_id, rollout, in_flight)
             done.add("checkpoint")
             return f"saved after step {rollout_id + 1}"
-        words = {"pause": "paused", "resume": "goes on", "stop": "ends here; without --save nothing is kept"}
+        words = {"pause": "paused", "resume": "resumed", "stop": "ends here; without --save nothing is kept"}
         return words[row.name]
 
     def _set(self, cluster: SteeredRun, setting: str, value: float, rollout_id: int, in_flight: bool) -> str:

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Generic
 
+from slime.arguments import Args
+from slime.catalog.deadlines import timeout_s
 from slime.liveness import stacks, waits
 from slime.liveness.notes import Notes
 from slime.liveness.vital_signs import Signs, signs_of
@@ -302,3 +304,7 @@ class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
         segment = shm.create_segment(len(data), self._shm_prefix)
         segment.buffer.numpy()[:] = memoryview(data)
         return SegmentRef(segment.name)
+
+
+def open_runtime(args: Args, run_dir: Path, shm_prefix: str) -> LocalRuntime:
+    return LocalRuntime(run_dir, shm_prefix, timeout_s(args, "worker-silence"))

@@ -18,6 +18,8 @@ import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime.arguments import Args
+from slime.catalog.deadlines import timeout_s
 from slime.liveness import stacks, waits
 from slime.liveness.heartbeat import BEAT_S
 from slime.liveness.notes import Notebook, Notes, working
@@ -473,3 +475,7 @@ def _node_gpus_cores() -> tuple[str, tuple[int, ...], int]:
 
 def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def open_runtime(args: Args, run_dir: Path, shm_prefix: str) -> RayRuntime:
+    return RayRuntime(run_dir, timeout_s(args, "worker-silence"), timeout_s(args, "host"))

@@ -184,7 +184,7 @@ class Strand:
         self._our_turn.release()
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Called in the strand: the loop goes on until the coroutine is done."""
+        """Run the loop until the coroutine is done; called in the strand."""
         if self._ended:
             coroutine.close()
             raise _Ended

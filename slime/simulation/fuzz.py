@@ -1,6 +1,6 @@
-"""Small simulated runs, each with other settings and other faults, held against the ledger's invariants.
+"""Simulates small runs with random settings and faults, and checks the ledger's invariants after each.
 
-A seed says all of it: the loop, its settings, when which part dies. A seed that fails does so each time.
+The seed decides everything: the loop, its settings, which part dies when. A seed that fails always fails.
 """
 
 from __future__ import annotations

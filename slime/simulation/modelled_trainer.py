@@ -76,7 +76,7 @@ class ModelledRank:
             self._death.set_result(None)
 
     def wake(self) -> None:
-        """Another process takes its place; what it knows it is told."""
+        """Replace the process; the new one knows nothing until `remember`."""
         self._death, self.version = self._clock.loop.create_future(), None
 
     def memory(self) -> Memory:

@@ -96,7 +96,7 @@ def _custom_loss(args: Flags, batch: RolloutBatch, path: str) -> LossFunction:
 
 
 def _recomputed(loss: LossFunction) -> LossFunction:
-    """The same, called again in the backward pass: what it makes of the logits is not kept till then."""
+    """Wrap a loss so that it is computed again in the backward pass instead of keeping its intermediates."""
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         result: tuple[Tensor, Metrics] = checkpoint(loss, out, mb, use_reentrant=False)

@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path, caplog):
     start(tmp_path / "run", **flags, lr=0.25)
     assert "other settings" not in caplog.text
     start(tmp_path / "run", **flags, lr=0.5)
-    assert "this run goes on with other settings than before: lr 0.25 -> 0.5" in caplog.text
+    assert "This run resumes with changed settings: lr 0.25 -> 0.5" in caplog.text
 
 
 def test_weights_of_two_starts_never_have_one_version(tmp_path):

@@ -65,7 +65,7 @@ class Models:
             logger.warning("%s was not made a link to %s: %s", link, folder, error)
 
     def push(self, folder: Path, rollout_id: int) -> None:
-        """Uploads to the hub, if --push-to-hub names a place there; it goes on beside the training."""
+        """Start an upload to the hub, where --push-to-hub asks for it; training continues meanwhile."""
         if self._args.push_to_hub is None:
             return
         if self._push is not None and not self._push[1].done():

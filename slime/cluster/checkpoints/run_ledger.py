@@ -1,7 +1,7 @@
-"""What a run that goes on takes from its ledger: rollouts that were complete when it was killed.
+"""Restores from the ledger the rollouts that were complete when a run was killed.
 
-They stand in the record of the run as they would have been trained on, so that a step that was lost is taken
-again with the very batch, whatever made it and in whatever order its groups were admitted.
+The record of the run holds their batches, so that a lost step is taken again on the same batch, whatever made
+it and in whatever order its groups were admitted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Re
         made = _whole(read_made(run.run_dir, committed, settings))
     if made:
         first, last = min(made), max(made)
-        logger.info("rollouts %d to %d were complete and are taken from the ledger", first, last)
+        logger.info(
+            "Rollouts %d to %d were complete before the resume and are restored from the ledger.", first, last
+        )
     return Resume(settings, committed, max(made, default=committed), made, overlapped)
 
 
@@ -78,7 +80,7 @@ def read_made(run_dir: Path, after: int, settings: str) -> dict[int, dict[str, A
         with LedgerReader(run_dir / RECORD_FILE) as reader:
             return reader.rollouts_after(after, settings)
     except (RecordError, ValueError) as error:
-        logger.warning("nothing is taken from the ledger: %s", error)
+        logger.warning("No rollout is restored from the ledger; lost rollouts are generated again: %s", error)
         return {}
 
 
@@ -102,7 +104,9 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
             with LedgerReader(run.run_dir / RECORD_FILE) as reader:
                 known = reader.finished_entries(resume.settings)
         except RecordError as error:
-            logger.warning("no sample is taken from the ledger: %s", error)
+            logger.warning(
+                "No sample is restored from the ledger; unfinished groups are generated again: %s", error
+            )
     pool = args.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION
     ledger = Ledger(
         recording.writer,
@@ -117,7 +121,7 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
 
 
 def is_private(args: Args) -> bool:
-    """Whether no function but slime's own gets samples in hand that are finished, and none goes on.
+    """Return whether only slime's own functions see finished samples, and none of these is continued.
 
     Rewards of single samples come before that; those of groups do not. Where a greedy answer is missing, a
     sample that was finished is taken for aborted, and may be continued.

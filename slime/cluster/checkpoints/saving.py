@@ -120,7 +120,8 @@ class Saver:
         """A run that fails leaves the checkpoint that is being written incomplete."""
         if self._staged is not None:
             logger.warning(
-                "the checkpoint of rollout %d was not complete when the run ended", self._staged.rollout_id
+                "The checkpoint of rollout %d was not complete when the run ended: it is not used.",
+                self._staged.rollout_id,
             )
 
     def _hf_inside(self, staged: StagedCheckpoint) -> Path | None:
@@ -158,7 +159,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _naming_disk_errors(self, rollout_id: int) -> Iterator[None]:
-        """A checkpoint that cannot be written is told with the disk's reason, and gives its room back."""
+        """Raise the disk's reason where a checkpoint cannot be written, and free its space."""
         assert self._folder is not None, "no checkpoint without --save"
         try:
             with naming_disk_errors("--save", self._folder, rollout_id):

@@ -56,7 +56,7 @@ class EnginePlane:
         """Waits for every engine; returns the facts of the run with their addresses and limits."""
         if not self.urls:
             return info
-        # While engines start: the default rollout needs it, and a folder that is no model is told at once.
+        # While engines start: the default rollout needs it, and a folder that is no model fails early.
         load_tokenizer(self._args.hf_checkpoint)
         self._fleet.wait_ready()
         infos = [self._ask(url) for url in self.urls]

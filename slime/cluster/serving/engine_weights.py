@@ -1,8 +1,8 @@
-"""What engines of the policy hold: which version of the weights, and which parts of their memory.
+"""Brings the policy's engines to a weight version, and decides which parts of their memory they hold.
 
-They come to the next version paused, given it, asked, and let go on. `receive` takes a bundle that engines
-fetch. A live push is `begin_live`, what the trainer sends, `finish_live`, and then `receive` again with the
-copy for those that failed or come late.
+For a new version, engines pause, take the weights, are checked and continue. `receive` takes a bundle that
+engines fetch. A live push is `begin_live`, the transfer from the trainer, `finish_live`, and then `receive`
+again with the copy for engines that failed or come late.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from slime.wire.protocol import ADAPTER_NAME, EngineInfo
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
-_FLUSH_ATTEMPTS, _FLUSH_PAUSE_S = (
-    40,
-    0.25,
-)  # aborted requests leave the engine a moment after they are told to
+# Aborted requests leave the engine only a moment later.
+_FLUSH_ATTEMPTS, _FLUSH_PAUSE_S = 40, 0.25
 
 _SHOWN_ANSWER = 300  # characters
 
@@ -89,7 +87,7 @@ class EngineWeights:
     # -- a bundle
 
     def receive(self, bundle: WeightBundle) -> dict[str, float]:
-        """Brings every engine to the bundle's version; after a live push, those that it did not reach.
+        """Bring every engine to the bundle's version; after a live push, the engines that it did not reach.
 
         One that fails is evicted; the fleet starts it again and brings it to this bundle before it serves. A
         cause that persists therefore ends the run as engines that keep dying.
@@ -155,7 +153,7 @@ class EngineWeights:
     # -- a live push
 
     def begin_live(self) -> tuple[Target, ...]:
-        """Pauses the engines and opens an update on each; returns those that wait for the trainer."""
+        """Pause the engines and open an update on each; return the ones that wait for the trainer."""
         self._live = contextlib.ExitStack()
         urls = self._live.enter_context(self._fleet.frozen())
 
@@ -184,7 +182,7 @@ class EngineWeights:
             live.close()
 
     def finish_live(self, version: str, targets: tuple[Target, ...], report: LiveReport) -> dict[str, float]:
-        """Those that were reached go on; the others stay paused until `receive` brings them the copy."""
+        """Let engines that were reached continue; the others stay paused until `receive` brings the copy."""
         started = time.monotonic()
 
         async def end(url: str, info: EngineInfo) -> None:
@@ -269,7 +267,7 @@ class EngineWeights:
         return failures + self._evict_overwritten(apart)
 
     def _evict_overwritten(self, apart: Mapping[str, list[str] | None]) -> int:
-        """Engines that may still hold noise: those that were overwritten, and the push did not restore."""
+        """Evict engines that may still hold noise: the push did not restore what was overwritten."""
         left = {url: names for url, names in apart.items() if names and self._fleet.is_alive(url)}
         for url, names in left.items():
             why = f"engine {url} was overwritten before the first push, which left {len(names)} tensors"

@@ -29,12 +29,12 @@ _ASK_S = 10.0  # a rank whether it is there
 
 
 class TrainerLost(WorkerDied):
-    """Ranks were lost, and nobody has replaced them yet."""
+    """Ranks were lost and are not replaced yet."""
 
 
 @dataclass(slots=True)
 class RankState:
-    """`away`: the trainer's processes have ended and will be back; calls find nobody.
+    """Whether the ranks can be called. `away`: their processes were ended on purpose; calls reach nobody.
 
     `lost`: why they are gone, where that was not meant; calls fail until they are replaced.
     """
@@ -45,7 +45,7 @@ class RankState:
 
 
 class Ranks(Generic[T]):
-    """The same object on every trainer rank, called on all at once; the first failure ends the call."""
+    """Calls an object that exists on every trainer rank, on all at once; the first failure ends the call."""
 
     def __init__(self, handles: Sequence[Handle[T]], state: RankState | None = None):
         self._all, self._state = list(handles), state or RankState()
@@ -55,7 +55,7 @@ class Ranks(Generic[T]):
         return self._all[: self._state.count]
 
     def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """The answers of all ranks; none in a run that does not train."""
+        """Return the results of all ranks; none in a run that does not train."""
         return gather(self.begin(method, *args, **kwargs))
 
     def begin(
@@ -88,7 +88,7 @@ class RankProcesses:
         return self._runtime.spawn(spec, RankProcess, args, self._run, rank, len(self._slots))
 
     def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
-        """Which files of a checkpoint are not what was written; ranks share the reading, beside engines."""
+        """Return which files of a checkpoint are damaged; the ranks share the reading."""
         handles = self._processes.handles
         if not handles:  # such a run reads the driver's own files alone
             return find_damage(folder, {name: record for name, record in files.items() if "/" not in name})
@@ -108,19 +108,19 @@ class RankProcesses:
         return self._processes.part(RankProcess.actor)
 
     def join(self) -> None:
-        """Ranks find each other; a second call does nothing."""
+        """Join the ranks into process groups; a second call does nothing."""
         if self._processes.handles and not self._joined:
             with phases.starting("trainer"):
                 gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
             self._joined = True
 
     def warm_up(self) -> None:
-        """Ranks do what can be done before there is room for their model."""
+        """Let ranks do what is possible before there is room for their model."""
         self.join()
         gather(self._processes.begin(RankProcess.warm_up), _START_DEADLINE_S)
 
     def load(self, checkpoint: Path | None) -> TrainGroup:
-        """Ranks meet, and build and load the model."""
+        """Join the ranks, then build and load the model."""
         layouts: list[Layout] = []
         self.join()
         if self._processes.handles:
@@ -130,7 +130,7 @@ class RankProcesses:
         return TrainGroup(self._args, self._runtime, self.actors, layouts)
 
     def _meet(self) -> int:
-        """Waits for the processes; returns the port where they join each other."""
+        """Wait for the processes; return the port where they join each other."""
         self._loaded = self._processes.begin(RankProcess.is_loaded)
         gather(self._loaded, _START_DEADLINE_S)
         return self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
@@ -145,7 +145,7 @@ class RankProcesses:
         return self._state.lost
 
     def find_lost(self) -> list[WorkerDied]:
-        """The errors of those ranks whose process has ended or is given up."""
+        """Return the errors of ranks whose process has ended or is given up."""
         handles = [] if self._state.away else self._processes.handles
         calls = [handle.call_control(RankProcess.is_loaded) for handle in handles]
         deadline, found = time.monotonic() + _ASK_S, []
@@ -159,32 +159,32 @@ class RankProcesses:
         return found
 
     def lose(self, cause: str) -> None:
-        """All processes end: those that are left wait for others that will not come."""
+        """End all processes: survivors would wait for ranks that will not come."""
         self.end()
         self._state.lost = cause
 
     def find(self) -> None:
-        """They are about to be replaced: calls find nobody until then."""
+        """Clear the loss before the ranks are replaced; calls reach nobody until then."""
         self._state.lost = None
 
     def end(self) -> None:
-        """The processes end, and give back all memory; calls find nobody until `begin_again`."""
+        """End the processes, which frees all their memory; calls reach nobody until `begin_again`."""
         self._state.away = True
         for handle in self._renewable:
             handle.kill()
 
     def move(self, slots: tuple[Slot, ...]) -> None:
-        """Where processes begin again, at most as many as there were at first."""
+        """Set where processes restart, at most as many as there were at first."""
         self._slots, self._state.count = slots, len(slots)
         self._run = replace(self._run, host=slots[0].host)
 
     def begin_again(self, settings: Args, checkpoint: Path | None) -> list[Layout]:
-        """New processes take the places of those that ended, with what the checkpoint holds."""
+        """Replace the processes that ended, and load the checkpoint."""
         self.renew(settings)
         return self.load_again(checkpoint)
 
     def renew(self, settings: Args) -> None:
-        """New processes take the places of those that ended, and find each other."""
+        """Replace the processes that ended; the new ones join each other."""
         for rank, handle in enumerate(self._renewable[: len(self._slots)]):
             handle.renew(self._spawn(rank, settings))
         self._state.away = False
@@ -198,12 +198,12 @@ class RankProcesses:
         return CopyPlace(folder, tuple(slot.machine for slot in self._slots))
 
     def complete_copy(self, place: CopyPlace, files: Mapping[str, FileRecord]) -> list[str]:
-        """Machines give each other what they lack; what none of them has."""
+        """Let machines exchange missing files; return what none of them has."""
         found = self._processes.begin(RankProcess.complete_copy, place, dict(files))
         return gather(found, _START_DEADLINE_S)[0]
 
     def describe(self) -> str:
-        """How far `load` is."""
+        """Describe how far `load` is."""
         num_ranks = len(self._processes.handles)
         if not num_ranks:
             return "no trainer"
