@@ -301,7 +301,7 @@ def test_the_same_command_goes_on_with_a_run_that_did_not_finish(tmp_path):
     assert (second.run_id, second.num_starts) == (first.run_id, 2)
     with pytest.raises(FolderTaken, match="belongs to run"):
         start(folder, **{**flags, "lr": 0.5})
-    with pytest.raises(FolderTaken, match=r"because its settings were others: --lr 0\.5 \(was 0\.25\)\."):
+    with pytest.raises(FolderTaken, match=r"because its settings differ: --lr 0\.5 \(was 0\.25\)\."):
         refuse_taken(parse(run_dir=str(folder), **{**flags, "lr": 0.5}))
     third = start(folder, **flags)
     assert third.num_starts == 3
