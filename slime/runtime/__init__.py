@@ -1,4 +1,4 @@
-"""Where objects run: child processes of this machine or Ray actors, and which devices each gets."""
+"""Runs objects in child processes of this machine or in Ray actors, and decides which devices each gets."""
 
 import importlib.util
 from pathlib import Path
