@@ -54,7 +54,7 @@ def test_a_new_run_in_a_used_folder_is_refused_and_changes_nothing(tmp_path):
     first = start(folder, lr=0.25, **saving)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(
-        FolderTaken, match=f"--run-dir .* belongs to run {first.run_id}, .*finished.*another folder, or go on"
+        FolderTaken, match=f"--run-dir .* belongs to run {first.run_id}, .*finished.*another folder, or "
     ):
         start(folder, lr=0.5, **saving)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
