@@ -1,13 +1,13 @@
-"""Messages -> token ids with the model's own chat template; sampled tokens are never tokenised again.
+"""Messages -> token ids with the model's own chat template, so that no token which exists is made again.
 
-The first prompt of a conversation is rendered whole. Every later prompt is the ids that exist plus the text
-that the template writes *after a response*: the template renders a short placeholder conversation that ends
-with a response, followed by the new messages, and the text after that response is used. So the cost of a turn
-does not grow with the conversation, and sampled tokens stay as they are.
+The first prompt of a conversation is rendered whole. Every later one is the ids that exist plus the text that
+the template writes *behind an answer*: the template is given a short stand-in conversation that ends with an
+answer, followed by the new messages, and what comes after that answer is taken. So the cost of a turn does
+not grow with the conversation, and what the policy sampled stays as it was sampled.
 
-Some templates drop the thoughts of earlier responses once the user speaks again. If there are such thoughts,
-the existing ids differ from what the template would write, and the conversation is rendered whole: the tree
-forks (`history="template"`). With `history="extend"` the thoughts stay in the context.
+Some templates leave the thoughts of earlier answers out once the user speaks again. Where such thoughts
+exist the ids that exist are no longer what the template means, and the conversation is rendered whole: the
+tree forks (`history="template"`). With `history="extend"` the thoughts stay in the context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime.utils.media.pictures import NotAnImage
 Message = dict[str, Any]
 History = Literal["template", "extend"]
 
-_ANSWER = "Q7zANSWERzQ7"  # the response in the placeholder conversation
+_ANSWER = "Q7zANSWERzQ7"  # stands for an answer in the stand-in conversation
 _THOUGHT = "Q7zTHOUGHTzQ7"
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 _TOOL = {"type": "function", "function": {"name": "look", "description": "it", "parameters": {}}}
@@ -38,15 +38,15 @@ class TemplateRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PrefixReport:
-    """What a template does to earlier responses. `forks` names the turns at which history is rendered again.
+    """What a template does to earlier answers. `forks` names the turns at which history is rendered anew.
 
-    Example for a template that drops thoughts: `PrefixReport(extends=True, forks=("a user message after an
+    Example, of a template that drops thoughts: `PrefixReport(extends=True, forks=("a user message after an
     answer with thoughts",), refuses=())`.
     """
 
-    extends: bool  # new messages can be rendered after a response at all
+    extends: bool  # new messages can be rendered behind an answer at all
     forks: tuple[str, ...]
-    refuses: tuple[str, ...]  # kinds of messages that the template does not accept
+    refuses: tuple[str, ...]  # kinds of messages that the template does not take
 
     @property
     def has_prefix_property(self) -> bool:
@@ -54,7 +54,7 @@ class PrefixReport:
 
 
 class Renderer:
-    """Renders prompts with one tokenizer and one set of template arguments (such as `enable_thinking`)."""
+    """Prompts for one tokenizer and one set of template arguments (`enable_thinking`, say)."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class Renderer:
                 "chat_template.jinja to the model's folder"
             )
         self.tokenizer, self.history = tokenizer, history
-        self.processor = processor  # of models that read images; None: text only
+        self.processor = processor  # of models that read pictures; None: text only
         self.template_kwargs = dict(template_kwargs or {})
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """Render the whole conversation, up to where the response starts."""
+        """The whole conversation, up to where the answer begins."""
         text = self.text(messages, tools)
         _check_taken(messages, text)
         _check_tools_taken(tools or (), text)
@@ -83,7 +83,7 @@ class Renderer:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, answer_follows: bool = True
     ) -> str:
-        """Return what the template writes; TemplateRefused if it raises."""
+        """What the template writes; TemplateRefused where it raises."""
         try:
             text: str = self.tokenizer.apply_chat_template(
                 for_template(messages),
@@ -92,7 +92,7 @@ class Renderer:
                 add_generation_prompt=answer_follows,
                 **self.template_kwargs,
             )
-        except Exception as error:  # a template is a program of its author: it may raise anything
+        except Exception as error:  # a template is a program of the model's author: it may raise anything
             raise TemplateRefused(
                 f"the chat template of the model refuses these messages ({type(error).__name__}: {error})"
             ) from error
@@ -110,7 +110,7 @@ class Renderer:
     def with_pictures(
         self, ids: list[int], messages: Sequence[Message], *, start: int
     ) -> tuple[list[int], list[Placed]]:
-        """Expand the images in rendered `messages` that follow `start` other ids."""
+        """What was rendered of `messages`, and stands behind `start` ids, as the model reads it."""
         pictures = pictures_in(messages)
         if not pictures and self.processor is None:
             return ids, []
@@ -126,10 +126,10 @@ class Renderer:
             ) from error
 
     def extension(self, new_messages: Sequence[Message], *, stop_id: int | None) -> list[int] | None:
-        """Return the ids that follow a response; None: the whole conversation must be rendered.
+        """The ids that follow an answer; None: this template cannot say, so the conversation is rendered.
 
-        `stop_id` is the token that ended the response, None if it was truncated: then the template's own end
-        of a turn is part of what follows.
+        `stop_id` is the token by which the answer ended, None if it was cut: then the template's own end of
+        a turn is part of what follows.
         """
         text = self._behind_answer(new_messages)
         if text is None:
@@ -137,7 +137,7 @@ class Renderer:
         ids = self.encode(text)
         ends_turn = bool(ids) and ids[0] == self._end_of_turn
         if stop_id is not None and ids and (ids[0] == stop_id or ends_turn):
-            # The sampled token replaces the one that the template would have written.
+            # The token that was sampled stands where the template would have written its own.
             return ids[1:]
         return ids
 
@@ -162,7 +162,7 @@ class Renderer:
 
     @functools.cached_property
     def _end_of_turn(self) -> int | None:
-        """The id that the template writes right after a response; None: no token of its own."""
+        """The id that the template writes right behind an answer; None: no token of its own."""
         stand_in = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
         try:
             _, found, rest = self.text(stand_in, answer_follows=False).partition(_ANSWER)
@@ -177,14 +177,14 @@ class Renderer:
         return frozenset({*self.tokenizer.all_special_ids, *added})
 
     def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether the prompt ends inside a thought, which the response then only closes."""
+        """Whether the prompt ends inside a thought, which the answer then only closes."""
         tail = self.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
         return tail.rstrip().endswith(THINK_TAGS[0])
 
-    # -- what the template does to earlier responses -------------------------------------------------------
+    # -- what the template does to earlier answers ---------------------------------------------------------
 
     def rewrites(self, new_messages: Sequence[Message], *, has_thoughts: bool) -> bool:
-        """Return whether history must be rendered again, because the template drops earlier thoughts."""
+        """Whether history must be rendered anew for the sake of thoughts that the template leaves out."""
         if self.history == "extend" or not has_thoughts:
             return False
         user_speaks = any(message.get("role") == "user" for message in new_messages)
@@ -200,7 +200,7 @@ class Renderer:
         return self._drops([result], calls=True)
 
     def _drops(self, new_messages: Sequence[Message], *, calls: bool) -> bool:
-        """Return whether thoughts of the last response disappear when messages follow it."""
+        """Thoughts are shown in the last answer and no longer when messages follow it."""
         answer: Message = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
         if calls:
             answer["tool_calls"] = [_CALL]
@@ -212,7 +212,7 @@ class Renderer:
             return False
 
     def report(self) -> PrefixReport:
-        """Return what the template does to earlier turns."""
+        """What `slime doctor` says of the template."""
         forks, refuses, extends = [], [], True
         kinds: dict[str, list[Message]] = {
             "a user message": [{"role": "user", "content": "y"}],
@@ -238,25 +238,20 @@ class Renderer:
         return PrefixReport(extends, tuple(forks), tuple(refuses))
 
 
-def template_report(tokenizer: Any) -> PrefixReport:
-    """Return what the chat template of a tokenizer does to earlier turns; `slime doctor` shows it."""
-    return Renderer(tokenizer).report()
-
-
 def _answers_calls(messages: Sequence[Message]) -> bool:
     return any(message.get("role") == "tool" for message in messages)
 
 
 def _calls_for(messages: Sequence[Message]) -> list[Message]:
-    """Return calls for the tool results among these messages."""
+    """Calls that the tool results among these messages answer."""
     results = [message for message in messages if message.get("role") == "tool"]
     return [{**_CALL, "id": str(result.get("tool_call_id") or _CALL["id"])} for result in results]
 
 
 def _check_taken(messages: Sequence[Message], text: str) -> None:
-    """Refuse messages that the template silently skips, as it does with unknown roles.
+    """Templates skip roles they do not know without a word: the policy would not see what a tool said.
 
-    One word of each message is searched in the text: templates may quote and trim.
+    A word of the message is looked for: templates may quote and trim, and leave thoughts of answers out.
     """
     for message in messages:
         content = message.get("content")

@@ -1,4 +1,4 @@
-"""Strict JSON for the rows of prompt files: mistakes that Python accepts silently are errors."""
+"""Strict JSON for the rows of prompt files: mistakes that Python takes silently are told."""
 
 import json
 import sys

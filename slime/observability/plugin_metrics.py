@@ -1,4 +1,4 @@
-"""Metric functions with the names and signatures of THUDM/slime, for plug-ins."""
+"""Metric functions with the names and signatures that plug-ins of slime call, over those of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _COMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
 
 
 class RolloutStep(int):
-    """A rollout's number in optimizer steps. Trackers count rollouts and convert the axis themselves."""
+    """A rollout's place among optimizer steps. Trackers count rollouts and convert their axis themselves."""
 
     rollout_id: int
 
@@ -95,7 +95,7 @@ def compute_pass_rate(
 def compression_ratio(
     data: str | bytes, *, encoding: str = "utf-8", algorithm: str = "zlib", level: int = 9
 ) -> tuple[float, float]:
-    """Return the compression ratio and the saving in percent; (inf, 0) for empty data."""
+    """How many times smaller the data becomes, and the saving in percent; (inf, 0) of nothing."""
     if algorithm not in _COMPRESSORS:
         raise ValueError(f"compression_ratio: algorithm is {algorithm!r}; choose {', '.join(_COMPRESSORS)}.")
     raw = data.encode(encoding) if isinstance(data, str) else data
@@ -106,7 +106,7 @@ def compression_ratio(
 
 
 def compute_rollout_step(args: Any, rollout_id: int) -> int:
-    """Return a rollout's x-value: its id, or with --wandb-always-use-train-step its optimizer steps."""
+    """Where a rollout lies on the axis: its id, or with --wandb-always-use-train-step in optimizer steps."""
     if not getattr(args, "wandb_always_use_train_step", False):
         return rollout_id
     samples = args.rollout_batch_size * args.n_samples_per_prompt
@@ -116,7 +116,7 @@ def compute_rollout_step(args: Any, rollout_id: int) -> int:
 
 
 def compute_metrics_from_samples(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return lengths, truncation, repetition and groups of equal rewards, without a prefix."""
+    """What the samples have, without a prefix: lengths, truncation, repetition, groups of equal rewards."""
     flat = flatten_samples(samples)
     metrics = sample_metrics(flat, getattr(args, "log_reward_category", None))
     row = ESTIMATORS.get(getattr(args, "advantage_estimator", "grpo"))
@@ -128,6 +128,6 @@ def compute_metrics_from_samples(args: Any, samples: Sequence[Sample]) -> dict[s
 def compute_perf_metrics_from_samples(
     args: Any, samples: Sequence[Sample], rollout_time: float
 ) -> dict[str, float]:
-    """Return generation time, tokens per second and other waits, without a prefix."""
+    """How fast the samples were generated, without a prefix: time, tokens per second, other waits."""
     num_gpus = max(1, getattr(args, "rollout_num_gpus", None) or 1)
     return perf_metrics(flatten_samples(samples), rollout_time, num_gpus=num_gpus)

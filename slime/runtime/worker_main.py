@@ -22,20 +22,19 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slime.liveness import stacks, waits
-from slime.liveness.heartbeat import BEAT_S
-from slime.liveness.notes import Notebook, working
 from slime.runtime import reports
-from slime.utils.machine import garbage
+from slime.runtime.notes import Notebook, working
+from slime.utils import waits
+from slime.utils.machine import garbage, stacks
 
 WORK, CONTROL = "work", "control"  # the lanes
-BEAT = b"beat"  # a pickle begins otherwise
+BEAT, BEAT_S = b"beat", 1.0  # a pickle begins otherwise
 _HEAD_BYTES = 64
 MAKE = "__init__"  # the first call: makes the object, from the path of its class
 
 
 def invoke(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call: `weights.receive` is the method `receive` of what `target.weights()` returns."""
+    """A call as it travels: `weights.receive` is the method `receive` of what `target.weights()` returns."""
     *owners, name = method.split(".")
     for owner in owners:
         target = getattr(target, owner)()
@@ -52,7 +51,7 @@ def make_object(made: concurrent.futures.Future[Any], make: Callable[[], Any]) -
 
 
 class _Worker:
-    """Reads calls, runs them on their lane, and writes the results."""
+    """Reads calls, runs them on their lane, writes answers."""
 
     def __init__(self, connection: Connection, shm_prefix: str):
         self._connection = connection
@@ -71,11 +70,11 @@ class _Worker:
         self._serve(WORK)
 
     def _beat(self) -> None:
-        """Send heartbeats, whatever the lanes do."""
+        """Says that this process lives, whatever its lanes do."""
         notebook = Notebook()
         with contextlib.suppress(OSError):  # the driver is gone, which the reader sees
             while True:
-                frame = BEAT + pickle.dumps((notebook.take(), reports.drain_reports()))
+                frame = BEAT + pickle.dumps(notebook.look())
                 with self._write_lock:
                     self._connection.send_bytes(frame)
                 time.sleep(BEAT_S)
@@ -120,7 +119,7 @@ class _Worker:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the exception itself if it survives pickling, with the remote stack as a note."""
+    """The exception itself when it survives pickling, with the remote stack as a note."""
     stack = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -132,9 +131,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def encode_call(lane: str, call_id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Encode a call: lane and id in a header of fixed size, readable even if the arguments are not, then the
-    call.
-    """
+    """Lane and id in a head of fixed size, which can be read where the arguments cannot; then the call."""
     return pickle.dumps((lane, call_id)).ljust(_HEAD_BYTES, b"\0") + pickle.dumps((method, args, kwargs))
 
 

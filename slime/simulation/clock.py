@@ -14,10 +14,9 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Generic
 
-from slime.liveness import waits
 from slime.runtime.base import Future, Handle, Ready, T
 from slime.runtime.worker_main import CONTROL
-from slime.utils import async_utils
+from slime.utils import async_utils, waits
 from slime.utils.errors import RunStopped
 
 
@@ -184,7 +183,7 @@ class Strand:
         self._our_turn.release()
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run the loop until the coroutine is done; called in the strand."""
+        """Called in the strand: the loop goes on until the coroutine is done."""
         if self._ended:
             coroutine.close()
             raise _Ended

@@ -1,7 +1,6 @@
-"""Calls rewards in TRL's signature: a plain function of lists, `reward(prompts, completions, **columns) ->
-list`.
+"""Rewards in TRL's signature: a plain function of lists, `reward(prompts, completions, **columns) -> list`.
 
-Such a function is recognised by its parameters: one is called `completions`, and the first is not `args`.
+It is known by its parameters: one is called `completions`, and the first is not `args`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ColumnsAsked:
 
 
 def takes_columns(function: Callable[..., Any]) -> bool:
-    """Return whether a reward function has TRL's signature."""
+    """Whether a reward function is called as TRL calls one."""
     try:
         return _names_completions(function)
     except TypeError:  # an object without a hash
@@ -42,15 +41,13 @@ def takes_columns(function: Callable[..., Any]) -> bool:
 
 @functools.lru_cache(maxsize=128)
 def _names_completions(function: Callable[..., Any]) -> bool:
-    """Cached: it is called for every sample."""
+    """Remembered: it is asked for every sample."""
     names = list(_parameters(function))
     return "completions" in names and names[0] != "args"
 
 
 def columns_asked(function: Callable[..., Any]) -> ColumnsAsked:
-    """Return the columns that a function needs. ValueError: it needs what only TRL's own trainer has, or a
-    parameter without a name.
-    """
+    """ValueError: it asks for what only TRL's own trainer has, or for something without a name."""
     required: list[str] = []
     optional: list[str] = []
     everything = False
@@ -92,7 +89,7 @@ def reward_columns(
 
 
 def scores_of(values: Any) -> Any:
-    """Return the scores of a call; None, TRL's "this does not apply", means that there is no score."""
+    """What the function returned; None, TRL's "this does not apply", says that there is no score."""
     if not isinstance(values, (list, tuple)):
         return values
     return [

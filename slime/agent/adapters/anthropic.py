@@ -1,4 +1,4 @@
-"""Anthropic's messages API: reads requests, writes responses and streams, counts tokens."""
+"""Anthropic's messages API: requests read, answers and streams written, prompts counted."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ import json
 import re
 from typing import Any
 
+from slime.agent.adapters.bodies import Body
+from slime.agent.adapters.chat_calls import Call, content_parts, folded, function_tool, paired, text_parts
 from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
 from slime.agent.adapters.common import BaseAdapter
-from slime.agent.adapters.dialect import (
-    Call,
-    ClientDialect,
-    Reply,
-    Stream,
-    content_parts,
-    folded,
-    function_tool,
-    paired,
-    text_parts,
-)
+from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
+from slime.agent.adapters.unused import ANTHROPIC, PART, check_unused
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 
@@ -31,7 +24,7 @@ _ERROR_TYPES = {
     "engine": "api_error",
     "ours": "api_error",
 }
-_SERVER_TOOL = re.compile(r"_20\d{6}$")  # the types of tools that the real endpoint runs end with a date
+_SERVER_TOOL = re.compile(r"_20\d{6}$")  # their names end with a date
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _STOP_REASONS = {"length": "max_tokens"}
 
@@ -39,23 +32,29 @@ _STOP_REASONS = {"length": "max_tokens"}
 class Messages(ClientDialect):
     path = "/v1/messages"
 
-    def read(self, body: dict[str, Any]) -> Call:
+    def read(self, request: Body) -> Call:
+        body = request.fields
         given = want(body.get("messages"), list, "messages", "a list")
         if count(body, "max_tokens") is None:
             raise invalid("max_tokens: Field required", "max_tokens")
         system = body.get("system")
+        check_unused(body, ANTHROPIC)
         if (maybe(body, "output_config", dict, "an object") or {}).get("format") is not None:
             raise invalid("output_config.format: other formats than text are not supported")
-        messages: list[Message] = []
-        if system is not None and (words := _text(system, "system")):
-            messages.append({"role": "system", "content": words})
-        for place, message in enumerate(given):
-            _add_message(messages, message, f"messages.{place}")
+
+        def read(start: int) -> list[Message]:
+            messages: list[Message] = []
+            if start == 0 and system is not None and (words := _text(system, "system")):
+                messages.append({"role": "system", "content": words})
+            for place, message in enumerate(given, start):
+                _add_message(messages, message, f"messages.{place}")
+            return paired(folded(messages), start)
+
         choice = maybe(body, "tool_choice", dict, "an object")
         if choice is not None and choice.get("type") not in ("auto", "none"):
             raise invalid("tool_choice: only auto and none are supported: a call cannot be forced here")
         return Call(
-            messages=paired(folded(messages)),
+            messages=request.messages(read),
             tools=_tools(body.get("tools")),
             sampling=_sampling(body),
             stream=bool(maybe(body, "stream", bool, "a boolean")),
@@ -99,7 +98,7 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
-    """Return the client's tools, without the ones that the real endpoint would run itself."""
+    """Tools of the client; those that the real endpoint would run itself have a type and no schema."""
     out = []
     for place, tool in enumerate(want([] if given is None else given, list, "tools", "a list")):
         where = f"tools.{place}"
@@ -117,14 +116,14 @@ def _text(content: Any, where: str) -> str:
 
 
 def _shown(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return text, or parts if there are images."""
+    """Text, or parts with pictures."""
     return (
         content if isinstance(content, str) else content_parts(content, where, ("text",), {"image": _source})
     )
 
 
 def _source(block: dict[str, Any], where: str) -> str:
-    """Return the image of a block, as a data URL or the address that it gives."""
+    """The picture of a block, as a data URL or the address that it gives."""
     source = want(block.get("source"), dict, f"{where}.source", "an object")
     kind = source.get("type")
     if kind == "url":
@@ -166,6 +165,7 @@ def _add_user_blocks(messages: list[Message], blocks: list[dict[str, Any]], wher
             continue
         name = f"{where}.content.{place}"
         identity = want(block.get("tool_use_id"), str, f"{name}.tool_use_id", "a string")
+        check_unused(block, PART, name)
         content = block.get("content")
         result = _shown("" if content is None else content, f"{name}.content")
         messages.append({"role": "tool", "tool_call_id": identity, "content": result})
@@ -174,10 +174,11 @@ def _add_user_blocks(messages: list[Message], blocks: list[dict[str, Any]], wher
 
 
 def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
-    """Read a response that the client sends back. This API sends thoughts too, so none means none."""
+    """An answer that comes back. Thoughts belong to it in this API: none is a statement, too."""
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):
         name, kind = f"{where}.content.{place}", block.get("type")
+        check_unused(block, PART, name)
         if kind == "text":
             texts.append(want(block.get("text"), str, f"{name}.text", "a string"))
         elif kind == "thinking":
@@ -190,7 +191,7 @@ def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
             }
             calls.append({"id": identity, "type": "function", "function": function})
         elif kind != "redacted_thinking":
-            raise invalid(f"{name}: blocks of type {kind!r} are not supported in assistant messages")
+            raise invalid(f"{name}: blocks of type {kind!r} are not supported in answers")
     message: Message = {"role": "assistant", "content": "\n".join(texts), THOUGHTS: "\n".join(thoughts)}
     if calls:
         message["tool_calls"] = calls
@@ -220,7 +221,7 @@ def _ending(reply: Reply) -> dict[str, Any]:
 
 
 class _MessageStream(Stream):
-    """Writes events with one open block at a time; another kind of text closes it."""
+    """One block is open at a time; it closes when another kind of text begins, or at the end."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -292,6 +293,6 @@ class _MessageStream(Stream):
 
 
 class AnthropicAdapter(BaseAdapter):
-    """Serves Anthropic's API. The base url for clients is `http://HOST:PORT`, the key is the session's id."""
+    """Base url for clients: `http://HOST:PORT`; the key is the session's id."""
 
     protocols = (Messages(),)

@@ -1,4 +1,4 @@
-"""Runs the experts of a transformers model by our operator, where the operator covers the family."""
+"""Experts of a transformers model by our operator, where it computes what the family computes."""
 
 import types
 from typing import Any
@@ -37,8 +37,8 @@ def covers(lm: HFModel) -> bool:
 
 
 def keep_out_of_compiling(layers: list[nn.Module]) -> None:
-    """Exclude routers and experts from compilation: router hooks differ by layer, and each difference would
-    compile the layer once more.
+    """Routers and experts run as they are inside compiled layers: who listens to a router differs by layer,
+    and a compiled layer would be compiled again for each.
     """
     functions: dict[type, Any] = {}
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Chooses by name patterns which parameters of a model train."""
+"""Which parameters of a model train: all, those that a pattern names, or all but those."""
 
 import re
 

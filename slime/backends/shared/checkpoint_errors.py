@@ -1,4 +1,4 @@
-"""Turns errors of checkpoint libraries into clear ones, and refuses checkpoints that contain code."""
+"""Errors of checkpoint libraries, as errors that say what happened; code in a checkpoint is never run."""
 
 import os
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class CodeInCheckpoint(ValueError):
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Unwrap errors that torch raises as a `BaseException`, which would end the process silently."""
+    """Raise what torch wraps in an exception that is no `Exception` and would end the process unheard."""
     # Only where a checkpoint is written or read.
     from torch.distributed.checkpoint.api import CheckpointException
 

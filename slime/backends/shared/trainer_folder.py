@@ -1,4 +1,4 @@
-"""Reads and writes what checkpoint folders of both trainers share: `trainer.json` and random states."""
+"""What checkpoint folders of both trainers have in common: `trainer.json` and each rank's random state."""
 
 import json
 import logging
@@ -26,9 +26,10 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def check_content(path: Path, args: Args) -> None:
-    """Refuse a checkpoint whose files differ from what was written, before reading it."""
-    # Each rank reads its share of the files.
-    check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
+    """Refuses a checkpoint whose files are not what was written, before it is read beside the policy."""
+    if not args.no_load_verify:
+        # Each rank reads its share of the files.
+        check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

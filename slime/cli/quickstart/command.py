@@ -4,9 +4,10 @@ import argparse
 import contextlib
 import io
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,16 @@ from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.display import Screen, ShownPhase
 from slime.cli.quickstart.folder import opened
-from slime.cli.quickstart.outcome import (
-    LOSS,
-    REWARD,
-    QuickstartOutcome,
-    draw_plot,
-    read_outcome,
-    summarise,
-    write_summary,
-)
-from slime.cli.quickstart.tasks import DataFiles, write_data
+from slime.cli.quickstart.metric_names import LOSS, REWARD
+from slime.cli.quickstart.outcome import QuickstartOutcome, read_outcome, summarise, write_summary
+from slime.cli.quickstart.plot_ahead import Plotter, plotting
+from slime.cli.quickstart.presets import PRESETS, describe
+from slime.cli.quickstart.task_files import DataFiles, write_data
 from slime.cli.quickstart.two_runs import (
-    PRESETS,
     RECIPES,
     Recipe,
     build_rl_argv,
     build_sft_argv,
-    describe,
     warmed_up,
     write_run_file,
 )
@@ -45,7 +39,7 @@ from slime.utils.misc import why_no_models
 
 RANDOM_REWARD = "random-reward"
 _SCRATCH = "slime-quickstart-"  # folders that are thrown away
-# Modules that trainers and engines of both runs import first.
+# What trainers and engines load before they do anything: twice by the quick start's two runs.
 _OF_CHILDREN = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
@@ -54,11 +48,12 @@ _OF_CHILDREN = (
     "slime.cluster.training.train_actor",
     "slime.engines.embedded.http_server",
 )
+_OF_THE_DRIVER = ("slime.preflight.all_checks", "slime.loop", "slime.loop_async")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The quick start's own flags; all other flags belong to the RL run."""
+    """The quick start's own flags; everything else on its command line belongs to the RL run."""
 
     model: str
     seed: int
@@ -72,7 +67,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the quick start and return its exit code."""
+    """Run the quick start; 0 when it ended well."""
     options = parse_options(argv)
     screen = Screen(quiet="--quiet" in options.extra)
     with contextlib.ExitStack() as stack:
@@ -80,14 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (why := why_no_models()) is not None:
                 raise ValueError(f"slime quickstart: {why}.")
             check_flags(options, screen)
-        stack.enter_context(warm_starts(_OF_CHILDREN))
+        if "torch" not in sys.modules:  # else this process has another beginning than the command line
+            stack.enter_context(warm_starts(_OF_CHILDREN, own=_OF_THE_DRIVER))
         with user_errors():
             made = stack.enter_context(rehearsed(options, screen))
             earlier = stack.enter_context(opened(options.run_dir))
         if earlier is not None:
-            screen.say(f"An earlier quick start in {options.run_dir} was moved to {earlier}.")
+            screen.say(f"What an earlier quick start left in {options.run_dir} is now in {earlier}.")
         with user_errors(options.run_dir / "error.txt"), screen.logging_to(options.run_dir / "log.txt"):
-            summary = run(options, screen, made)
+            summary = run(options, screen, made, stack.enter_context(plotting()))
     return verdict(summary, options, screen)
 
 
@@ -104,26 +100,25 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of data, model and sampling (default 0)")
     parser.add_argument(
-        "--advantage-estimator",
-        default="grpo",
-        metavar="NAME",
-        help=f"default grpo; presets exist for {', '.join(PRESETS)}",
+        "--advantage-estimator", default="grpo", metavar="NAME", help=f"with its preset: {', '.join(PRESETS)}"
     )
     parser.add_argument("--control", choices=(RANDOM_REWARD,), help="replace the reward by coin tosses")
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/quickstart"), help="folder for everything it writes"
     )
     parser.add_argument(
-        "--num-rollout", type=int, metavar="N", help="number of RL steps (default: the recipe's)"
+        "--num-rollout", type=int, metavar="N", help="RL steps, where the recipe has too many or too few"
     )
-    parser.add_argument("--hf-checkpoint", help="with --model smollm2: use this local folder or hub name")
+    parser.add_argument(
+        "--hf-checkpoint", help="with --model smollm2: a local folder or hub name to use instead"
+    )
     parser.add_argument(
         "--require-accuracy", type=float, metavar="X", help="fail unless held-out accuracy reaches X of 1"
     )
     known, extra = parser.parse_known_args(argv)
     if known.num_rollout is not None and known.num_rollout < 2:
         parser.error(
-            f"--num-rollout is {known.num_rollout}: use at least 2 steps to compare before and after."
+            f"--num-rollout is {known.num_rollout}: at least two steps are needed to tell before from after."
         )
     if known.require_accuracy is not None and not 0 <= known.require_accuracy <= 1:
         parser.error(
@@ -135,7 +130,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
 
 def check_flags(options: Options, screen: Screen) -> None:
-    """Parse the flags before torch is loaded or a model is made; `--print-config` ends here."""
+    """A misspelt flag need not wait for torch, a model or a download. `--print-config` ends here, too."""
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name, screen.logging_to(Path(name, "log.txt")):
         scratch = replace(options, run_dir=Path(name))
@@ -150,20 +145,23 @@ def check_flags(options: Options, screen: Screen) -> None:
 
 @contextlib.contextmanager
 def rehearsed(options: Options, screen: Screen) -> Iterator[Path | str]:
-    """Run everything up to the first training step in a temporary folder; yield the model made for it.
+    """Everything up to the first step of training, in a folder that is thrown away after the block: what is
+    wrong is told here. Yields the model that was made for it, which may be moved elsewhere.
 
-    Errors are raised here: before an earlier quick start is touched, and not only after the warm-up.
+    Nothing of an earlier quick start is touched before this
+    has passed, and no flag fails only after the warm-up.
     """
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name:
         scratch = replace(options, run_dir=Path(name))
         with screen.logging_to(scratch.run_dir / "log.txt"):
+            checkpoint_of = begin_model(scratch)  # in the time that the rest takes
             from slime.preflight.all_checks import (
                 preflight,  # here: it loads torch, which no help need wait for
             )
 
             files = write_files(shortened(recipe), scratch)
-            checkpoint = make_model(scratch)
+            checkpoint = checkpoint_of()
             args = parse_args(rl_argv(recipe, scratch, files, checkpoint))
             preflight(args).raise_errors()
             if recipe.warm_up:
@@ -182,7 +180,7 @@ def rehearsed(options: Options, screen: Screen) -> Iterator[Path | str]:
 
 
 def stand_in(options: Options) -> Path | str:
-    """Return a placeholder for the model before it is made."""
+    """A folder for the model before there is one."""
     if options.hf_checkpoint:
         return options.hf_checkpoint
     folder = options.run_dir / "model"
@@ -193,7 +191,7 @@ def stand_in(options: Options) -> Path | str:
 
 @contextlib.contextmanager
 def naming(folder: Path, *, in_place_of: str) -> Iterator[None]:
-    """Print at the end what the block printed, with one path replaced by another."""
+    """What is printed meanwhile comes out at the end, with one path for another."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -203,7 +201,7 @@ def naming(folder: Path, *, in_place_of: str) -> Iterator[None]:
 
 
 def check_evaluations(args: Args) -> None:
-    """Require evaluations before and after training: the quick start compares them."""
+    """A quick start compares before with after."""
     if args.skip_eval_before_train:
         raise ValueError("--skip-eval-before-train: a quick start compares before with after; leave it out.")
     assert args.num_rollout is not None, "every recipe says how many steps it takes"
@@ -220,12 +218,12 @@ def recipe_of(options: Options) -> Recipe:
 
 
 def shortened(recipe: Recipe) -> Recipe:
-    """Return the recipe with the warm-up's first chunk alone: no flag changes the conversations."""
+    """With the conversations of the warm-up's first chunk: no flag of the user's changes what they are."""
     return replace(recipe, warm_up=recipe.warm_up and replace(recipe.warm_up, num_chunks=1))
 
 
 def prepare(recipe: Recipe, options: Options, made: Path | str) -> tuple[DataFiles, Path | str]:
-    """Write the data, and move the model that the rehearsal made into the run folder."""
+    """The data and the checkpoint that the quick start begins with: the one that the rehearsal made."""
     checkpoint = Path(shutil.move(made, options.run_dir / "model")) if options.model == "tiny" else made
     return write_files(recipe, options), checkpoint
 
@@ -236,8 +234,8 @@ def write_files(recipe: Recipe, options: Options) -> DataFiles:
     return write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
 
 
-def run(options: Options, screen: Screen, made: Path | str) -> dict[str, Any]:
-    """Train and report in an empty folder; return the content of summary.json. `made`: the model."""
+def run(options: Options, screen: Screen, made: Path | str, plotter: Plotter) -> dict[str, Any]:
+    """Everything from an empty folder to summary.json, whose content it returns. `made`: its model."""
     started = time.monotonic()
     recipe, folder = recipe_of(options), options.run_dir
     screen.say(f"Task: {recipe.task.question}")
@@ -261,15 +259,15 @@ def run(options: Options, screen: Screen, made: Path | str) -> dict[str, Any]:
         wall_s=time.monotonic() - started,
     )
     write_run_file(args, folder / "run.yaml")
-    report(outcome, summary, recipe, options, screen)
+    report(outcome, summary, recipe, options, screen, plotter)
     return summary
 
 
-def make_model(options: Options) -> Path | str:
-    """Return the checkpoint that the quick start begins with."""
+def begin_model(options: Options) -> Callable[[], Path | str]:
+    """The checkpoint the quick start begins with, made from now on; the call waits for it."""
     if options.model == "tiny":
-        return tiny.make_checkpoint(options.run_dir / "model", seed=options.seed)
-    return options.hf_checkpoint or smollm2.ensure_checkpoint()
+        return tiny.begin_checkpoint(options.run_dir / "model", seed=options.seed)
+    return lambda: options.hf_checkpoint or smollm2.ensure_checkpoint()
 
 
 def rl_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:
@@ -316,14 +314,15 @@ def report(
     recipe: Recipe,
     options: Options,
     screen: Screen,
+    plotter: Plotter,
 ) -> None:
-    """Write the files first, so that they exist even if the terminal fails."""
+    """Files first, so that they exist even where the screen fails."""
     folder = options.run_dir
     write_summary(summary, folder / "summary.json")
     title = f"slime quickstart: {recipe.task.name}, {recipe.model}, seed {options.seed}"
     written = "summary.json"
     try:
-        draw_plot(outcome, folder / "curve.png", title=title)
+        plotter.draw(outcome, folder / "curve.png", title=title)
         written += ", curve.png"
     except ImportError:
         screen.say("No plot: matplotlib is missing (pip install 'slime[plot]').")
@@ -332,13 +331,13 @@ def report(
         f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, "
         f"{summary['wall_s']:.0f} s. Written to {folder}: {written}, run.yaml."
     )
-    screen.say(f"Open the dashboard: {as_typed('dashboard', folder / 'rl')}")
-    screen.say(f"Next, edit {folder / 'run.yaml'} (model, prompts, reward) and run it:")
+    screen.say(f"See all of it in a browser: {as_typed('dashboard', folder / 'rl')}")
+    screen.say(f"Now change this: {folder / 'run.yaml'} (model, prompts, reward), and run it:")
     screen.say(f"    {as_typed('train', '--config', folder / 'run.yaml')}")
 
 
 def verdict(summary: dict[str, Any], options: Options, screen: Screen) -> int:
-    """Return exit code 1 if --require-accuracy was not met."""
+    """Exit code 1 where --require-accuracy was not met."""
     if options.require_accuracy is None or summary["accuracy_after"] >= options.require_accuracy:
         return 0
     screen.say(

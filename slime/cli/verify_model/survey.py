@@ -1,4 +1,4 @@
-"""Tests all causal language models of transformers: which train exactly on the FSDP trainer, and how.
+"""A table of all causal language models of transformers: which train exactly here, how, and which do not.
 
 Each family is built small and random from the defaults of its config, and one optimizer step of the FSDP
 trainer over packed documents is compared with transformers, which gets one document at a time.
@@ -24,7 +24,7 @@ from slime.cli.verify_model.layouts import CheckTarget
 
 EXACT, DIFFERS, REFUSED, NO_REFERENCE = "exact", "DIFFERS", "refused", "not built"
 
-# Number of layers, and settings that the default config lacks.
+# Layers, and what the defaults of a config leave out or switch off.
 DEFAULTS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_v2": (2, {"num_experts_per_tok": 2}),
     "dots1": (2, {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}),
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class SurveyRow:
-    """The result for one family. `note`: why it is refused, or what differs first."""
+    """What became of one family. `note`: why it is refused, or what differs first."""
 
     kind: str
     result: str
@@ -58,7 +58,7 @@ def all_kinds() -> list[str]:
 
 
 def chosen_kinds(words: Sequence[str]) -> list[str]:
-    """Return the model types given to --families; `all`: every one."""
+    """The types that the words of --families name; `all`: every one."""
     known = all_kinds()
     unknown = [word for word in words if word != "all" and word not in known]
     if unknown:
@@ -68,7 +68,7 @@ def chosen_kinds(words: Sequence[str]) -> list[str]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Create the process group of one rank that trainers need, unless there is one."""
+    """A group of this process only, which trainers need, unless there is one."""
     if dist.is_initialized():
         yield
         return
@@ -81,7 +81,7 @@ def alone() -> Iterator[None]:
 
 
 def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> SurveyRow:
-    """Train one small model of the family and compare it; errors are in the row."""
+    """Train one small model of the family and compare; whatever goes wrong is in the row."""
     from transformers import CONFIG_MAPPING
 
     how = "-"
@@ -92,10 +92,10 @@ def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> SurveyRow:
         shrink.build(config, folder / "model", "")
         expected = reference.compute(folder / "model", folder / "after", config.vocab_size)
     except families.NotTrainable as error:
-        return SurveyRow(kind, REFUSED, how, note=_message(error))
-    except Exception as error:  # models that are not text models fail in many ways
+        return SurveyRow(kind, REFUSED, how, note=_told(error))
+    except Exception as error:  # families of other purposes fail in many ways
         return SurveyRow(
-            kind, NO_REFERENCE, note=f"no small text model of its default config ({_message(error)})"
+            kind, NO_REFERENCE, note=f"no small text model of its default config ({_told(error)})"
         )
     job = trainer_job.TrainerJob(
         str(folder / "model"), CheckTarget("fsdp", "single", 1), str(folder), config.vocab_size
@@ -103,9 +103,7 @@ def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> SurveyRow:
     try:
         found = trainer_job.compute(0, job)
     except Exception as error:
-        return SurveyRow(
-            kind, REFUSED if isinstance(error, ValueError) else DIFFERS, how, note=_message(error)
-        )
+        return SurveyRow(kind, REFUSED if isinstance(error, ValueError) else DIFFERS, how, note=_told(error))
     assert found is not None, "rank 0 has the outcome"
     verdict = compare(expected, found, tolerance)
     result = EXACT if verdict.first is None else DIFFERS
@@ -127,7 +125,7 @@ def how_it_runs(config: Any) -> str:
     return BY_STATE if families.stateful_modules(lm) else PACKED
 
 
-def _message(error: Exception) -> str:
+def _told(error: Exception) -> str:
     text = " ".join(str(error).split()) or "no message"
     return (text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")[:160]
 
@@ -157,19 +155,19 @@ def summary(rows: Sequence[SurveyRow]) -> str:
     )
 
 
-def survey(kinds: Sequence[str], show: Callable[[str], object] = print) -> list[SurveyRow]:
-    """Return the rows of all types; each is printed as a line of a Markdown table when it is known."""
+def survey(kinds: Sequence[str], tell: Callable[[str], object] = print) -> list[SurveyRow]:
+    """The rows of all kinds; each is told as a line of a Markdown table once it is known."""
     from transformers import __version__
 
     reference.be_quiet()
     torch.set_num_threads(1)
-    show(f"transformers {__version__}, torch {torch.__version__.split('+')[0]}\n")
-    show("| family | FSDP | how | log-probs | gradients | Megatron | note |\n|---|---|---|---|---|---|---|")
+    tell(f"transformers {__version__}, torch {torch.__version__.split('+')[0]}\n")
+    tell("| family | FSDP | how | log-probs | gradients | Megatron | note |\n|---|---|---|---|---|---|---|")
     rows = []
     with alone():
         for kind in kinds:
             with tempfile.TemporaryDirectory(prefix="slime-verify-") as folder:
                 rows.append(examine(kind, Path(folder)))
-            show("| " + " | ".join(cell.replace("|", "/") for cell in rows[-1].cells()) + " |")
-    show("\n" + summary(rows))
+            tell("| " + " | ".join(cell.replace("|", "/") for cell in rows[-1].cells()) + " |")
+    tell("\n" + summary(rows))
     return rows

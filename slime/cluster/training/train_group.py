@@ -12,15 +12,26 @@ from slime.arguments import Args
 from slime.backends.base import Layout
 from slime.batch.split import split_for_ranks
 from slime.cluster.training.train_actor import RankProcess, TrainActor
-from slime.liveness import phases
-from slime.runtime.base import Future, Handle, P, R, Renewable, Runtime, S, T, WorkerSpec, gather
+from slime.observability import phases
+from slime.runtime.base import (
+    Future,
+    Handle,
+    P,
+    R,
+    Renewable,
+    Runtime,
+    S,
+    T,
+    WorkerDied,
+    WorkerSpec,
+    gather,
+)
 from slime.runtime.placement import Slot, cores_each
 from slime.step.step_report import StepReport
-from slime.utils.errors import WorkerDied
 from slime.utils.files.checksums import FileRecord, find_damage
 from slime.utils.files.machine_copies import CopyPlace
-from slime.utils.machine.children import thread_environment
 from slime.utils.machine.process_groups import network_environment
+from slime.utils.machine.processes import thread_environment
 from slime.utils.machine.run_identity import Run
 from slime.utils.types import RolloutBatch
 
@@ -29,12 +40,12 @@ _ASK_S = 10.0  # a rank whether it is there
 
 
 class TrainerLost(WorkerDied):
-    """Ranks were lost and are not replaced yet."""
+    """Ranks were lost, and nobody has replaced them yet."""
 
 
 @dataclass(slots=True)
-class RankState:
-    """Whether the ranks can be called. `away`: their processes were ended on purpose; calls reach nobody.
+class Presence:
+    """`away`: the trainer's processes have ended and will be back; calls find nobody.
 
     `lost`: why they are gone, where that was not meant; calls fail until they are replaced.
     """
@@ -45,29 +56,29 @@ class RankState:
 
 
 class Ranks(Generic[T]):
-    """Calls an object that exists on every trainer rank, on all at once; the first failure ends the call."""
+    """The same object on every trainer rank, called on all at once; the first failure ends the call."""
 
-    def __init__(self, handles: Sequence[Handle[T]], state: RankState | None = None):
-        self._all, self._state = list(handles), state or RankState()
+    def __init__(self, handles: Sequence[Handle[T]], presence: Presence | None = None):
+        self._all, self._presence = list(handles), presence or Presence()
 
     @property
     def handles(self) -> list[Handle[T]]:
-        return self._all[: self._state.count]
+        return self._all[: self._presence.count]
 
     def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Return the results of all ranks; none in a run that does not train."""
+        """The answers of all ranks; none in a run that does not train."""
         return gather(self.begin(method, *args, **kwargs))
 
     def begin(
         self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[R]]:
-        if self._state.lost is not None:
-            raise TrainerLost(self._state.lost)
-        handles = [] if self._state.away else self.handles
+        if self._presence.lost is not None:
+            raise TrainerLost(self._presence.lost)
+        handles = [] if self._presence.away else self.handles
         return [handle.call(method, *args, **kwargs) for handle in handles]
 
     def part(self, owner: Callable[[T], S]) -> Ranks[S]:
-        return Ranks([handle.part(owner) for handle in self._all], self._state)
+        return Ranks([handle.part(owner) for handle in self._all], self._presence)
 
 
 class RankProcesses:
@@ -75,9 +86,9 @@ class RankProcesses:
 
     def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
         self._args, self._runtime, self._run, self._slots = args, runtime, run, slots
-        self._state = RankState()
+        self._presence = Presence()
         self._renewable = [Renewable(self._spawn(rank, args)) for rank in range(len(slots))]
-        self._processes = Ranks(self._renewable, self._state)
+        self._processes = Ranks(self._renewable, self._presence)
         self._loaded: list[Future[bool]] = []  # one for each rank, once `join` is called
         self._joined = False
 
@@ -88,7 +99,7 @@ class RankProcesses:
         return self._runtime.spawn(spec, RankProcess, args, self._run, rank, len(self._slots))
 
     def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
-        """Return which files of a checkpoint are damaged; the ranks share the reading."""
+        """Which files of a checkpoint are not what was written; ranks share the reading, beside engines."""
         handles = self._processes.handles
         if not handles:  # such a run reads the driver's own files alone
             return find_damage(folder, {name: record for name, record in files.items() if "/" not in name})
@@ -108,19 +119,19 @@ class RankProcesses:
         return self._processes.part(RankProcess.actor)
 
     def join(self) -> None:
-        """Join the ranks into process groups; a second call does nothing."""
+        """Ranks find each other; a second call does nothing."""
         if self._processes.handles and not self._joined:
             with phases.starting("trainer"):
                 gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
             self._joined = True
 
     def warm_up(self) -> None:
-        """Let ranks do what is possible before there is room for their model."""
+        """Ranks do what can be done before there is room for their model."""
         self.join()
         gather(self._processes.begin(RankProcess.warm_up), _START_DEADLINE_S)
 
     def load(self, checkpoint: Path | None) -> TrainGroup:
-        """Join the ranks, then build and load the model."""
+        """Ranks meet, and build and load the model."""
         layouts: list[Layout] = []
         self.join()
         if self._processes.handles:
@@ -130,23 +141,23 @@ class RankProcesses:
         return TrainGroup(self._args, self._runtime, self.actors, layouts)
 
     def _meet(self) -> int:
-        """Wait for the processes; return the port where they join each other."""
+        """Waits for the processes; returns the port where they join each other."""
         self._loaded = self._processes.begin(RankProcess.is_loaded)
         gather(self._loaded, _START_DEADLINE_S)
         return self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
 
     @property
     def away(self) -> bool:
-        return self._state.away
+        return self._presence.away
 
     @property
     def lost(self) -> str | None:
         """Why the ranks are gone; None: they are there, or away on purpose."""
-        return self._state.lost
+        return self._presence.lost
 
     def find_lost(self) -> list[WorkerDied]:
-        """Return the errors of ranks whose process has ended or is given up."""
-        handles = [] if self._state.away else self._processes.handles
+        """The errors of those ranks whose process has ended or is given up."""
+        handles = [] if self._presence.away else self._processes.handles
         calls = [handle.call_control(RankProcess.is_loaded) for handle in handles]
         deadline, found = time.monotonic() + _ASK_S, []
         for call in calls:
@@ -159,35 +170,35 @@ class RankProcesses:
         return found
 
     def lose(self, cause: str) -> None:
-        """End all processes: survivors would wait for ranks that will not come."""
+        """All processes end: those that are left wait for others that will not come."""
         self.end()
-        self._state.lost = cause
+        self._presence.lost = cause
 
     def find(self) -> None:
-        """Clear the loss before the ranks are replaced; calls reach nobody until then."""
-        self._state.lost = None
+        """They are about to be replaced: calls find nobody until then."""
+        self._presence.lost = None
 
     def end(self) -> None:
-        """End the processes, which frees all their memory; calls reach nobody until `begin_again`."""
-        self._state.away = True
+        """The processes end, and give back all memory; calls find nobody until `begin_again`."""
+        self._presence.away = True
         for handle in self._renewable:
             handle.kill()
 
     def move(self, slots: tuple[Slot, ...]) -> None:
-        """Set where processes restart, at most as many as there were at first."""
-        self._slots, self._state.count = slots, len(slots)
+        """Where processes begin again, at most as many as there were at first."""
+        self._slots, self._presence.count = slots, len(slots)
         self._run = replace(self._run, host=slots[0].host)
 
     def begin_again(self, settings: Args, checkpoint: Path | None) -> list[Layout]:
-        """Replace the processes that ended, and load the checkpoint."""
+        """New processes take the places of those that ended, with what the checkpoint holds."""
         self.renew(settings)
         return self.load_again(checkpoint)
 
     def renew(self, settings: Args) -> None:
-        """Replace the processes that ended; the new ones join each other."""
+        """New processes take the places of those that ended, and find each other."""
         for rank, handle in enumerate(self._renewable[: len(self._slots)]):
             handle.renew(self._spawn(rank, settings))
-        self._state.away = False
+        self._presence.away = False
         gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
 
     def load_again(self, source: Path | CopyPlace | None) -> list[Layout]:
@@ -198,12 +209,12 @@ class RankProcesses:
         return CopyPlace(folder, tuple(slot.machine for slot in self._slots))
 
     def complete_copy(self, place: CopyPlace, files: Mapping[str, FileRecord]) -> list[str]:
-        """Let machines exchange missing files; return what none of them has."""
+        """Machines give each other what they lack; what none of them has."""
         found = self._processes.begin(RankProcess.complete_copy, place, dict(files))
         return gather(found, _START_DEADLINE_S)[0]
 
     def describe(self) -> str:
-        """Describe how far `load` is."""
+        """How far `load` is."""
         num_ranks = len(self._processes.handles)
         if not num_ranks:
             return "no trainer"

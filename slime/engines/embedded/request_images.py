@@ -1,4 +1,4 @@
-"""Reads images of requests, expands their tokens in the prompt and caches their features."""
+"""Images of requests: read from `image_data`, expanded in the prompt, and their features kept for reuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens so far, its pages of the KV cache, and why it finished."""
+"""One request inside the engine: its tokens so far, where its KV lies, and why it ended."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from slime.wire.protocol import SamplingParams
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request in work. Only the engine's thread writes it; HTTP reads `len(log_probs)` tokens of it."""
+    """One request in work. Only the engine's thread writes it; HTTP reads it up to `len(log_probs)`."""
 
     rid: str
     prompt: list[int]
@@ -56,13 +56,13 @@ class Sequence:
 
     @property
     def keys(self) -> list[int]:
-        """Return what prefixes are compared by: tokens, with an image's key in place of image tokens."""
+        """What prefixes are recognised by: the tokens, and where they are of an image which one it is."""
         keys = None if self.pictures is None else self.pictures.keys
         return self.tokens if keys is None else keys + self.output
 
     @property
     def shift(self) -> int:
-        """Return the offset from a token's index after the prompt to its position."""
+        """What is added to the place of a token behind the prompt to get its position."""
         return 0 if self.pictures is None else self.pictures.shift
 
     def positions(self, start: int, end: int) -> np.ndarray:
@@ -84,7 +84,7 @@ class Sequence:
 
     @property
     def failed(self) -> bool:
-        """Return whether the client gets an error, whatever tokens the sequence has."""
+        """It is answered with an error, whatever tokens it has."""
         return self.finish is not None and self.finish.get("status_code") is not None
 
     def enter_version(self, version: str) -> None:
@@ -107,5 +107,5 @@ ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type
 
 
 def failure(status: int, message: str, kind: str) -> dict[str, Any]:
-    """Return the finish reason of a request that gets an HTTP error instead of tokens."""
+    """The finish reason of a request that is answered with an HTTP status instead of tokens."""
     return {"type": "abort", "message": message, "status_code": status, "err_type": kind}

@@ -1,4 +1,4 @@
-"""Registers engines at a router, and watches a router that somebody else runs."""
+"""Engines at a router: who is registered there, and how that is said; a router that others run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import aiohttp
 
 from slime.engines.fleet import FleetServer
-from slime.liveness import waits
-from slime.utils import http_utils
+from slime.utils import http_utils, waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 
@@ -55,7 +54,7 @@ class WorkerRegistry:
                 self._quietly(lambda: run(unregister(self.url, url)))
 
     def _register_all(self) -> None:
-        """Register all workers and wait until each receives requests: the router registers asynchronously."""
+        """Returns when requests would find every worker: registration goes on after its answer."""
         with self._changing:
             for worker in self._workers.values():
                 _register(self.url, worker)
@@ -70,14 +69,14 @@ class WorkerRegistry:
         try:
             act()
         except _UNREACHED as error:
-            logger.warning("The router at %s did not accept a change of its workers: %s", self.url, error)
+            logger.warning("the router at %s did not take a change of its workers: %s", self.url, error)
 
 
 class ExternalRouter(WorkerRegistry):
     """A router that others run (--sglang-router-ip): it is never started and never stopped.
 
-    Workers that it has lost in a restart are registered again. `failure` gets the exception that ends the
-    run: the router did not respond for `patience_s`.
+    What it has forgotten, because it was started again, is told again. `failure` gets the exception that ends
+    the run: it did not answer for `patience_s`.
     """
 
     def __init__(self, host: str, port: int, *, patience_s: float):
@@ -114,9 +113,7 @@ class ExternalRouter(WorkerRegistry):
             with self._changing:
                 for url in missing & set(self._workers):
                     logger.warning(
-                        "The router at %s no longer knows engine %s; it is registered again.",
-                        self.url,
-                        url,
+                        "the router at %s has forgotten engine %s; it is told again", self.url, url
                     )
                     worker = self._workers[url]
                     self._quietly(lambda worker=worker: _register(self.url, worker))  # type: ignore[misc]
@@ -142,7 +139,7 @@ def known_workers(router: str) -> set[str]:
 
 
 def healthy_workers(router: str) -> set[str]:
-    """Return the addresses of workers that receive requests."""
+    """Those that requests would find."""
     return {worker["url"] for worker in _workers_of(router) if worker.get("is_healthy", True)}
 
 

@@ -1,1 +1,1 @@
-"""Output on a terminal: live lines, progress, and capture of everything else."""
+"""What a person sees of a run: lines that are redrawn in place, and where everything else goes."""

@@ -1,8 +1,4 @@
-"""Locks a folder for one process; the system releases the lock when its holder ends in any way.
-
-The filelock package is no replacement: it truncates the lock file when it opens it, which holds the name of
-the holder, and cannot check a lock in a folder that is read-only for the reader.
-"""
+"""One process at a time in a folder: a lock that the system takes back when its holder ends in any way."""
 
 import errno
 import fcntl
@@ -25,10 +21,11 @@ _POLL_S = 0.1
 
 
 class FolderLock:
-    """A lock held until `release` or the end of the process; another process that wants it gets
-    `FolderTaken`.
+    """Held from its making until `release` or the end of the
+    process. Another one that wants it raises `FolderTaken`.
 
-    `release` removes the file. A process that waited for it then holds a removed file, and tries again.
+    The file goes with the release. Who waited for it meanwhile
+    holds a file that is no longer there, and begins anew.
     """
 
     def __init__(self, folder: Path, flag: str):
@@ -48,7 +45,7 @@ class FolderLock:
         os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
     def release(self) -> None:
-        """Release the lock; calling it again does nothing."""
+        """Calling it again does nothing."""
         if self._fd is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._fd)
@@ -82,12 +79,12 @@ class FolderLock:
 
 
 def lock_file(folder: Path, flag: str) -> Path:
-    """Return the lock file for one use of a folder: a run may save into its own folder."""
+    """One for each use of a folder: a run may save into its own."""
     return folder / f".{flag.removeprefix('--')}.lock"
 
 
 def is_locked(folder: Path, flag: str) -> bool:
-    """Return whether somebody holds the lock of a folder now."""
+    """Whether somebody holds the lock of a folder now."""
     try:  # whoever looks need not be allowed to write there
         fd = os.open(lock_file(folder, flag), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -104,7 +101,7 @@ def is_locked(folder: Path, flag: str) -> bool:
 
 
 def holder_here(folder: Path, flag: str) -> int | None:
-    """Return the process that claims to hold the lock; None: it is on another machine, or unknown."""
+    """The process that says that it holds the lock; None: it is on another machine, or unknown."""
     try:
         found = json.loads(lock_file(folder, flag).read_text())
     except (OSError, ValueError):
@@ -114,13 +111,13 @@ def holder_here(folder: Path, flag: str) -> int | None:
 
 
 def refuse_locked(folder: Path, flag: str) -> None:
-    """Raise `FolderTaken` if somebody holds the lock of a folder, and keeps it."""
+    """Raises `FolderTaken` where somebody holds the lock of a folder, and goes on to hold it."""
     if is_locked(folder, flag):
         FolderLock(folder, flag).release()
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Return whether the opened file still has that name."""
+    """Whether the file that was opened is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -128,7 +125,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _read(fd: int) -> dict[str, Any]:
-    """Return who holds the lock; empty while the holder is writing that."""
+    """Who holds the lock, as it says of itself; empty while it is writing that."""
     try:
         found = json.loads(os.pread(fd, 4096, 0))
     except ValueError:
@@ -137,7 +134,7 @@ def _read(fd: int) -> dict[str, Any]:
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
-    """Return whether the holder has ended, so that only its children still hold the lock."""
+    """Whether the holder is known to have ended, so that only what it left behind still holds the lock."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Creates files that other users of the machine may not read: logs, the record of a run, tokens."""
+"""Files that other users of the machine may not read: logs, the record of a run, tokens."""
 
 from __future__ import annotations
 

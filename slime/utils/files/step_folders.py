@@ -1,4 +1,5 @@
-"""Finds and checks the checkpoints that `--save` writes, one folder each, by their manifests.
+"""The folders that `--save` fills, one complete checkpoint
+each, and the manifest by which each says what it holds.
 
     <save>/step_0000007/manifest.json    rollout, run, number of pushes; checksums of all files
 
@@ -26,19 +27,19 @@ _NAMED = 6  # files of a damaged checkpoint that a message lists
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint differs from what was written; the message names file and reason."""
+    """What is there is not what was written; the message names file and reason."""
 
 
 class NewerCheckpoint(ValueError):
-    """A later version of slime wrote the checkpoint."""
+    """Written by a later version of slime."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of a checkpoint. `files` None: it was written before checksums were kept.
+    """What a checkpoint says of itself. `files` None: it was written before checksums were kept.
 
-    `micro_batches`: how the run filled them, by name of the setting. `inputs`: digests of the files that
-    define the run. None: written before they were kept.
+    `micro_batches`: how the run filled them, by name of the setting; None: written before it was kept.
+    `inputs`: digests of the files that define the run; None: written before they were kept.
     """
 
     rollout_id: int
@@ -49,7 +50,7 @@ class Manifest:
     inputs: Mapping[str, str] | None = None
 
     def to_json(self) -> str:
-        """Return the manifest as JSON, with its own checksum."""
+        """The manifest as JSON, with a checksum of its own in it."""
         files = {
             name: [record.num_bytes, record.checksum] for name, record in sorted((self.files or {}).items())
         }
@@ -79,7 +80,7 @@ class StepFolder:
         return self.path / TRAINER
 
     def damage(self, *, read: bool) -> list[str]:
-        """Return `file: why` for each file that differs from what was written; without `read` by size."""
+        """`file: why` for each file that is not what was written; without `read` by size alone."""
         return find_damage(self.path, self.manifest.files or {}, read=read)
 
 
@@ -95,7 +96,7 @@ def by_content(folder: StepFolder) -> list[str]:
 
 
 def step_folders(folder: str | Path) -> dict[int, Path]:
-    """Return rollout id -> folder for the complete checkpoints in `folder`."""
+    """Rollout id -> its checkpoint, for the complete checkpoints in `folder`."""
     found = {int(m[1]): p for p in Path(folder).glob("step_*") if (m := _STEP.fullmatch(p.name))}
     return {step: path for step, path in found.items() if path.is_dir()}
 
@@ -109,7 +110,7 @@ def step_path(folder: str | Path, rollout_id: int) -> Path:
 
 
 def read_step(path: Path) -> StepFolder:
-    """Return a checkpoint with its manifest; DamagedCheckpoint or NewerCheckpoint if that cannot be read."""
+    """A checkpoint with its manifest; DamagedCheckpoint or NewerCheckpoint where that cannot be read."""
     return StepFolder(path, _manifest_of(_read_json(path / MANIFEST), path))
 
 
@@ -121,10 +122,10 @@ def find_step(
     damage_of: DamageOf = by_size,
     latest: int | None = None,
 ) -> StepFolder | None:
-    """Return the checkpoint of rollout `step`, or the latest intact one; None: the folder has no checkpoints.
+    """The checkpoint of rollout `step`, or the latest that is whole; None: the folder holds no checkpoints.
 
-    A damaged one is logged, and the one before it is used, unless the step was chosen: then the error offers
-    it. Checkpoints after `latest` are known to be damaged and skipped.
+    One that is damaged is named, and the one before it is taken, unless the step was chosen:
+    then it is offered. Those after `latest` are passed over: they are known to be damaged.
     """
     steps = {
         number: path for number, path in step_folders(folder).items() if latest is None or number <= latest
@@ -145,7 +146,7 @@ def find_step(
             reasons = [str(error)]
         if not reasons:
             if damaged:
-                logger.warning("Resuming from the checkpoint before it: %s", found_step.path)
+                logger.warning("going on from the checkpoint before: %s", found_step.path)
             return found_step
         text = f"checkpoint {steps[number]} is damaged: {listed(reasons)}"
         if step is not None:
@@ -158,10 +159,10 @@ def find_step(
 
 
 def check_trainer_folder(folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raise if the trainer's part of a checkpoint differs from what was written.
+    """Raise where the trainer's part of a checkpoint is not what was written: file and why.
 
-    `share` (i, n): the i-th of n processes that read it checks its part. A folder outside of a checkpoint has
-    no manifest.
+    `share` (i, n): the i-th of n processes that read it checks
+    its part. A folder outside of a checkpoint has no manifest.
     """
     if folder.name != TRAINER or not (folder.parent / MANIFEST).is_file():
         return
@@ -193,7 +194,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _manifest_of(data: dict[str, Any], path: Path) -> Manifest:
-    """Read a manifest: unknown keys are ignored, required ones are checked for their types."""
+    """Keys that this version does not know are left alone; those it needs have their types."""
     version = _field(data, "format_version", int)
     intact = data.get("checksum") == _own_checksum({k: v for k, v in data.items() if k != "checksum"})
     if version > FORMAT_VERSION:

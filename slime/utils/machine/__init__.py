@@ -1,1 +1,1 @@
-"""Knows this machine and its processes: devices, cores, shared memory, ports, child processes."""
+"""This machine and its processes: devices, shared memory, children, stacks and signs of life."""

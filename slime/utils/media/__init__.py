@@ -1,1 +1,1 @@
-"""Reads pictures of prompts from whatever a row holds, and prepares them for models."""
+"""Pictures of prompts: read from whatever a row holds, and made into what models take."""

@@ -1,1 +1,1 @@
-"""Reads the folder of a model: its config, its tensors under hub names, its number formats."""
+"""What the folder of a model holds: its config, its tensors under hub names, its number formats."""

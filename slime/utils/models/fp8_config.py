@@ -1,4 +1,4 @@
-"""Reads and writes what a config.json says of FP8 weights."""
+"""What a config.json says of FP8 weights: whether a folder holds them, and how that is written."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from slime.utils.models.model_config import read_config
 
 
 def block_size_of(folder: str | Path) -> tuple[int, int] | None:
-    """Return the block size of an FP8 checkpoint; None: its weights are not in FP8 blocks."""
+    """The blocks of an FP8 checkpoint; None: its weights are in no blocks of FP8."""
     how = read_config(folder).get("quantization_config")
     if not isinstance(how, dict) or how.get("quant_method") != "fp8" or not how.get("weight_block_size"):
         return None
@@ -19,9 +19,7 @@ def block_size_of(folder: str | Path) -> tuple[int, int] | None:
 def quantization_config(
     block: tuple[int, int], *, scale_fmt: str | None = None, kept: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of e4m3 weights in blocks; `kept`: linear layers that are not
-    quantized.
-    """
+    """The entry of that name for e4m3 weights in blocks; `kept`: linear layers that stay as they are."""
     how = {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -1,7 +1,7 @@
-"""Converts tensors of a transformers model to the names in its checkpoint.
+"""Tensors of a transformers model under the names that its checkpoint has them by.
 
-transformers fuses some tensors (all experts of a layer in one), and builds only the text model of a
-vision-language checkpoint; engines and readers of checkpoints know the names of the hub.
+transformers keeps some tensors fused (all experts of a layer in one), and builds the text model alone of a
+checkpoint that also has eyes; engines and readers of checkpoints know the names of the hub.
 """
 
 import re
@@ -18,7 +18,7 @@ NESTED, TEXT = "model.language_model.", "model."
 
 
 def folder_of(source: str) -> Path:
-    """Return the folder of a model's files; those of a hub id are already in the cache."""
+    """The folder of a model's files; those of a hub id were loaded before, so they are in the cache."""
     if Path(source).is_dir():
         return Path(source)
     from transformers.utils import cached_file  # only needed here
@@ -27,7 +27,7 @@ def folder_of(source: str) -> Path:
 
 
 def saved_tensors(lm: Any, *, tied: bool = False) -> "Iterator[tuple[str, Tensor]]":
-    """Yield (name, tensor) of parameters and saved buffers; a tied matrix once, or under each name."""
+    """In-memory (name, tensor) of parameters and saved buffers; a tied matrix once, or under each name."""
     parameters = lm.named_parameters(remove_duplicate=not tied)
     yield from ((name, parameter.data) for name, parameter in parameters)
     for module_name, module in lm.named_modules():
@@ -39,7 +39,7 @@ def saved_tensors(lm: Any, *, tied: bool = False) -> "Iterator[tuple[str, Tensor
 def hub_tensors(
     lm: Any, named: "Iterable[tuple[str, Tensor]]", known: Collection[str]
 ) -> "Iterator[tuple[str, Tensor]]":
-    """Yield in-memory tensors under hub names; `known`: the names in the checkpoint, if it is at hand."""
+    """In-memory tensors under hub names; `known`: names that the checkpoint has, where it is at hand."""
     nested = any(name.startswith(NESTED) for name in known) and not any(
         name.startswith(NESTED) for name, _ in lm.named_parameters()
     )
@@ -54,10 +54,8 @@ def hub_tensors(
 def _reverted(
     lm: Any, named: "Iterable[tuple[str, Tensor]]", is_hub_name: Callable[[str], bool]
 ) -> "Iterator[tuple[str, Tensor]]":
-    """Yield tensors renamed and split as on the hub, unless the hub has them as they are.
-
-    Families that transformers fuses in memory are reverted a decoder layer at a time: no hub tensor spans two
-    layers.
+    """Tensors renamed and split as the hub has them, but for those that it has as they are. Families that
+    transformers fuses in memory are reverted a decoder layer at a time: no hub tensor spans two layers.
     """
     if not is_converted(lm):
         yield from named
@@ -95,7 +93,7 @@ class Part:
 
 
 def parts_of(lm: Any, name: str, tensor: "Tensor", known: Collection[str]) -> list[Part]:
-    """Return where hub tensors lie in an in-memory tensor; ValueError: they are not just parts of it."""
+    """Where hub tensors lie in an in-memory tensor; ValueError: they are not just parts of it."""
     found = {n: t.shape for n, t in hub_tensors(lm, [(name, tensor.to("meta"))], known)}
     if len(found) == 1 and next(iter(found.values())) == tensor.shape:
         return [Part(next(iter(found)))]
@@ -121,7 +119,7 @@ def is_converted(lm: Any) -> bool:
 
 
 def _layer_of(name: str) -> str:
-    """Return `model.layers.3` for `model.layers.3.mlp.up_proj.weight`; the name itself outside of layers."""
+    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; the name itself outside of layers."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():

@@ -1,4 +1,4 @@
-"""Reads the `config.json` of a model folder without transformers."""
+"""The `config.json` of a model folder, read as it is, without transformers."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
-    """Return its content; empty if there is no such file. ValueError names a damaged one."""
+    """Its content; empty where there is no such file. A damaged one is a ValueError that names it."""
     file = Path(folder).expanduser() / name
     if not file.is_file():
         return {}
@@ -20,12 +20,12 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
 
 
 def vocabulary_of(model: str) -> int | None:
-    """Return the rows of the embedding matrix, if a local config says so."""
+    """Rows of the embedding matrix, where the configuration is here and says so."""
     return _size(model, "vocab_size")
 
 
 def context_of(model: str) -> int | None:
-    """Return the number of positions that the model was made for, if its config says so."""
+    """Positions that the model was made for, where its configuration says so."""
     return _size(model, "max_position_embeddings")
 
 

@@ -1,1 +1,0 @@
-"""Finds out whether a run is alive: waits with deadlines, heartbeats, hang reports and stacks."""
