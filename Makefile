@@ -59,6 +59,18 @@ ci: test
 	$(MAKE) sglang-env
 	$(PYTEST) -m "sglang and not slow" --timeout 900 $(SGLANG_QUICK)
 
+# The tests of one leaf alone, a part that no training step needs: `make test-leaf-agent`.
+LEAF_agent := tests/agent
+LEAF_compat := tests/drop_in tests/test_moved.py tests/test_facade_shapes.py
+LEAF_dashboard := tests/dashboard
+LEAF_engines-embedded := tests/engines/embedded
+LEAF_preflight := tests/preflight
+LEAF_simulation := tests/simulation
+LEAF_trackers := tests/observability/test_trackers.py tests/observability/test_tracking.py
+LEAF_weight-delta := $(addprefix tests/weight_sync/,test_delta.py test_delta_codec.py test_weight_agent.py)
+test-leaf-%: $(STAMP)
+	$(PARALLEL) -n $(WORKERS) $(LEAF_$*)
+
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not megatron and not sglang and not gpu and not agents" --timeout 3600
 

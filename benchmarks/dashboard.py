@@ -22,10 +22,10 @@ from pathlib import Path
 
 import psutil
 
+from slime.liveness.stacks import watch_exit
 from slime.record import schema
-from slime.record.packed import pack_floats, pack_ids
+from slime.record.samples import encode_numbers
 from slime.utils.files.run_file import RunRecord, Start, write_run
-from slime.utils.machine.stacks import watch_exit
 
 TRIES = 5
 # What somebody does -> the view, the act, and when what it asks for is not yet seen. Measured in the page
@@ -121,8 +121,10 @@ def make_record(folder: Path, steps: int, samples: int) -> None:
     rng = random.Random(0)
     connection = schema.create_or_open(folder / "record.db", "huge")
     connection.execute("PRAGMA synchronous = OFF")
-    tokens = [pack_ids([rng.randrange(1000) for _ in range(40)]) for _ in range(64)]
-    probs = [pack_floats([-rng.random() for _ in range(32)]) for _ in range(64)]
+    numbers = []
+    for _ in range(64):
+        ids, probs = [rng.randrange(1000) for _ in range(40)], [-rng.random() for _ in range(32)]
+        numbers.append(encode_numbers(ids, probs, None, 32, []))
     words = [f"the answer is {i} because of reason {i % 97} and so on" for i in range(1000)]
     connection.executemany("INSERT INTO pieces VALUES (?, ?)", [(i, f" w{i}") for i in range(1000)])
     group_row = sample_row = 0
@@ -147,15 +149,15 @@ def make_record(folder: Path, steps: int, samples: int) -> None:
                     reward = float(rng.random() < mean)
                     text, pick = words[sample_row % 1000], sample_row % 64
                     values = (sample_row, group_row, sample_row, reward, text, 8 + sample_row % 25)
-                    rows.append((*values, tokens[pick], probs[pick]))
+                    rows.append((*values, numbers[pick]))
             connection.executemany(
                 "INSERT INTO groups (id, rollout, group_index, prompt, prompt_hash, label, spread, outcome) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, 'trained')",
                 groups,
             )
             connection.executemany(
-                "INSERT INTO samples (id, group_row, sample_index, reward, response, num_tokens, tokens, "
-                "log_probs, status) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'completed')",
+                "INSERT INTO samples (id, group_row, sample_index, reward, response, num_tokens, "
+                "numbers, status) VALUES (?, ?, ?, ?, ?, ?, ?, 'completed')",
                 rows,
             )
             spans = [(step, "loop", "generating", at, at + 6), (step, "loop", "training", at + 6, at + 10)]
@@ -166,8 +168,6 @@ def make_record(folder: Path, steps: int, samples: int) -> None:
             metrics.write(json.dumps(_line(step, at, mean, rng)) + "\n")
             if step % 500 == 499:
                 connection.commit()
-    if sample_row >= schema.MANY_SAMPLES:
-        schema.index_orders(connection)
     connection.commit()
     connection.close()
     settings = {"num_rollout": {"value": steps, "source": "default"}}

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from slime.arguments.groups.engine import ENCODINGS
-from slime.utils.machine.stacks import watch_exit
+from slime.liveness.stacks import watch_exit
 from slime.weight_sync.base import DeltaOptions, SenderOptions
 from slime.weight_sync.delta.local_copy import LocalCopy
 from slime.weight_sync.delta.publication import FolderSource
@@ -147,16 +147,16 @@ def measure_delta(
     source = FolderSource(folder / "published")
     push(sender, before, "bench:1", bucket)
     copy.bring_to(source)
-    parcel, encoded = timed(lambda: push(sender, after, "bench:2", bucket))
+    bundle, encoded = timed(lambda: push(sender, after, "bench:2", bucket))
     arrival, applied = timed(lambda: copy.bring_to(source))
     check_equal(arrival.folder, after)
     files = sum(file.stat().st_size for file in (folder / "published" / "delta-bench-2").glob("*.bin"))
     sender.close()
     return {
         "way": f"delta, {encoding}",
-        "bytes": int(parcel.metrics["perf/update_weights_wire_bytes"]),
+        "bytes": int(bundle.metrics["perf/update_weights_wire_bytes"]),
         "payload_bytes": files,
-        "changed": parcel.metrics["perf/update_weights_density"],
+        "changed": bundle.metrics["perf/update_weights_density"],
         "send": encoded,
         "take": applied,
     }
@@ -165,9 +165,9 @@ def measure_delta(
 def measure_full(after: NamedTensors, folder: Path, bucket: int) -> dict:
     """A full checkpoint, and a copy of it beside the engine."""
     sender = DiskSender(SenderOptions("none", folder / "full", "hub/name"))
-    parcel, written = timed(lambda: push(sender, after, "bench:2", bucket))
-    size = sum(file.stat().st_size for file in parcel.payload.iterdir())
-    _, copied = timed(lambda: shutil.copytree(parcel.payload, folder / "full-copy"))
+    bundle, written = timed(lambda: push(sender, after, "bench:2", bucket))
+    size = sum(file.stat().st_size for file in bundle.payload.iterdir())
+    _, copied = timed(lambda: shutil.copytree(bundle.payload, folder / "full-copy"))
     shutil.rmtree(folder / "full-copy")
     sender.close()
     return {

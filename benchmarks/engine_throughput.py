@@ -26,10 +26,10 @@ from measuring import present_device
 from slime.cli.quickstart import tiny
 from slime.engines.embedded.command import embedded_command
 from slime.engines.engine_process import EngineServer, LaunchPlan
+from slime.liveness.stacks import watch_exit
 from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.machine.processes import thread_environment
-from slime.utils.machine.stacks import watch_exit
+from slime.utils.machine.children import thread_environment
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 

@@ -5,7 +5,7 @@
     python benchmarks/ledger_overhead.py --shape large  # 512 answers of 950 tokens, a 4B step on an H200
 
 All events of a step, whole samples and batches as they are kept until a checkpoint covers them, and the
-samples as they are shown, until they lie in record.db, for each --record-sync. CPU seconds of the process,
+samples as they are shown, until they lie in record.db, for each way of syncing. CPU seconds of the process,
 and the seconds that the disk kept it waiting. Goals: 3% of a quick-start step, 1% of one with 4B parameters.
 """
 
@@ -21,6 +21,7 @@ from record_overhead import STEP_S, _sample, cpu_seconds
 
 from slime.record import RECORD_FILE, RecordWriter, group_entries
 from slime.rollout.ledger import Ledger
+from slime.utils.types import Sample, flatten_samples
 
 # Prompts, answers of each, tokens; seconds of a step (tiny: CPU seconds of all processes); goal.
 SHAPES = {
@@ -63,8 +64,8 @@ def play(folder: Path, sync: str, steps: list) -> None:
     for number, (groups, batch) in enumerate(steps):
         ledger.begin(number, "run:1")
         ledger.issued(groups, from_buffer=False)
-        for group in groups:
-            ledger.finished_from_prompt(group)
+        for sample in flatten_samples(groups):
+            ledger.finished(Sample(index=sample.index, group_index=sample.group_index), sample)
         ledger.consumed(groups, "trained")
         ledger.cut(number)
         writer.add("train", number, group_entries(groups, "trained"), version="run:1")
@@ -98,7 +99,7 @@ def main() -> int:
             wall = (time.monotonic() - began) / count
             size = sum(file.stat().st_size for file in Path(folder).iterdir()) / count
         shares[sync] = cpu / whole
-        print(f"  --record-sync {sync:7s} {1e3 * cpu:8.2f} ms CPU {shares[sync]:7.3%}   "
+        print(f"  sync {sync:7s} {1e3 * cpu:8.2f} ms CPU {shares[sync]:7.3%}   "
               f"{1e3 * wall:8.2f} ms until written   {size / 1024:.0f} KiB")  # fmt: skip
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"step": whole, "goal": goal, "shares": shares}, indent=1))

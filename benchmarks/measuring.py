@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from slime.utils.machine.children import thread_environment
 from slime.utils.machine.cores import num_cores
-from slime.utils.machine.processes import thread_environment
 
 
 def as_a_trainer() -> None:

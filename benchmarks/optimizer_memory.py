@@ -44,7 +44,7 @@ OVERLAP: Record = HOST | dict(overlap_cpu_optimizer_d2h_h2d=True)
 
 
 def moments_in(name: str) -> Record:
-    return dict(use_precision_aware_optimizer=True, exp_avg_dtype=name, exp_avg_sq_dtype=name)
+    return dict(exp_avg_dtype=name, exp_avg_sq_dtype=name)
 
 
 WAYS: dict[str, Record] = {

@@ -105,7 +105,7 @@ def costs(folder: Path, num_steps: int) -> dict[str, float]:
                 advisor.observe(values, step)
 
     def log(**flags: object) -> None:
-        with Tracker(SimpleNamespace(tracker_samples=16, **flags), folder) as tracker:
+        with Tracker(SimpleNamespace(limits={}, **flags), folder) as tracker:
             for step in range(num_steps):
                 for axis, values in reports(step):
                     tracker.log(values, f"{axis}/step", step)

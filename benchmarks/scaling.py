@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.catalog.gpus import GPUS, MODELS
+from slime.liveness.stacks import watch_exit
 from slime.preflight.step_costs import (
     SWAP_S,
     EnginePlan,
@@ -26,7 +27,6 @@ from slime.preflight.step_costs import (
     train_plan,
 )
 from slime.preflight.trainer_plan import Sizes
-from slime.utils.machine.stacks import watch_exit
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def write_model(
     from transformers import Qwen3ForCausalLM
 
     from slime.cli.quickstart import tiny
-    from slime.cli.quickstart.checkpoint_files import widen_readers
+    from slime.cli.quickstart.tiny import widen_readers
     from slime.utils.machine.accelerator import empty_cache
 
     config = qwen3_config(shape, vocab_size)

@@ -30,8 +30,8 @@ from slime.backends.fsdp import create_backend
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
+from slime.liveness.stacks import watch_exit
 from slime.step.training_step import TrainingStep
-from slime.utils.machine.stacks import watch_exit
 from slime.utils.types import Sample
 
 # Prompt and answer tokens of a sample: what repeats, and what does not.

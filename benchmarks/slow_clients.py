@@ -24,7 +24,7 @@ from typing import Any
 from slime.agent.adapters import AgentAdapter
 from slime.agent.engine_access import EnginePolicy
 from slime.agent.session import Budget
-from slime.utils.machine.stacks import watch_exit
+from slime.liveness.stacks import watch_exit
 from slime.utils.types import Sample
 
 NUM_TOKENS = 60
@@ -82,7 +82,7 @@ def engine(running: int) -> Iterator[tuple[str, Any]]:
     from slime.engines.embedded.command import embedded_command
     from slime.engines.engine_process import EngineServer, LaunchPlan
     from slime.utils.machine import shm
-    from slime.utils.machine.processes import thread_environment
+    from slime.utils.machine.children import thread_environment
     from slime.utils.processing_utils import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:

@@ -84,9 +84,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured optimizer steps")
     parser.add_argument("--micro-batch-tokens", type=int, help="tokens of one micro-batch of our step")
     parser.add_argument(
-        "--logits-memory-gib", type=float, default=0.0, help="memory in which a micro-batch keeps logits"
-    )
-    parser.add_argument(
         "--only-on-policy", action="store_true", help="leave out the step with an old-policy pass"
     )
     parser.add_argument("--checkpointing", default="none", choices=("none", "selective", "full"))
@@ -269,7 +266,6 @@ def _our_step(
             max_tokens_per_gpu=budget,
             balance_data=True,
             activation_checkpointing=options.checkpointing,
-            logits_memory_gib=options.logits_memory_gib,
             fp8_training=fp8,
             compile=False if options.no_compile or options.tiny else None,
         )
@@ -304,7 +300,6 @@ def _our_step(
                 "parameters": parameter_count(config),
                 "attention": packed_documents.chosen_name(*packed_documents.head_shape(config)),
                 "micro_batch_tokens": budget,
-                "logits_memory_gib": options.logits_memory_gib,
                 "micro_batches": len(data.steps[0].micro_batches),
                 "samples": len(samples),
                 "longest": max(len(sample.tokens) for sample in samples),

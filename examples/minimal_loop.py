@@ -26,7 +26,7 @@ from slime.rollout.data_source import RolloutDataSource
 from slime.step.training_step import TrainingStep
 from slime.utils.http_utils import close_session
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 from slime.utils.types import Sample
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import Sender, SenderOptions, check_receipt
@@ -74,11 +74,11 @@ async def answer(client: EngineClient, tokenizer, sample: Sample) -> None:
 async def push(backend: TrainBackend, sender: Sender, control: EngineControl, version: str) -> None:
     for bucket in backend.export():
         sender.send(bucket)
-    parcel = sender.finish(version)
+    bundle = sender.finish(version)
     await control.pause("retract")
     await control.flush()
-    receipt = await transport_of(parcel.transport).deliver(parcel, control, await control.info())
-    check_receipt(parcel, receipt, control.url)
+    receipt = await transport_of(bundle.transport).deliver(bundle, control, await control.info())
+    check_receipt(bundle, receipt, control.url)
     await control.resume()
 
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from slime.cli.quickstart import tiny
-from slime.cli.quickstart.checkpoint_files import widen_readers
+from slime.cli.quickstart.tiny import widen_readers
 
 CONTEXT_LEN = 384
 MARKS = (

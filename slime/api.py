@@ -1,7 +1,7 @@
-"""`from slime import train`: a run from Python, with functions and rows in place of files; the same run.
+"""`from slime import train`: start a run from Python, with functions and rows instead of files.
 
-What is given is written to `RUN/inputs` (rows, functions, `run.yaml`), and then read as the command reads it:
-`slime train --config RUN/inputs/run.yaml` with a --run-dir and a --save of its own repeats the run.
+The arguments are written to `RUN/inputs` (rows, functions, `run.yaml`) and read as the command reads them:
+`slime train --config RUN/inputs/run.yaml` with its own --run-dir and --save repeats the run.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Rows = str | Path | Iterable[Any]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run left. `model_path`: the trained model as a Hugging Face folder; None: it was not saved."""
+    """The result of a run. `model_path`: the trained model as a Hugging Face folder; None: not saved."""
 
     run_dir: Path
     model_path: Path | None
     metrics: list[dict[str, Any]] = field(repr=False)  # every line of metrics.jsonl
 
     def curve(self, name: str = "rollout/raw_reward") -> dict[int, float]:
-        """One metric by step."""
+        """Return one metric by step."""
         return {row["step"]: row[name] for row in self.metrics if name in row}
 
     def samples(self, **select: Any) -> list[Answer]:
-        """Answers of the model, the newest first; the choices of `slime.record.Select`, e.g. order="best"."""
+        """Return responses of the model, newest first; arguments are those of `slime.record.Select`."""
         with open_record(self.run_dir) as record:
             return record.answers(Select(**select))
 
@@ -63,13 +63,13 @@ def train(
     loop_async: bool = False,
     **flags: Any,
 ) -> Result:
-    """Train `model` and return what came of it; every flag of `slime train` may be given by its name.
+    """Train `model` and return the result; every flag of `slime train` can be given by its name.
 
     `reward`: a function (of a sample, or in TRL's signature), the name of a built-in reward, or an import
-    path. `data`: rows (dicts, or texts that are prompts), or what --prompt-data takes. A function may stand
-    wherever a flag takes a path to one. Checkpoints and the model go to the run's folder unless `save` says
-    otherwise; `save=None` keeps none. Mistakes are ValueErrors that name the flag; an interrupt ends every
-    process of the run and then rises.
+    path. `data`: rows (dicts, or texts that are prompts), or what --prompt-data takes. A flag that takes
+    the path of a function also takes the function. Checkpoints and the model go to the run's folder
+    unless `save` says otherwise; `save=None` keeps none. Mistakes are ValueErrors that name the flag; an
+    interrupt ends every process of the run and then rises.
     """
     forget_copies()
     load_function.cache_clear()
@@ -122,7 +122,7 @@ def _train(
 
 @contextlib.contextmanager
 def _run_folder(model: str, flags: Mapping[str, Any]) -> Iterator[Path]:
-    """The folder of the run; where none was given, no other run chooses it meanwhile."""
+    """Yield the folder of the run; one that is chosen here is locked until the run has claimed it."""
     resumption = resumption_of(flags.get("load"), flags.get("ckpt_step"), bool(flags.get("finetune")))
     if flags.get("run_dir") is None:
         with claim_run_folder(base_folder(model, flags.get("seed", 1234)), resumption) as name:
@@ -131,7 +131,7 @@ def _run_folder(model: str, flags: Mapping[str, Any]) -> Iterator[Path]:
     folder = Path(flags["run_dir"]).expanduser().absolute()
     if is_used(folder) and resumption is None:  # before anything of that run is written over
         raise FolderTaken(
-            f"run_dir {folder} belongs to another run: give another folder, or go on with that run by load=."
+            f"run_dir {folder} belongs to another run: give another folder, or resume that run with load=."
         )
     yield folder
 
@@ -150,7 +150,7 @@ def _reward(reward: Callable[..., Any] | str | None) -> dict[str, Any]:
 
 
 def _prompts(data: Rows | None, path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The file of the rows, and their columns where the usual names say which is which."""
+    """Return the file of the rows, and their columns if they have the usual names."""
     if data is None:
         return {}
     source, columns = _written(data, path)
@@ -163,7 +163,7 @@ def _prompts(data: Rows | None, path: Path, flags: Mapping[str, Any]) -> dict[st
 
 
 def _written(data: Rows, path: Path) -> tuple[str, set[str]]:
-    """Where rows can be read, and the columns that all of them have; of a file nothing is known."""
+    """Write rows to a file and return its path and common columns; a given path is returned unchanged."""
     if isinstance(data, (str, Path)):
         return str(data), set()
     # A table of pandas has rows only when asked.
@@ -189,7 +189,7 @@ def _written(data: Rows, path: Path) -> tuple[str, set[str]]:
 
 
 def _value(name: str, value: Any, inputs: Path, settings: Mapping[str, Any]) -> Any:
-    """A setting as YAML holds it; a function becomes the path of a file that every process can load."""
+    """Return a setting for YAML; a function becomes the path of a file that every process can load."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, (list, tuple)):
@@ -200,9 +200,9 @@ def _value(name: str, value: Any, inputs: Path, settings: Mapping[str, Any]) -> 
 
 
 def _path_of(name: str, function: Callable[..., Any], inputs: Path, *, needs_pickle: bool) -> str:
-    """An import path where there is one; a function of a notebook or a script is pickled by value.
+    """Return the import path of a function; one from a notebook or a script is pickled by value.
 
-    This process, where rewards and generate functions of a local run are called, gets the function itself.
+    This process, which calls the rewards and generate functions of a local run, uses the function itself.
     """
     module, attribute = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     home = sys.modules.get(module) if module and module != "__main__" else None

@@ -20,7 +20,7 @@ def train(args: Args, opened: OpenCluster = open_cluster) -> None:
         # After a resume: the rollout that was in flight when the checkpoint was written.
         in_flight = cluster.begin_generate(schedule.start) if schedule.has_next(schedule.start - 1) else None
         for rollout_id in schedule:
-            assert in_flight is not None, "the schedule has a next rollout exactly when one is begun"
+            assert in_flight is not None, "the schedule has a next rollout exactly when one was started"
             rollout = cluster.collect(rollout_id, in_flight)
             in_flight = cluster.begin_generate(rollout_id + 1) if schedule.has_next(rollout_id) else None
             cluster.train(rollout_id, rollout.batch)

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 MOVED = {
+    "slime.agent.rewards.programs": "slime.agent.rewards.code",
     "slime.ray.rollout_data_source": "slime.rollout.data_source",
     "slime.rollout.policy_requests": "slime.rollout.generation.policy_requests",
     "slime.utils.arguments": "slime.arguments",
@@ -23,6 +24,7 @@ MOVED = {
     "slime.utils.eval_config": "slime.arguments.groups.eval_config",
     "slime.utils.logging_utils": "slime.observability.logging_utils",
     "slime.utils.trace_utils": "slime.observability.trace_utils",
+    "slime.utils.waits": "slime.liveness.waits",
 }
 
 # Old module -> new module -> the names it took over.

@@ -11,6 +11,7 @@ from source_trees import tree_of
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"utils"},
+    {"liveness"},
     {"catalog"},
     {"arguments", "record"},
     {"observability"},
@@ -27,6 +28,8 @@ LAYERS = [
     {"api"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# Parts that no training step needs: only a catalog row, a flag or a command names them.
+LEAVES = {"agent"}
 OUTSIDE = {"moved", "__main__", "__init__"}  # stand outside the layers
 # Sub-folders, and what of their own folder they never import: "*" is every other sub-folder of it.
 NEVER = {
@@ -109,6 +112,16 @@ def test_folders_import_only_folders_above_them():
         for part, path in sources()
         for other in imports_of(path)
         if other != part and other in LEVEL and LEVEL[other] >= LEVEL[part]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_other_folder_imports_a_leaf():
+    wrong = [
+        f"{path.relative_to(ROOT)} imports slime.{leaf}"
+        for part, path in sources()
+        for leaf in sorted(imports_of(path) & LEAVES)
+        if leaf != part
     ]
     assert not wrong, "\n".join(wrong)
 

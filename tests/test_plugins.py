@@ -27,7 +27,7 @@ def check(flag: str, path: str):
 
 
 def test_every_path_flag_is_a_plug_in_point():
-    not_plugins = {"custom_config_path", "megatron_config_path", "memory_snapshot_path"}
+    not_plugins = {"custom_config_path", "megatron_config_path"}
     paths = {name for name in all_specs() if name.endswith(("_path", "_middleware_paths"))} - not_plugins
     assert paths == set(POINTS)
 

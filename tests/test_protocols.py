@@ -13,8 +13,7 @@ from slime.agent.environments.gymnasium import TextGymnasium
 from slime.agent.environments.protocol import Environment
 from slime.agent.environments.reasoning_gym import ReasoningGym
 from slime.agent.environments.textarena import TextArena
-from slime.agent.parsing import FormatParser
-from slime.agent.parsing.output import Parser, PlainParser
+from slime.agent.parsing import FormatParser, Parser, PlainParser
 from slime.agent.sandbox.base import Sandbox
 from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
@@ -28,8 +27,8 @@ from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster import run_requests
 from slime.cluster.cluster import Cluster
+from slime.cluster.serving.endpoint import Rotations
 from slime.cluster.serving.engine_host import HostedEngine
-from slime.cluster.serving.front import Rotations
 from slime.engines.balancer import Balancer
 from slime.engines.embedded import weight_update as embedded_weights
 from slime.engines.engine_process import EngineServer
@@ -37,22 +36,25 @@ from slime.engines.external import ExternalServer
 from slime.engines.fleet import FleetServer, Rotation
 from slime.engines.middleware import Middleware
 from slime.engines.prefix_cache import PrefixCacheMiddleware
-from slime.engines.pulse import Patient
 from slime.engines.sglang.router import SGLangRouter
+from slime.liveness.hang_watch import Workers
+from slime.liveness.heartbeat import Beating, HttpBeat, HttpServer
 from slime.observability.logging_utils import RunArgs
 from slime.observability.rollout_metrics import MetricArgs
 from slime.observability.trackers.base import Service
+from slime.preflight import findings
+from slime.preflight.run_plan import RunPlan
 from slime.rollout.generation.policy_requests import PolicyRequests
 from slime.rollout.journal import CountingJournal, Journal
-from slime.runtime.base import Future, Guarded, Ready, Ref, Runtime
-from slime.runtime.heartbeat import Beating
+from slime.runtime.base import FailFastFuture, Future, Ready, Ref, Runtime
 from slime.runtime.local import LocalFuture, LocalRuntime, ProcessHandle, SegmentRef
+from slime.runtime.worker_watch import Worker
 from slime.simulation.costs import EngineCost, TrainerCost
 from slime.simulation.modelled_engines import AnswerLengths, EngineCosts
 from slime.simulation.modelled_trainer import TrainerCosts
 from slime.simulation.workload import LengthModel
-from slime.utils.http_utils import Forwarder, Observer
-from slime.utils.machine.processes import Child
+from slime.utils.http_utils import Observer
+from slime.utils.machine.children import Child
 from slime.utils.machine.warm_start import WarmChild
 from slime.utils.misc import load_function
 from slime.utils.types import ExpertArgs, RewardArgs
@@ -68,7 +70,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     CheckpointedTrainer: [FSDPBackend],
     OutputMatrix: [typing.get_type_hints(FSDPBackend.output_matrix)["return"]],
     FleetServer: [EngineServer, HostedEngine, ExternalServer],
-    Patient: [EngineServer, HostedEngine, ExternalServer],
+    HttpServer: [EngineServer, HostedEngine, ExternalServer],
     Rotation: [Balancer, SGLangRouter, Rotations],
     Middleware: [PrefixCacheMiddleware],
     Sender: sorted(
@@ -92,16 +94,18 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     ExpertArgs: [PluginArgs],
     Journal: [CountingJournal],
     Observer: [PolicyRequests],
-    Forwarder: [Balancer],
     Runtime: [LocalRuntime],
-    Beating: [ProcessHandle],
+    Beating: [ProcessHandle, HttpBeat],
+    Worker: [ProcessHandle],
+    Workers: [LocalRuntime],
     Child: [WarmChild],
     Ref: [SegmentRef],
-    Future: [LocalFuture, Guarded, Ready],
+    Future: [LocalFuture, FailFastFuture, Ready],
     Sandbox: [LocalSandbox, E2BSandbox, DaytonaSandbox],
     Parser: [PlainParser, FormatParser],
     Policy: [EnginePolicy],
     Environment: [ReasoningGym, TextArena, TextGymnasium],
+    findings.Prediction: [RunPlan],
     run_requests.SteeredRun: [Cluster],
     EngineCosts: [EngineCost],
     TrainerCosts: [TrainerCost],
@@ -151,16 +155,16 @@ def test_so_do_those_of_ray():
     pytest.importorskip("ray")
     from slime.runtime.on_ray import ObjectRef, RayFuture, RayHandle, RayRuntime
 
-    pairs = ((Future, RayFuture), (Ref, ObjectRef), (Beating, RayHandle), (Runtime, RayRuntime))
+    pairs = ((Future, RayFuture), (Ref, ObjectRef), (Worker, RayHandle), (Runtime, RayRuntime))
     assert [why for protocol, cls in pairs for why in differences(protocol, cls)] == []
 
 
 def test_every_protocol_of_the_package_is_held_to():
     declared = {
-        f"{file.relative_to(PACKAGE).with_suffix('')}.{line.split()[1].partition('(')[0]}"
+        f"{str(file.relative_to(PACKAGE).with_suffix('')).removesuffix('/__init__')}.{line.split()[1].partition('(')[0]}"
         for file in PACKAGE.rglob("*.py")
         for line in file.read_text().splitlines()
-        if line.startswith("class ") and ("(Protocol)" in line or "(Protocol[" in line)
+        if line.startswith("class ") and ("Protocol)" in line or "(Protocol[" in line)
     }
     held = {f"{p.__module__.removeprefix('slime.').replace('.', '/')}.{p.__name__}" for p in IMPLEMENTATIONS}
     assert declared == held | OF_OPTIONAL_PACKAGES

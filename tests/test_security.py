@@ -123,14 +123,12 @@ def test_a_pickle_that_is_sent_runs_nothing(tmp_path):
 
 # Between processes that one run starts, over pipes that nobody else has; or read without running anything.
 PICKLES = {
-    "cluster/restart/batches.py",  # in the memory of the process
     "api.py",  # a notebook's own functions, in its own folder
     "backends/torch_dist/pieces.py",  # stand-ins for every class
     "rollout/rm_hub/workers/check_pool.py",
     "runtime/local.py",
     "runtime/worker_main.py",
     "utils/files/pickled_names.py",  # stand-ins for every class
-    "utils/files/tensor_pickle.py",  # writes
     "weight_sync/sglang_format.py",  # writes
 }
 LOADS_ANYTHING = {"cli/verify_model/trainer_job.py"}  # what its own trainer has just written

@@ -4,8 +4,7 @@
 edits are made there, and the tests that give the reward run there, those that the model never saw included.
 """
 
-from slime.agent.rewards.code import count_passed
-from slime.agent.rewards.programs import Checks
+from slime.agent.rewards.code import Checks, count_passed
 from slime.agent.session import Budget, Session
 from slime.agent.tools import BoxTools, ToolSet, answer_with_tools
 

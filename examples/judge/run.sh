@@ -24,7 +24,7 @@ run=${RUN_DIR:-runs/examples/judge-$kind}
 "$python" train.py \
     --hf-checkpoint "$run/warm-up/model" --prompt-data "$run/prompts.jsonl" --input-key prompt --label-key label \
     --rollout-engine embedded --sglang-config "$run/topology.yaml" \
-    --rm-type judge --judge-model judge --judge-rubric "$run/rubric.txt" --judge-max-score 1 --judge-max-tokens 12 \
+    --rm-type judge --judge-model judge --judge-rubric "$run/rubric.txt" --judge-max-score 1 --limits judge-tokens=12 \
     --num-rollout 20 --rollout-batch-size 24 --n-samples-per-prompt 8 --global-batch-size 192 \
     --rollout-max-response-len 8 --rollout-shuffle --lr 4e-4 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0 \
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \

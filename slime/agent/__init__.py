@@ -1,1 +1,1 @@
-"""Agents: episodes of many turns, recorded token by token, of any program that speaks a chat protocol."""
+"""Agents: multi-turn episodes, recorded token by token, of any program that speaks a chat API."""

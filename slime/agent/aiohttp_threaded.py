@@ -1,4 +1,4 @@
-"""An aiohttp application in a thread with an event loop of its own."""
+"""Runs an aiohttp application in a thread with its own event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STOP_S = 10.0
 
 @dataclass(slots=True)
 class AppHandle:
-    """Where the application listens; `stop` ends it and its thread."""
+    """The address of a running application; `stop` ends it and its thread."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class AppHandle:
 
 
 class FilteredAccessLogger(AccessLogger):
-    """Logs requests that failed or took long; `access_log_class` of an aiohttp runner."""
+    """Logs only requests that failed or took long; `access_log_class` of an aiohttp runner."""
 
     SLOW_S = 120.0
 
@@ -54,10 +54,10 @@ def run_app_in_thread(
     thread_name: str = "slime-aiohttp",
     runner_kwargs: Mapping[str, Any] | None = None,
 ) -> AppHandle:
-    """Start serving and return when it listens. A client that leaves cancels the handler of its request.
+    """Start serving and return when it listens. A client that disconnects cancels its handler.
 
-    `runner_kwargs`: options of aiohttp's AppRunner. With an `access_log_class`, requests are logged as the
-    logger `aiohttp.access`.
+    `runner_kwargs`: options of aiohttp's AppRunner. With an `access_log_class`, requests are logged by
+    the logger `aiohttp.access`.
     """
     options: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": shutdown_timeout}
     options |= dict(runner_kwargs or {})

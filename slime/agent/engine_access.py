@@ -1,4 +1,4 @@
-"""Asking the policy's engines for one turn: over weight pushes that cut it, as a whole or as it is made."""
+"""Requests for one turn to the policy's engines, whole or streamed; weight pushes may interrupt them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from slime.agent.shown_pictures import PromptImages
-from slime.agent.spelling import SpelledPrompts
 from slime.arguments import PluginArgs
 from slime.rollout.generation.generate_request import wrong_images
-from slime.rollout.generation.turnstile import current_turnstile
+from slime.rollout.generation.turn_gate import current_gate
 from slime.utils import http_utils, top_p
 from slime.utils.errors import EngineAnswerError
 from slime.wire.client import EngineClient
@@ -25,17 +24,17 @@ from slime.wire.protocol import ADAPTER_NAME, Finish, GenerateRequest, Generatio
 
 logger = logging.getLogger(__name__)
 
-MAX_IDLE = 60  # answers without a token from an engine that is paused, a second apart
+MAX_IDLE = 60  # responses without a token from a paused engine, a second apart
 ABORT_DEADLINE_S = 10.0
 
 
 class PolicyDown(RuntimeError):
-    """The engines gave no answer: of this request nothing exists."""
+    """The engines gave no response to a request."""
 
 
 @dataclass(slots=True)
 class Made:
-    """What exists of an answer, over all requests that made it. `finish` None: more is to come."""
+    """The tokens of a response so far, over all its requests. `finish` None: more will follow."""
 
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -46,11 +45,11 @@ class Made:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def meta_info(self) -> dict[str, Any]:
-        """The meta info that an engine would have given with one answer of all these tokens."""
+        """Return the meta info that an engine would give for one response with all these tokens."""
         return {**self.meta, "weight_versions": self.spans}
 
     def plus(self, answer: Generation, *, final: bool) -> Made:
-        """A new value with `answer`, which continues this one."""
+        """Return a new value with `answer` appended."""
         start = len(self.ids)
         spans = [
             {"version": span.version, "start": span.start + start, "end": span.end + start}
@@ -63,7 +62,7 @@ class Made:
             for k, v in answer.meta.items()
             if k not in ("output_token_logprobs", "input_token_logprobs", "weight_versions")
         }
-        if self.meta:  # the numbers of prompt tokens are those of the first request
+        if self.meta:  # the first request counted the prompt tokens
             kept |= {k: self.meta[k] for k in ("prompt_tokens", "cached_tokens") if k in self.meta}
             kept["completion_tokens"] = start + len(answer.ids)
             kept |= _joined_nucleus(self.meta, answer.meta)
@@ -79,7 +78,7 @@ class Made:
 
 
 def _joined(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours of one version become one."""
+    """Merge neighbouring spans of one version."""
     out: list[dict[str, Any]] = []
     for span in spans:
         if out and out[-1]["version"] == span["version"] and out[-1]["end"] == span["start"]:
@@ -90,7 +89,7 @@ def _joined(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _joined_nucleus(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids that the tokens of two answers were drawn from, where engines tell them."""
+    """Join the ids from which the tokens of two responses were drawn, if engines report them."""
     first, second = top_p.from_meta(before), top_p.from_meta(after)
     if first is None or second is None:
         return {}
@@ -99,7 +98,7 @@ def _joined_nucleus(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict
 
 
 class Policy(Protocol):
-    """What a session asks: `slime.agent.engine_access.EnginePolicy`, or a double of it."""
+    """What a session sends its turns to: `EnginePolicy`, or a test double."""
 
     async def complete(
         self,
@@ -121,11 +120,11 @@ class Policy(Protocol):
 
 
 class EnginePolicy:
-    """The engines behind one address. A task that is cancelled while it asks aborts its request there.
+    """The engines at one address. Cancelling a task that waits for a response aborts its request.
 
-    An engine that is paused for a weight push with SGLang's "abort" mode lets go of its requests: they are
-    sent again with what was made so far, and each token keeps the version that made it. So is what the end of
-    a rollout cut, once its turnstile lets the next request pass.
+    An engine that is paused for a weight push with SGLang's "abort" mode drops its requests: they are sent
+    again with the tokens so far, and each token keeps its weight version. A request that the end of a rollout
+    interrupted continues once its gate lets the next request pass.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class EnginePolicy:
         self.url = url.rstrip("/")
         self.client = client or EngineClient(self.url)
         self.extra = dict(extra or {})  # of every request: `lora_path`, say
-        self._prompts = SpelledPrompts()
 
     async def complete(
         self,
@@ -144,7 +142,7 @@ class EnginePolicy:
         session: str | None = None,
         images: PromptImages | None = None,
     ) -> Made:
-        """Asks an engine and returns its whole answer at once, not as it comes."""
+        """Return the whole response."""
         made = Made()
         async for request in self._requests(prompt_ids, sampling, session, images, stream=False, made=made):
             answer = await self._ask(request)
@@ -159,7 +157,7 @@ class EnginePolicy:
         session: str | None = None,
         images: PromptImages | None = None,
     ) -> AsyncGenerator[Made, None]:
-        """All that exists so far, again and again; the last has a `finish`."""
+        """Yield the response so far, again and again; the last value has a `finish`."""
         made = Made()
         async for request in self._requests(prompt_ids, sampling, session, images, stream=True, made=made):
             before = replace(made)
@@ -179,13 +177,11 @@ class EnginePolicy:
         stream: bool,
         made: Made,
     ) -> AsyncIterator[GenerateRequest]:
-        """Requests until `made`, which the caller fills between two of them, has ended."""
-        params, idle, turnstile = SamplingParams.from_json(dict(sampling)), 0, current_turnstile()
-        wire: Sequence[int] = (
-            images.wire_ids if images is not None else self._prompts.spelled(session, prompt_ids)
-        )
+        """Yield requests until `made`, which the caller fills after each, is finished."""
+        params, idle, gate = SamplingParams.from_json(dict(sampling)), 0, current_gate()
+        wire = images.wire_ids if images is not None else list(prompt_ids)
         while made.finish is None:
-            scope = await turnstile.passing() if turnstile is not None else None
+            scope = await gate.passing() if gate is not None else None
             left = params
             if params.max_new_tokens is not None:
                 room = params.max_new_tokens - len(made.ids)
@@ -206,7 +202,7 @@ class EnginePolicy:
                 extra=self.extra,
             )
             if scope is not None and scope.aborted:
-                continue  # not the engine's doing: the turnstile decides
+                continue  # the rollout ended, not the engine: the gate decides
             idle = 0 if len(made.ids) > count else idle + 1
             if made.finish is None and idle:
                 if idle > MAX_IDLE:
@@ -236,14 +232,14 @@ class EnginePolicy:
         except http_utils.HttpError as error:
             if 400 <= error.status < 500:
                 raise
-            # What was read stays; `_requests` asks for the rest.
-            logger.info("a stream of the policy broke, the rest is asked for again: %s", error)
+            # `_requests` asks for the rest.
+            logger.info("A stream from an engine broke; the rest is requested again: %s", error)
         finally:
             if not ended:
                 await asyncio.shield(self.abort(request.rid))
 
     async def abort(self, rid: str | None) -> None:
-        """End a request at the worker that has it; a worker that is gone has nothing to end."""
+        """Abort a request at the worker that has it."""
         if rid is None:
             return
         try:
@@ -251,10 +247,10 @@ class EnginePolicy:
                 await self.client.cancel(await self._workers(), [rid])
         except (TimeoutError, http_utils.HttpError) as error:
             why = str(error) or f"no answer within {ABORT_DEADLINE_S:g} s"
-            logger.warning("request %s could not be aborted: %s", rid, why)
+            logger.warning("Request %s could not be aborted: %s", rid, why)
 
     async def _workers(self) -> list[str]:
-        """A router forwards no aborts, so its workers are asked; an engine alone is its own worker."""
+        """Return the workers: a router forwards no aborts; a single engine is its own worker."""
         try:
             answer = await http_utils.get(f"{self.url}/workers", timeout_s=ABORT_DEADLINE_S)
             return [worker["url"] for worker in answer["workers"]]
@@ -263,8 +259,8 @@ class EnginePolicy:
 
 
 def _in_flight(request: GenerateRequest) -> contextlib.AbstractContextManager[Callable[[int], object]]:
-    turnstile = current_turnstile()
-    return turnstile.sending(request.rid) if turnstile is not None else contextlib.nullcontext(int)
+    gate = current_gate()
+    return gate.sending(request.rid) if gate is not None else contextlib.nullcontext(int)
 
 
 def _copy_into(made: Made, new: Made) -> None:
@@ -273,22 +269,22 @@ def _copy_into(made: Made, new: Made) -> None:
 
 
 def _read_event(event: Mapping[str, Any], request: GenerateRequest) -> tuple[Generation, bool]:
-    """An event, and whether it is the last: only then it says how the answer ended."""
+    """Return an event, and whether it is the last: only then it has a finish reason."""
     try:
         meta = dict(event["meta_info"])
         ended = meta.get("finish_reason") is not None
         meta["finish_reason"] = meta.get("finish_reason") or {"type": "abort"}
         return _checked(Generation.from_json({**event, "meta_info": meta}), request), ended
     except (KeyError, TypeError, ValueError) as error:
-        raise EngineAnswerError(f"an event of the engine's stream cannot be right: {error}") from error
+        raise EngineAnswerError(f"an event of the engine's stream is wrong: {error}") from error
 
 
 def _checked(answer: Generation, request: GenerateRequest) -> Generation:
-    """Token ids and log-probs that could be; training data is made of nothing else."""
+    """Check the log-probs and images of a response before it becomes training data."""
     if answer.log_probs is None or not all(map(math.isfinite, answer.log_probs)):
-        raise EngineAnswerError("the engine answered a turn without log-probs: its tokens cannot be trained")
+        raise EngineAnswerError("the engine returned a turn without log-probs: its tokens cannot be trained")
     if (wrong := wrong_images(request, answer)) is not None:
-        raise EngineAnswerError(f"the engine's answer to a turn cannot be right: {wrong}")
+        raise EngineAnswerError(f"the engine's response to a turn is wrong: {wrong}")
     return answer
 
 
@@ -298,7 +294,7 @@ def _policy_at(url: str, loop: asyncio.AbstractEventLoop, extra: tuple[tuple[str
 
 
 def policy_of(args: PluginArgs) -> EnginePolicy:
-    """The policy of the run that a generate function was called in; one for each event loop."""
+    """Return the policy of the run that calls a generate function; one for each event loop."""
     if args.sglang_router_ip is None:
         raise RuntimeError("no engine serves this run (router address is not set): there is no policy to ask")
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"

@@ -4,49 +4,43 @@
         context = HarnessContext("/workspace", session_id=sid, adapter_url=url)
         code = await ClaudeCodeHarness().run(box, context, "Make the tests pass.", time_budget_sec=600)
 
-The session's id is the client's key, so its requests are turns of that session. A box must have node, or get
-it (`SLIME_AGENT_NODE_TARBALL`), and must reach `adapter_url`.
+The session's id is the client's key, so its requests are turns of that session. The sandbox must have node
+or get it (`SLIME_AGENT_NODE_TARBALL`), and must reach `adapter_url`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shlex
 from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from slime.agent.sandbox.helpers import exec_and_wait
+from slime.agent.sandbox.base import Sandbox, exec_and_wait
 from slime.utils.misc import SingletonMeta
 
-if TYPE_CHECKING:
-    from slime.agent.sandbox.base import Sandbox
-
-_INSTALL_ATTEMPTS = 3
 _INSTALL_S = 600
-_PAUSE_S = 5.0
 _REMOTE_TARBALL = "/tmp/slime_agent_package.tgz"
 _REMOTE_NODE = "/tmp/slime_agent_node.tar.gz"
-
-
-class _SingletonABC(SingletonMeta, ABCMeta):
-    """One harness of a kind in a process, with abstract methods."""
 
 
 @dataclass(frozen=True, slots=True)
 class HarnessContext:
     """One episode of an agent program."""
 
-    workdir: str  # in the box
+    workdir: str  # in the sandbox
     session_id: str
-    adapter_url: str  # as the box reaches it, without /v1
+    adapter_url: str  # as the sandbox reaches it, without /v1
     model_label: str = "slime-actor"
 
 
+class _SingletonABC(SingletonMeta, ABCMeta):
+    """Allows one object of each harness in a process, with abstract methods."""
+
+
 class BaseHarness(metaclass=_SingletonABC):
-    """How one agent program is installed, told where its model is, and started."""
+    """How one agent program is installed, configured and started."""
 
     @abstractmethod
     async def install_cli(self, sandbox: Sandbox) -> None: ...
@@ -58,7 +52,7 @@ class BaseHarness(metaclass=_SingletonABC):
     async def launch_and_wait(
         self, sandbox: Sandbox, context: HarnessContext, prompt: str, time_budget_sec: float
     ) -> int:
-        """The exit code of the program; -1 where its time was up."""
+        """Start the program and return its exit code; -1: it ran out of time."""
 
     async def run(
         self, sandbox: Sandbox, context: HarnessContext, prompt: str, time_budget_sec: float = 1800
@@ -70,10 +64,10 @@ class BaseHarness(metaclass=_SingletonABC):
 
 
 class NpmHarness(BaseHarness):
-    """A program that npm installs, with its endpoint in the environment."""
+    """A program that npm installs and that finds its endpoint in the environment."""
 
     name: ClassVar[str]
-    command: ClassVar[str]  # that must exist in the box
+    command: ClassVar[str]  # that must exist in the sandbox
     package: ClassVar[str]  # of npm
     variables: ClassVar[str]  # SLIME_AGENT_<variables>_TARBALL, _EXTRA_ARGS, _EXTRA_ENVS
 
@@ -88,17 +82,14 @@ class NpmHarness(BaseHarness):
         if tarball:
             await sandbox.write_file(_REMOTE_TARBALL, Path(tarball))
             package = _REMOTE_TARBALL
-        told = ""
-        for attempt in range(_INSTALL_ATTEMPTS):
-            code, out, err = await sandbox.exec(f"npm install -g {shlex.quote(package)}", timeout=_INSTALL_S)
-            if code == 0:
-                return
-            told = (err or out)[-500:]
-            await asyncio.sleep(_PAUSE_S * attempt)
-        raise RuntimeError(
-            f"{self.name} could not be installed in the sandbox ({_INSTALL_ATTEMPTS} attempts): {told}; use "
-            f"an image that has it, or set SLIME_AGENT_{self.variables}_TARBALL to its npm package"
-        )
+        # npm itself retries downloads; the sandbox retries a connection that broke.
+        command = f"npm install -g --fetch-retries=5 {shlex.quote(package)}"
+        code, out, err = await sandbox.exec(command, timeout=_INSTALL_S, idempotent=True)
+        if code != 0:
+            raise RuntimeError(
+                f"{self.name} could not be installed in the sandbox: {(err or out)[-500:]}; use an image "
+                f"that has it, or set SLIME_AGENT_{self.variables}_TARBALL to its npm package"
+            )
 
     async def _install_node(self, sandbox: Sandbox) -> None:
         tarball = os.environ.get("SLIME_AGENT_NODE_TARBALL")
@@ -111,7 +102,7 @@ class NpmHarness(BaseHarness):
         )
 
     async def write_config(self, sandbox: Sandbox, context: HarnessContext) -> None:
-        """Files that the program reads; by default it needs none."""
+        """Write the files that the program reads; by default none."""
 
     @abstractmethod
     def command_line(self, context: HarnessContext, prompt: str) -> str: ...
@@ -122,9 +113,9 @@ class NpmHarness(BaseHarness):
     async def launch_and_wait(
         self, sandbox: Sandbox, context: HarnessContext, prompt: str, time_budget_sec: float
     ) -> int:
-        """The exit code of the program; -1 where its time was up."""
-        words = {**self.environment(context), **_pairs(self._extra("ENVS"))}
-        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in words.items())
+        """Start the program and return its exit code; -1: it ran out of time."""
+        variables = {**self.environment(context), **_pairs(self._extra("ENVS"))}
+        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         line = f"{self.command_line(context, prompt)} {self._extra('ARGS')}".strip()
         command = f"cd {shlex.quote(context.workdir)} && env {exports} {line} </dev/null"
         result = await exec_and_wait(
@@ -158,7 +149,7 @@ class ClaudeCodeHarness(NpmHarness):
             "ANTHROPIC_AUTH_TOKEN": context.session_id,
             "ANTHROPIC_MODEL": context.model_label,
             "ANTHROPIC_SMALL_FAST_MODEL": context.model_label,
-            # Calls that are no part of the task, and host names that nobody answers for.
+            # No calls that are not part of the task, to hosts that the sandbox cannot reach.
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_MAX_RETRIES": "3",
         }
@@ -175,7 +166,7 @@ class CodexHarness(NpmHarness):
 
     @classmethod
     def config_text(cls, base_url: str, model_label: str) -> str:
-        """config.toml with everything off that would look for hosts beside the adapter."""
+        """Return config.toml, with everything off that needs other hosts than the adapter."""
         return f"""model = "{model_label}"
 model_provider = "slime"
 check_for_update_on_startup = false
@@ -207,7 +198,7 @@ stream_max_retries = 2
         await sandbox.write_file(f"{self._home(context)}/config.toml", text)
 
     def command_line(self, context: HarnessContext, prompt: str) -> str:
-        # The box is the sandbox: the program's own would only take commands away from it.
+        # We are in a sandbox already: the program's own would only forbid commands.
         return f"codex exec --json --skip-git-repo-check -s danger-full-access {shlex.quote(prompt)}"
 
     def environment(self, context: HarnessContext) -> dict[str, str]:
@@ -215,5 +206,5 @@ stream_max_retries = 2
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """`A=1 B="two words"` -> a dict."""
+    """Parse `A=1 B="two words"`."""
     return dict(word.split("=", 1) for word in shlex.split(text) if "=" in word)

@@ -1,8 +1,8 @@
-"""Which of the turns that exist a conversation continues: clients send it whole, and in their own words.
+"""Finds the turn that a conversation continues: clients send the whole conversation, in their own form.
 
-Messages are compared as they are, answers of the policy by what makes them that answer: the ids of their
-tool calls, their text, and their thoughts where the client sends thoughts back. Clients reorder keys, add
-arguments to calls and leave empty fields out; none of that is an edit.
+Messages are compared as they are. Responses of the policy are compared by the ids of their tool calls, their
+text, and their thoughts if the client sends thoughts back. Clients reorder keys, add arguments to calls and
+leave empty fields out; none of that counts as an edit.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ THOUGHTS = "reasoning_content"  # the key by which templates know them
 
 @dataclass(slots=True)
 class Said:
-    """The messages that came before one turn and were new with it, and what the policy answered."""
+    """The new messages of one turn, and the response of the policy."""
 
     messages: list[Message]
     answer: Message
     node: TurnNode
-    tools: list[Any]  # of the conversation: another list of tools is another conversation
+    tools: list[Any]  # another list of tools is another conversation
     parent: Said | None = None
     children: list[Said] = field(default_factory=list)
-    has_thoughts: bool = False  # this answer or one before it
+    has_thoughts: bool = False  # this response or an earlier one
 
     def chain(self) -> list[Said]:
         out: list[Said] = []
@@ -38,7 +38,7 @@ class Said:
         return out[::-1]
 
     def conversation(self) -> list[Message]:
-        """All messages up to and including the answer, with the answers as the policy gave them."""
+        """Return all messages up to and including the response."""
         return [message for said in self.chain() for message in (*said.messages, said.answer)]
 
 
@@ -48,17 +48,10 @@ class History:
     def __init__(self) -> None:
         self._roots: list[Said] = []
         self._by_turn: dict[TurnNode, Said] = {}
-        # The turn that was answered last, with its conversation: nearly always the one that goes on.
-        self._tip: tuple[Said, list[Message]] | None = None
 
     def find(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Said | None, int]:
-        """The last turn that `messages` continues, and how many of them are known by that."""
+        """Return the last turn that `messages` continue, and the number of messages that it covers."""
         wanted = list(tools)
-        if self._tip is not None:
-            said, conversation = self._tip
-            known = len(conversation)
-            if len(messages) > known and messages[:known] == conversation and said.tools == wanted:
-                return said, known
         best: tuple[Said | None, int] = (None, 0)
         open_ends = [(root, 0) for root in self._roots if root.tools == wanted]
         while open_ends:
@@ -67,22 +60,22 @@ class History:
             if end >= len(messages) or messages[start:end] != said.messages:
                 continue
             if is_answer(said.answer, messages[end]):
-                if end + 1 > best[1]:  # of equals the later one, which is looked at first
+                if end + 1 > best[1]:  # of equals the later one, which is visited first
                     best = (said, end + 1)
                 open_ends.extend((child, end + 1) for child in said.children)
         return best
 
     def said(self, node: TurnNode, tools: Sequence[Any]) -> Said:
-        """What a turn of this session is known by; ValueError for another's, or with other tools."""
+        """Return the entry of a turn; ValueError for another session's turn, or with other tools."""
         found = self._by_turn.get(node)
         if found is None:
-            raise ValueError("`after` is no answer of this session")
+            raise ValueError("`after` is no response of this session")
         if found.tools != list(tools):
             raise ValueError("`after` was given with other tools: send the whole conversation")
         return found
 
     def conversation(self, node: TurnNode) -> list[Message]:
-        """All messages up to and including the answer of a turn."""
+        """Return all messages up to and including the response of a turn."""
         return self._by_turn[node].conversation()
 
     def add(
@@ -93,23 +86,17 @@ class History:
         node: TurnNode,
         tools: Sequence[Any],
     ) -> Said:
-        # Clients send their tools with every request: one copy is enough.
+        # Clients send their tools with every request; one copy is kept.
         kept = parent.tools if parent is not None else list(tools)
         said = Said([dict(message) for message in messages], dict(answer), node, kept, parent)
         said.has_thoughts = bool(answer.get(THOUGHTS)) or (parent is not None and parent.has_thoughts)
         (self._roots if parent is None else parent.children).append(said)
         self._by_turn[node] = said
-        if self._tip is not None and self._tip[0] is parent:
-            conversation = self._tip[1]
-            conversation += [*said.messages, said.answer]
-        else:
-            conversation = said.conversation()
-        self._tip = (said, conversation)
         return said
 
 
 def is_answer(answer: Message, given: Message) -> bool:
-    """Whether `given`, which a client sent, is this answer of the policy."""
+    """Return whether `given`, which a client sent, is this response of the policy."""
     if given == answer:
         return True
     if given.get("role") != "assistant":

@@ -1,13 +1,13 @@
-"""Messages -> token ids with the model's own chat template, so that no token which exists is made again.
+"""Messages -> token ids with the model's own chat template; sampled tokens are never tokenised again.
 
-The first prompt of a conversation is rendered whole. Every later one is the ids that exist plus the text that
-the template writes *behind an answer*: the template is given a short stand-in conversation that ends with an
-answer, followed by the new messages, and what comes after that answer is taken. So the cost of a turn does
-not grow with the conversation, and what the policy sampled stays as it was sampled.
+The first prompt of a conversation is rendered whole. Every later prompt is the ids that exist plus the text
+that the template writes *after a response*: the template renders a short placeholder conversation that ends
+with a response, followed by the new messages, and the text after that response is used. So the cost of a turn
+does not grow with the conversation, and sampled tokens stay as they are.
 
-Some templates leave the thoughts of earlier answers out once the user speaks again. Where such thoughts
-exist the ids that exist are no longer what the template means, and the conversation is rendered whole: the
-tree forks (`history="template"`). With `history="extend"` the thoughts stay in the context.
+Some templates drop the thoughts of earlier responses once the user speaks again. If there are such thoughts,
+the existing ids differ from what the template would write, and the conversation is rendered whole: the tree
+forks (`history="template"`). With `history="extend"` the thoughts stay in the context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime.utils.media.pictures import NotAnImage
 Message = dict[str, Any]
 History = Literal["template", "extend"]
 
-_ANSWER = "Q7zANSWERzQ7"  # stands for an answer in the stand-in conversation
+_ANSWER = "Q7zANSWERzQ7"  # the response in the placeholder conversation
 _THOUGHT = "Q7zTHOUGHTzQ7"
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 _TOOL = {"type": "function", "function": {"name": "look", "description": "it", "parameters": {}}}
@@ -38,15 +38,15 @@ class TemplateRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PrefixReport:
-    """What a template does to earlier answers. `forks` names the turns at which history is rendered anew.
+    """What a template does to earlier responses. `forks` names the turns at which history is rendered again.
 
-    Example, of a template that drops thoughts: `PrefixReport(extends=True, forks=("a user message after an
+    Example for a template that drops thoughts: `PrefixReport(extends=True, forks=("a user message after an
     answer with thoughts",), refuses=())`.
     """
 
-    extends: bool  # new messages can be rendered behind an answer at all
+    extends: bool  # new messages can be rendered after a response at all
     forks: tuple[str, ...]
-    refuses: tuple[str, ...]  # kinds of messages that the template does not take
+    refuses: tuple[str, ...]  # kinds of messages that the template does not accept
 
     @property
     def has_prefix_property(self) -> bool:
@@ -54,7 +54,7 @@ class PrefixReport:
 
 
 class Renderer:
-    """Prompts for one tokenizer and one set of template arguments (`enable_thinking`, say)."""
+    """Renders prompts with one tokenizer and one set of template arguments (such as `enable_thinking`)."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class Renderer:
                 "chat_template.jinja to the model's folder"
             )
         self.tokenizer, self.history = tokenizer, history
-        self.processor = processor  # of models that read pictures; None: text only
+        self.processor = processor  # of models that read images; None: text only
         self.template_kwargs = dict(template_kwargs or {})
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """The whole conversation, up to where the answer begins."""
+        """Render the whole conversation, up to where the response starts."""
         text = self.text(messages, tools)
         _check_taken(messages, text)
         _check_tools_taken(tools or (), text)
@@ -83,7 +83,7 @@ class Renderer:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, answer_follows: bool = True
     ) -> str:
-        """What the template writes; TemplateRefused where it raises."""
+        """Return what the template writes; TemplateRefused if it raises."""
         try:
             text: str = self.tokenizer.apply_chat_template(
                 for_template(messages),
@@ -92,7 +92,7 @@ class Renderer:
                 add_generation_prompt=answer_follows,
                 **self.template_kwargs,
             )
-        except Exception as error:  # a template is a program of the model's author: it may raise anything
+        except Exception as error:  # a template is a program of its author: it may raise anything
             raise TemplateRefused(
                 f"the chat template of the model refuses these messages ({type(error).__name__}: {error})"
             ) from error
@@ -110,7 +110,7 @@ class Renderer:
     def with_pictures(
         self, ids: list[int], messages: Sequence[Message], *, start: int
     ) -> tuple[list[int], list[Placed]]:
-        """What was rendered of `messages`, and stands behind `start` ids, as the model reads it."""
+        """Expand the images in rendered `messages` that follow `start` other ids."""
         pictures = pictures_in(messages)
         if not pictures and self.processor is None:
             return ids, []
@@ -126,10 +126,10 @@ class Renderer:
             ) from error
 
     def extension(self, new_messages: Sequence[Message], *, stop_id: int | None) -> list[int] | None:
-        """The ids that follow an answer; None: this template cannot say, so the conversation is rendered.
+        """Return the ids that follow a response; None: the whole conversation must be rendered.
 
-        `stop_id` is the token by which the answer ended, None if it was cut: then the template's own end of
-        a turn is part of what follows.
+        `stop_id` is the token that ended the response, None if it was truncated: then the template's own end
+        of a turn is part of what follows.
         """
         text = self._behind_answer(new_messages)
         if text is None:
@@ -137,7 +137,7 @@ class Renderer:
         ids = self.encode(text)
         ends_turn = bool(ids) and ids[0] == self._end_of_turn
         if stop_id is not None and ids and (ids[0] == stop_id or ends_turn):
-            # The token that was sampled stands where the template would have written its own.
+            # The sampled token replaces the one that the template would have written.
             return ids[1:]
         return ids
 
@@ -162,7 +162,7 @@ class Renderer:
 
     @functools.cached_property
     def _end_of_turn(self) -> int | None:
-        """The id that the template writes right behind an answer; None: no token of its own."""
+        """The id that the template writes right after a response; None: no token of its own."""
         stand_in = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
         try:
             _, found, rest = self.text(stand_in, answer_follows=False).partition(_ANSWER)
@@ -177,14 +177,14 @@ class Renderer:
         return frozenset({*self.tokenizer.all_special_ids, *added})
 
     def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends inside a thought, which the answer then only closes."""
+        """Return whether the prompt ends inside a thought, which the response then only closes."""
         tail = self.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
         return tail.rstrip().endswith(THINK_TAGS[0])
 
-    # -- what the template does to earlier answers ---------------------------------------------------------
+    # -- what the template does to earlier responses -------------------------------------------------------
 
     def rewrites(self, new_messages: Sequence[Message], *, has_thoughts: bool) -> bool:
-        """Whether history must be rendered anew for the sake of thoughts that the template leaves out."""
+        """Return whether history must be rendered again, because the template drops earlier thoughts."""
         if self.history == "extend" or not has_thoughts:
             return False
         user_speaks = any(message.get("role") == "user" for message in new_messages)
@@ -200,7 +200,7 @@ class Renderer:
         return self._drops([result], calls=True)
 
     def _drops(self, new_messages: Sequence[Message], *, calls: bool) -> bool:
-        """Thoughts are shown in the last answer and no longer when messages follow it."""
+        """Return whether thoughts of the last response disappear when messages follow it."""
         answer: Message = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
         if calls:
             answer["tool_calls"] = [_CALL]
@@ -212,7 +212,7 @@ class Renderer:
             return False
 
     def report(self) -> PrefixReport:
-        """What `slime doctor` says of the template."""
+        """Return what the template does to earlier turns."""
         forks, refuses, extends = [], [], True
         kinds: dict[str, list[Message]] = {
             "a user message": [{"role": "user", "content": "y"}],
@@ -238,20 +238,25 @@ class Renderer:
         return PrefixReport(extends, tuple(forks), tuple(refuses))
 
 
+def template_report(tokenizer: Any) -> PrefixReport:
+    """Return what the chat template of a tokenizer does to earlier turns; `slime doctor` shows it."""
+    return Renderer(tokenizer).report()
+
+
 def _answers_calls(messages: Sequence[Message]) -> bool:
     return any(message.get("role") == "tool" for message in messages)
 
 
 def _calls_for(messages: Sequence[Message]) -> list[Message]:
-    """Calls that the tool results among these messages answer."""
+    """Return calls for the tool results among these messages."""
     results = [message for message in messages if message.get("role") == "tool"]
     return [{**_CALL, "id": str(result.get("tool_call_id") or _CALL["id"])} for result in results]
 
 
 def _check_taken(messages: Sequence[Message], text: str) -> None:
-    """Templates skip roles they do not know without a word: the policy would not see what a tool said.
+    """Refuse messages that the template silently skips, as it does with unknown roles.
 
-    A word of the message is looked for: templates may quote and trim, and leave thoughts of answers out.
+    One word of each message is searched in the text: templates may quote and trim.
     """
     for message in messages:
         content = message.get("content")

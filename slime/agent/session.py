@@ -1,4 +1,4 @@
-"""One episode of an agent: it asks the policy turn by turn and keeps every token as the engine made it.
+"""One episode of an agent: it asks the policy turn by turn and keeps every token as the engine sampled it.
 
     session = Session.of_run(args, sample, sampling_params)
     messages = list(sample.prompt)
@@ -10,8 +10,8 @@
         messages += [run_tool(call) for call in answer.tool_calls]
     return session.samples(sample, reward=score(messages))
 
-`turn` takes the whole conversation, as chat clients send it. What of it is new is found by comparison, so a
-program that shortens or edits its history works too: its turns become samples of their own.
+`turn` takes the whole conversation, as chat clients send it, and finds the new messages by comparison. A
+program may shorten or edit its history: such turns become samples of their own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from uuid import uuid4
 
 from slime.agent.engine_access import Made, Policy, policy_of
 from slime.agent.history import THOUGHTS, History, Said
-from slime.agent.parsing import ParsedModelOutput, Parser, parser_for
-from slime.agent.parsing.output import plain_parser
+from slime.agent.parsing import ParsedModelOutput, Parser, parser_for, plain_parser
 from slime.agent.rendering import Message, Renderer
 from slime.agent.session_errors import (
     BadConversation,
@@ -45,7 +44,7 @@ from slime.arguments import PluginArgs
 from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
 from slime.rollout.generation.client_requests import ClientRequests
-from slime.rollout.generation.turnstile import RolloutEnded, turnstile_for_session
+from slime.rollout.generation.turn_gate import RolloutEnded, gate_for_session
 from slime.rollout.prompt_groups import without_response
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.reward_failure import infra_error
@@ -53,22 +52,22 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_TOKENS = 4096  # of one answer, where neither a request nor --rollout-max-response-len says more
+_RESPONSE_TOKENS = 4096  # of one response, if neither a request nor --rollout-max-response-len sets a limit
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of one episode; None: none."""
+    """Limits of one episode; None: no limit."""
 
     max_turns: int | None = None
-    max_context_tokens: int | None = None  # of a prompt and its answer together
-    max_new_tokens: int = _ANSWER_TOKENS  # of one answer
-    max_sampled_tokens: int | None = None  # of all answers together
+    max_context_tokens: int | None = None  # of a prompt and its response together
+    max_new_tokens: int = _RESPONSE_TOKENS  # of one response
+    max_sampled_tokens: int | None = None  # of all responses together
 
 
 @dataclass(slots=True)
 class Asked:
-    """A turn that was accepted and is not answered yet."""
+    """A turn that was accepted and has no response yet."""
 
     prompt_ids: Sequence[int]
     sampling: dict[str, Any]
@@ -76,23 +75,23 @@ class Asked:
     new_messages: list[Message]
     tools: list[Any]
     opens_thought: bool
-    fork: str | None  # why history was rendered anew; None: it was not
+    fork: str | None  # why history was rendered again; None: it was not
     num_prompt: int
-    number: int  # of the turn, from 1; retries count
-    changed: dict[str, Any]  # sampling that the turn asked for itself
+    number: int  # of the turn, counted from 1, with retries
+    changed: dict[str, Any]  # sampling that this turn set itself
     images: list[Placed]  # of the whole prompt
-    untrained: str | None = None  # sampling of a client for which the turn is not trained
+    untrained: str | None = None  # the client's sampling because of which the turn is not trained
     at: float = field(default_factory=time.monotonic)
 
     @property
     def known(self) -> int:
-        """How many ids of the prompt exist in the turn that it continues."""
+        """The number of prompt ids that exist in the turn it continues."""
         return self.parent.node.num_ids if self.parent is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """What the policy said: as tokens, as text, and as the message to put into the conversation."""
+    """A response of the policy: tokens, text, and the message to append to the conversation."""
 
     message: Message
     made: Made
@@ -106,12 +105,12 @@ class TurnAnswer:
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls in the form of OpenAI's messages, but with `arguments` as a dict."""
+        """The calls as in OpenAI's messages, but with `arguments` as a dict."""
         return self.message.get("tool_calls") or []
 
 
 class Session:
-    """Turns of one episode. `reward` of a `TurnNode` in `turns` may be set at any time before `samples`."""
+    """The turns of one episode. `reward` of a `TurnNode` in `turns` may be set until `samples` is called."""
 
     def __init__(
         self,
@@ -129,17 +128,19 @@ class Session:
         self.sampling = {"skip_special_tokens": False, "no_stop_trim": True, **(sampling or {})}
         self.budget = budget or Budget()
         self.seed = seed  # None: the engine draws one for each turn
-        self.args: PluginArgs | None = None  # of the run, which expert choices need
-        self.turnstile = turnstile_for_session()  # of the rollout that this is made in
-        self.client: ClientRequests | None = None  # a program that asks, whose requests cannot end the run
+        self.args: PluginArgs | None = None  # of the run; needed for expert choices
+        self.gate = gate_for_session()  # of the rollout that creates this session
+        self.client: ClientRequests | None = (
+            None  # set for a client program, whose requests cannot end the run
+        )
         self.tree = TurnTree()
         self.outcome: Outcome = "open"
-        self.reason: str | None = None  # of the outcome, in words
-        self.num_tool_errors = 0  # counted by whoever runs the tools
-        self.metadata: dict[str, Any] = {}  # of the episode: part of each sample's metadata["session"]
+        self.reason: str | None = None  # of the outcome
+        self.num_tool_errors = 0  # counted by the code that runs the tools
+        self.metadata: dict[str, Any] = {}  # of the episode; added to each sample's metadata["session"]
         self._history = History()
         self._num_asked = 0
-        self._refused: SessionError | None = None  # the first turn that was not taken
+        self._refused: SessionError | None = None  # the first turn that was refused
         self._last_answer_at: float | None = None
 
     @classmethod
@@ -153,13 +154,12 @@ class Session:
         parser: Parser | None = None,
         history: Literal["template", "extend"] = "template",
     ) -> Session:
-        """A session for a generate function: engines, tokenizer, sampling and seed are its run's."""
-
+        """Make a session for a generate function, with its run's engines, tokenizer, sampling and seed."""
         tokenizer = load_tokenizer(args.hf_checkpoint)
         processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
         if budget is None:
             limits = [n for n in (args.rollout_max_context_len, args.max_context_len) if n is not None]
-            most = sampling_params.get("max_new_tokens") or args.rollout_max_response_len or _ANSWER_TOKENS
+            most = sampling_params.get("max_new_tokens") or args.rollout_max_response_len or _RESPONSE_TOKENS
             budget = Budget(max_context_tokens=min(limits, default=None), max_new_tokens=most)
         session = cls(
             policy_of(args),
@@ -188,23 +188,22 @@ class Session:
         *,
         after: TurnAnswer | None = None,
     ) -> TurnAnswer:
-        """Ask for the answer that follows `messages`, and record it; SessionError where it is not taken.
+        """Generate the response to `messages` and record it; SessionError if the turn is refused.
 
-        With `after`, an answer of this session, `messages` are only those behind it: then a turn costs the
-        same however many came before.
+        With `after`, a response of this session, `messages` are only the new ones that follow it.
         """
         asked = self.ask(messages, tools, sampling, after=after)
         return self.record(asked, await self.complete(asked))
 
     async def complete(self, asked: Asked) -> Made:
-        """The whole answer, which the caller records; RolloutEnded where the episode is cut short."""
+        """Return the whole response, which the caller records; RolloutEnded if the rollout ends first."""
         with self._within_rollout(asked):
             return await self.policy.complete(
                 asked.prompt_ids, asked.sampling, session=self.session_id, images=self._images_of(asked)
             )
 
     async def stream(self, asked: Asked) -> AsyncGenerator[Made, None]:
-        """The answer as it is made; the caller records the last value, or drops all of it."""
+        """Yield the response as it grows; the caller records the last value, or drops all of it."""
         with self._within_rollout(asked):
             answers = self.policy.stream(
                 asked.prompt_ids, asked.sampling, session=self.session_id, images=self._images_of(asked)
@@ -221,7 +220,7 @@ class Session:
         client = self.client
         sent = client.sending(trained=asked.untrained is None) if client is not None else nullcontext()
         try:
-            with self.turnstile.entered(), sent:
+            with self.gate.entered(), sent:
                 yield
         except RolloutEnded as ended:
             self.end("aborted", str(ended))
@@ -235,7 +234,7 @@ class Session:
         *,
         after: TurnAnswer | None = None,
     ) -> Asked:
-        """The prompt of a turn: the ids that exist, and only the new messages rendered."""
+        """Build the prompt of a turn: the ids that exist, followed by the new messages, rendered."""
         messages, tools = list(messages), list(tools or ())
         try:
             self._check_open()
@@ -255,22 +254,22 @@ class Session:
         )
 
     def conversation(self, node: TurnNode) -> list[Message]:
-        """All messages up to and including the answer of one of the turns."""
+        """Return all messages up to and including the response of a turn."""
         return self._history.conversation(node)
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> int:
-        """How long the prompt of such a turn would be; nothing is asked."""
+        """Return the length of the prompt that such a turn would have."""
         return len(self._prompt(list(messages), list(tools or ()))[0])
 
     def _prompt(
         self, messages: list[Message], tools: list[Any], after: TurnAnswer | None = None
     ) -> tuple[Sequence[int], Said | None, list[Message], str | None, list[Placed]]:
-        """(ids, the turn they continue, the messages beyond it, why history is rendered anew, images)."""
+        """Return (ids, the turn they continue, the new messages, why history is rendered again, images)."""
         if not messages:
-            raise BadConversation("there is no message to answer")
+            raise BadConversation("there is no message to respond to")
         if messages[-1].get("role") == "assistant":
             raise BadConversation(
-                "the conversation ends with an answer: a user or tool message must follow it"
+                "the conversation ends with an assistant message: a user or tool message must follow it"
             )
         parent, known = (
             self._history.find(messages, tools)
@@ -302,7 +301,7 @@ class Session:
         added, images = self.renderer.with_pictures(added, new, start=node.num_ids)
         if self.renderer.processor is not None:
             images = [*(one for before in node.chain() for one in before.images), *images]
-        return self.tree.ids_of(node) + array("i", added), images
+        return node.ids() + array("i", added), images
 
     def _check_open(self) -> None:
         if self.outcome != "open":
@@ -329,7 +328,7 @@ class Session:
         return params
 
     def record(self, asked: Asked, made: Made, parsed: ParsedModelOutput | None = None) -> TurnAnswer:
-        """Keep an answer that was made in full. Only what is recorded is trained."""
+        """Record a complete response. Only recorded responses are trained."""
         parsed = parsed or self.parse(asked, made)
         turn = TurnRecord(
             asked.prompt_ids,
@@ -360,14 +359,14 @@ class Session:
         return TurnAnswer(message, made, node, parsed, asked.num_prompt)
 
     def parse(self, asked: Asked, made: Made) -> ParsedModelOutput:
-        """Thoughts, text and tool calls of what exists of an answer."""
+        """Split what exists of a response into thoughts, text and tool calls."""
         return self.parser(self.text_of(made), asked.tools, asked.opens_thought)
 
     def message_of(self, asked: Asked, parsed: ParsedModelOutput) -> Message:
         return as_message(parsed, turn_name=f"{self.session_id[:8]}{asked.number:04d}")
 
     def text_of(self, made: Made) -> str:
-        """The answer without the token by which it ended."""
+        """Return the text of a response without the token or string that ended it."""
         ids = made.ids[:-1] if made.stop_id is not None else made.ids
         text: str = self.renderer.tokenizer.decode(ids, skip_special_tokens=False)
         return text.removesuffix(made.stop_text) if made.stop_text else text
@@ -380,7 +379,7 @@ class Session:
 
     @property
     def was_refused(self) -> bool:
-        """A turn was not taken: a budget was used up, or the context was full."""
+        """Whether a turn was refused: a budget was used up, or the context was full."""
         return self._refused is not None
 
     @property
@@ -388,7 +387,7 @@ class Session:
         return self.tree.num_output_ids
 
     def end(self, outcome: Outcome | None = None, reason: str | None = None) -> None:
-        """No further turn is taken. The first outcome stays; None: what the turns say of it."""
+        """Refuse further turns. The first outcome stays; None: it is derived from the turns."""
         if self.outcome != "open":
             return
         if outcome is None and self._refused is not None:
@@ -407,12 +406,12 @@ class Session:
         max_sample_tokens: int | None = None,
         args: PluginArgs | None = None,
     ) -> list[Sample]:
-        """The episode as training data, see `samples_of`; where the policy said nothing, one without a score.
+        """Return the episode as training data, see `samples_of`; without any turn, one without score.
 
-        `metadata["turns"]` has a span for each turn, `metadata["session"]` what the episode was.
+        `metadata["turns"]` has a span for each turn, `metadata["session"]` the outcome of the episode.
         """
         self.end()
-        told = {
+        facts = {
             "id": self.session_id,
             "outcome": self.outcome,
             "reason": self.reason,
@@ -425,23 +424,23 @@ class Session:
             self.tree,
             base_sample=base_sample,
             reward=reward,
-            extra_metadata={"session": told, **(extra_metadata or {})},
+            extra_metadata={"session": facts, **(extra_metadata or {})},
             max_sample_tokens=max_sample_tokens,
             args=args if args is not None else self.args,
             processor=self.renderer.processor,
         )
-        if samples:  # once for the episode, however many samples it becomes
+        if samples:  # once for the episode, not for each of its samples
             samples[0].metadata[AGENT_KEY] = self._costs()
         for sample in samples:
             sample.session_id = base_sample.session_id or self.session_id
             response = sample.tokens[len(sample.tokens) - sample.response_length :]
             sample.response = self.renderer.tokenizer.decode(response, skip_special_tokens=False)
         if self.outcome == "aborted":
-            return [_given_up(base_sample, told)]
-        return samples or [_nothing_said(base_sample, told)]
+            return [_aborted(base_sample, facts)]
+        return samples or [_empty(base_sample, facts)]
 
     def _costs(self) -> dict[str, float]:
-        """What the metrics `rollout/agent/*` are made of."""
+        """Return the values of the metrics `rollout/agent/*`."""
         turns = self.tree.nodes
         return {
             "turns": len(turns),
@@ -454,24 +453,24 @@ class Session:
         }
 
 
-def _given_up(base_sample: Sample, told: dict[str, Any]) -> Sample:
-    """What stands for an episode that was cut short: nothing to train on, its prompt begins again."""
+def _aborted(base_sample: Sample, facts: dict[str, Any]) -> Sample:
+    """Return the sample of an aborted episode: nothing to train on, its prompt is generated again."""
     sample = without_response(base_sample)
-    sample.status, sample.metadata["session"] = Sample.Status.ABORTED, told
+    sample.status, sample.metadata["session"] = Sample.Status.ABORTED, facts
     return sample
 
 
-def _nothing_said(base_sample: Sample, told: dict[str, Any]) -> Sample:
-    """What stands for an episode without a turn: --reward-failure-action decides what becomes of it."""
+def _empty(base_sample: Sample, facts: dict[str, Any]) -> Sample:
+    """Return the sample of an episode without a turn; --reward-failure-action decides what follows."""
     sample = without_response(base_sample)
-    sample.status, sample.metadata["session"] = Sample.Status.COMPLETED, told
-    why = told["reason"] or ("no program asked it anything" if told["num_turns"] == 0 else told["outcome"])
-    sample.reward_failure = infra_error(f"session {told['id']}: the policy said nothing ({why})")
+    sample.status, sample.metadata["session"] = Sample.Status.COMPLETED, facts
+    why = facts["reason"] or ("no request was made" if facts["num_turns"] == 0 else facts["outcome"])
+    sample.reward_failure = infra_error(f"session {facts['id']}: the policy generated nothing ({why})")
     return sample
 
 
 def as_message(parsed: ParsedModelOutput, turn_name: str) -> Message:
-    """The answer as clients and templates know messages; ids of calls are unique in a session."""
+    """Return the response as a chat message; ids of calls are unique in a session."""
     message: Message = {"role": "assistant", "content": parsed.text}
     if parsed.reasoning:
         message[THOUGHTS] = parsed.reasoning

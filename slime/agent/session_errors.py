@@ -1,4 +1,4 @@
-"""Why a turn of an episode is not taken, and how the episode stands by it."""
+"""Why a turn of an episode is refused, and the outcome of the episode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Outcome = Literal[
 
 
 class SessionError(RuntimeError):
-    """A turn that is not taken. `outcome` is how the episode stands by it."""
+    """A turn that is refused. `outcome` is the outcome of the episode."""
 
     outcome: Outcome = "failed"
 
@@ -30,7 +30,7 @@ class TokenBudgetUsed(SessionError, EpisodeEnded):
 
 
 class ContextExhausted(SessionError, EpisodeEnded):
-    """The prompt leaves no room for an answer."""
+    """The prompt leaves no room for a response."""
 
     outcome: Outcome = "context"
 
@@ -40,4 +40,4 @@ class ContextExhausted(SessionError, EpisodeEnded):
 
 
 class BadConversation(ValueError):
-    """Messages that no answer can follow."""
+    """Messages that no response can follow."""

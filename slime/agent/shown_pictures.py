@@ -1,8 +1,8 @@
-"""Pictures in conversations: parts of messages outside, expanded token ids with their spans inside.
+"""Images in conversations: parts of messages for clients, expanded token ids with their spans for the model.
 
-A message with pictures has a list of parts as its content: `{"type": "text", "text": ...}` and `{"type":
-"image", "image": Shown(...)}`. The template writes one image token for each; prompts hold all tokens of a
-picture, as the model reads them, and requests have one again, with the picture beside it.
+The content of a message with images is a list of parts: `{"type": "text", "text": ...}` and `{"type":
+"image", "image": Shown(...)}`. The template writes one image token for each; prompts hold all tokens of an
+image, as the model reads them; requests have one token again, together with the image.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 
 class Shown:
-    """A picture that equals others with the same pixels."""
+    """An image that equals others with the same pixels."""
 
     __slots__ = ("__weakref__", "key", "picture")
 
@@ -34,20 +34,20 @@ class Shown:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - the pictures of requests that follow each other
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - consecutive requests show the same images
     def url(self) -> str:
         return picture_url(self.picture)
 
 
 @functools.lru_cache(maxsize=64)
 def shown(data_url: str) -> Shown:
-    """The picture of a data URL, decoded once: clients send it with every turn. NotAnImage: it is none."""
+    """Decode the image of a data URL once, because clients send it with every turn; else NotAnImage."""
     return Shown(open_picture(data_url))
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A picture at its place in a prompt: ids `start <= i < end` stand for it."""
+    """An image in a prompt: the ids `start <= i < end` stand for it."""
 
     start: int
     end: int
@@ -56,9 +56,9 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
-    """What a request sends for a prompt with pictures."""
+    """What a request sends for a prompt with images."""
 
-    wire_ids: list[int]  # of the prompt, one image token for each picture
+    wire_ids: list[int]  # of the prompt, with one token for each image
     urls: tuple[str, ...]
     image_token_id: int
 
@@ -77,21 +77,21 @@ def _pictures(messages: Sequence[Message]) -> Iterator[Shown]:
 
 
 def for_template(messages: Sequence[Message]) -> list[Message]:
-    """Templates only look whether there is a picture."""
+    """Return messages without the image data: templates only check that there is an image."""
     return bare_messages(list(messages))
 
 
 def expanded(
     ids: Sequence[int], pictures: Sequence[Shown], processor: Any, *, start: int
 ) -> tuple[list[int], list[Placed]]:
-    """Ids with one image token per picture -> as the model reads them; places count from `start`."""
+    """Expand ids with one token per image to what the model reads; places count from `start`."""
     made = encoder_of(processor).encode_prompt(ids, [one.picture for one in pictures], start=start)
     places = zip(made.spans, pictures, strict=True)
     return made.ids, [Placed(first, last, one) for (first, last), one in places]
 
 
 def images_of(ids: Sequence[int], placed: Sequence[Placed], processor: Any) -> PromptImages | None:
-    """The pictures of a prompt as an engine is asked with them; None where it shows no picture."""
+    """Return the images of a prompt as a request sends them; None: there are none."""
     if not placed:
         return None
     token = encoder_of(processor).image_token_id
@@ -100,7 +100,7 @@ def images_of(ids: Sequence[int], placed: Sequence[Placed], processor: Any) -> P
 
 
 def add_to_sample(sample: Sample, placed: Sequence[Placed], processor: Any) -> None:
-    """What the trainer needs of the pictures that stand in the sample's tokens; those behind them are cut."""
+    """Add to a sample the images within its tokens, as the trainer needs them."""
     placed = [one for one in placed if one.end <= len(sample.tokens)]
     if not placed:
         sample.multimodal_inputs = sample.image_spans = None

@@ -1,8 +1,8 @@
 """The turns of an episode as a tree of token ids, and the samples that its leaves become.
 
-A turn hangs below the turn whose prompt and answer its own prompt begins with; what a client adds between
-two turns is kept once. A prompt that continues no turn is a root: a first turn, or history that was edited.
-Each leaf is one sample. A turn that several leaves share trains in the first of them.
+The parent of a turn is the turn whose prompt and response its own prompt starts with. A prompt that continues
+no turn is a root: a first turn, or history that was edited. Each leaf becomes one sample. A turn that several
+leaves share is trained in the first of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime.utils.types import Sample, SampleStatus
 
 # In Sample.metadata: one entry for each turn of the sample, see `TurnNode.describe`.
 TURNS_KEY = "turns"
-# Of an engine's meta_info only what samples are made of is kept; per-token lists are in the turn itself.
+# The part of an engine's meta_info that samples need; per-token lists are in the turn itself.
 _KEPT_META = (
     "finish_reason",
     "weight_version",
@@ -43,17 +43,17 @@ _KEPT_META = (
 
 @dataclass(slots=True)
 class TurnRecord:
-    """One answer of the engine: the whole prompt it got, the tokens it made, and how it stopped.
+    """One response of the engine: its whole prompt, the sampled tokens, and the finish reason.
 
-    Example: `TurnRecord([5, 6], [7, 2], "stop", [-0.3, -0.1])`. Without log-probs (an answer that the policy
-    did not give) nothing of it is trained.
+    Example: `TurnRecord([5, 6], [7, 2], "stop", [-0.3, -0.1])`. Without log-probs (a response that the
+    policy did not sample) nothing of it is trained.
     """
 
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     finish_reason: str
     output_log_probs: Sequence[float] = field(default_factory=list)
-    ill_formed: bool = False  # the answer has a tool call that cannot be read
+    ill_formed: bool = False  # the response has a tool call that cannot be read
     meta: Mapping[str, Any] = field(default_factory=dict)  # the engine's meta_info
 
     def __post_init__(self) -> None:
@@ -63,42 +63,23 @@ class TurnRecord:
             )
 
 
+@dataclass(slots=True, eq=False)
 class TurnNode:
-    """A turn at its place: `added_ids` is what its prompt has beyond its parent's prompt and answer."""
+    """A turn in the tree: `added_ids` is what its prompt has beyond its parent's prompt and response."""
 
-    __slots__ = (
-        "added_ids",
-        "details",
-        "finish",
-        "ill_formed",
-        "images",
-        "log_probs",
-        "meta",
-        "num_ids",
-        "number",
-        "output_ids",
-        "parent",
-        "replaced",
-        "reward",
-    )
-
-    def __init__(
-        self, number: int, parent: TurnNode | None, turn: TurnRecord, added_ids: Sequence[int]
-    ) -> None:
-        self.number = number
-        self.parent = parent
-        self.added_ids = array("i", added_ids)
-        self.output_ids = array("i", turn.output_ids)
-        self.log_probs = array("d", turn.output_log_probs)
-        self.finish = turn.finish_reason
-        self.ill_formed = turn.ill_formed
-        self.meta = {name: turn.meta[name] for name in _KEPT_META if name in turn.meta}
-        self.details: dict[str, Any] = {}  # what the record of the run shows of this turn: tool calls, ...
-        self.reward: float | None = None  # of this turn alone; None: the episode's reward says it all
-        self.images: Sequence[Placed] = ()  # of its added ids; places count from the root
-        self.replaced = False  # a client's rendering of it took its place: it is trained nowhere
-        before = parent.num_ids if parent is not None else 0
-        self.num_ids: int = before + len(self.added_ids) + len(self.output_ids)
+    number: int
+    parent: TurnNode | None
+    added_ids: array[int]
+    output_ids: array[int]
+    log_probs: array[float]
+    finish: str
+    ill_formed: bool
+    meta: dict[str, Any]
+    num_ids: int  # of the prompt and the response
+    details: dict[str, Any] = field(default_factory=dict)  # shown in the record of the run: tool calls, ...
+    reward: float | None = None  # of this turn alone; None: the episode's reward covers it
+    images: Sequence[Placed] = ()  # of its added ids; places count from the root
+    replaced: bool = False  # a client's rendering of it took its place: it is not trained
 
     @property
     def is_trained(self) -> bool:
@@ -109,7 +90,7 @@ class TurnNode:
         return self.num_ids - len(self.output_ids)
 
     def chain(self) -> list[TurnNode]:
-        """The turns from the root down to this one."""
+        """Return the turns from the root down to this one."""
         nodes: list[TurnNode] = []
         node: TurnNode | None = self
         while node is not None:
@@ -118,7 +99,7 @@ class TurnNode:
         return nodes[::-1]
 
     def ids(self) -> array[int]:
-        """Prompt and answer: what a prompt must begin with to continue this turn."""
+        """Return prompt and response: what a prompt must start with to continue this turn."""
         out = array("i")
         for node in self.chain():
             out += node.added_ids
@@ -126,7 +107,7 @@ class TurnNode:
         return out
 
     def describe(self, start: int, *, trained: bool) -> dict[str, Any]:
-        """The entry of `metadata["turns"]`: where its answer stands in the response, and what is known.
+        """Return the entry of `metadata["turns"]`: its span in the sample's response, and its details.
 
         Example: `{"turn": 2, "start": 14, "end": 20, "trained": True, "finish": "stop", "reward": 0.5,
         "tool_calls": ["python"]}`; without `reward` where the turn has none of its own.
@@ -143,32 +124,32 @@ class TurnNode:
 
 
 class TurnTree:
-    """All turns of one episode, in the order in which they were answered."""
+    """All turns of one episode, in the order of their responses."""
 
     def __init__(self) -> None:
         self.nodes: list[TurnNode] = []
         self.num_output_ids = 0
-        self._tip_ids = array("i")  # of the last node: nearly always the one that goes on
 
     def add(self, turn: TurnRecord, parent: TurnNode | None) -> TurnNode:
-        """`turn.prompt_ids` begins with `parent.ids()`, which the caller has seen to."""
-        known = parent.num_ids if parent is not None else 0
-        node = TurnNode(len(self.nodes), parent, turn, turn.prompt_ids[known:])
-        if self.nodes and self.nodes[-1] is parent:
-            self._tip_ids += node.added_ids
-            self._tip_ids += node.output_ids
-        else:
-            self._tip_ids = node.ids()
+        """Add a turn whose `prompt_ids` start with `parent.ids()`, which the caller has checked."""
+        added = turn.prompt_ids[parent.num_ids if parent is not None else 0 :]
+        node = TurnNode(
+            number=len(self.nodes),
+            parent=parent,
+            added_ids=array("i", added),
+            output_ids=array("i", turn.output_ids),
+            log_probs=array("d", turn.output_log_probs),
+            finish=turn.finish_reason,
+            ill_formed=turn.ill_formed,
+            meta={name: turn.meta[name] for name in _KEPT_META if name in turn.meta},
+            num_ids=len(turn.prompt_ids) + len(turn.output_ids),
+        )
         self.nodes.append(node)
         self.num_output_ids += len(node.output_ids)
         return node
 
-    def ids_of(self, node: TurnNode) -> array[int]:
-        """Returns `node.ids()`, without a walk for the last node; the list is not to be changed."""
-        return self._tip_ids if node is self.nodes[-1] else node.ids()
-
     def find_parent(self, prompt_ids: Sequence[int]) -> TurnNode | None:
-        """The longest turn that the prompt continues; None: it continues none."""
+        """Return the longest turn that the prompt continues; None: it continues none."""
         prompt = array("i", prompt_ids)
         best: TurnNode | None = None
         for node in reversed(self.nodes):
@@ -178,13 +159,13 @@ class TurnTree:
         return best
 
     def leaves(self) -> list[TurnNode]:
-        """Turns that no other continues; what was replaced and what has no answer is none."""
+        """Return the turns that no other continues, without replaced and empty ones."""
         parents = {id(node.parent) for node in self.nodes if node.parent is not None and _counts(node)}
         return [node for node in self.nodes if _counts(node) and id(node) not in parents]
 
     @property
     def num_forks(self) -> int:
-        """How often history was left: samples beyond the first."""
+        """The number of samples beyond the first."""
         return max(0, len(self.leaves()) - 1)
 
 
@@ -210,13 +191,11 @@ def samples_of(
     args: PluginArgs | None = None,
     processor: Any = None,
 ) -> list[Sample]:
-    """One sample for each leaf, in the order of their last turns; those without a trained token are left out.
+    """Return one sample for each leaf with a trained token, in the order of their last turns.
 
-    Where no token is trained since a client chose the sampling of every turn, one sample keeps the reward.
-
-    All share `rollout_id` (the base sample's, else its index) and the reward. Their response begins
-    after the first prompt. `args` is needed where the engine's answers hold expert choices, `processor`
-    where turns show pictures.
+    If no token is trained, because a client chose the sampling of every turn, one sample keeps the reward.
+    All share `rollout_id` (the base sample's, else its index) and the reward. Their response starts after the
+    first prompt. `args` is needed if the engine returns expert choices, `processor` if turns show images.
     """
     trained: set[int] = set()
     samples: list[Sample] = []
@@ -245,7 +224,7 @@ def samples_of(
 def _blank(
     base: Sample, reward: float | dict[str, Any] | None, extra_metadata: Mapping[str, Any] | None
 ) -> Sample:
-    """A sample of the same prompt with nothing generated yet."""
+    """Return a sample of the same prompt with nothing generated yet."""
     return Sample(
         group_index=base.group_index,
         index=base.index,
@@ -266,7 +245,7 @@ def _blank(
 def _append_chain(
     sample: Sample, chain: Sequence[TurnNode], trained: set[int], args: PluginArgs | None
 ) -> Iterator[dict[str, Any]]:
-    """Write the turns onto the sample; yields what is known of each, with its span in the response."""
+    """Append the turns to the sample; yields the description of each, with its span in the response."""
     for place, node in enumerate(chain):
         if place == 0:
             sample.tokens = list(node.added_ids)
@@ -286,7 +265,7 @@ def _append_chain(
 
 
 def _cut(sample: Sample, max_tokens: int) -> None:
-    """Keep the first tokens: what is trained of them stays as it was."""
+    """Keep the first tokens and their masks."""
     keep = max(0, max_tokens - (len(sample.tokens) - sample.response_length))
     sample.tokens = sample.tokens[:max_tokens]
     sample.response_length = min(keep, len(sample.tokens))
@@ -306,11 +285,11 @@ def _cut(sample: Sample, max_tokens: int) -> None:
 
 
 class TrajectoryManager:
-    """The trees of any number of sessions, for code that renders prompts itself and records what came back.
+    """Trees of any number of sessions, for code that renders prompts itself and records the responses.
 
-    A prompt that a template rendered anew may differ from the tokens of the last answer. Where the new
-    answer is shorter than `fork_threshold_tokens`, such a prompt takes the place of that answer, which
-    is then not trained; else, and with 0 or None, it begins a sample of its own and both are trained.
+    A prompt that a template rendered again may differ from the tokens of the last response. If the new
+    response is shorter than `fork_threshold_tokens`, the prompt replaces that response, which is then not
+    trained; otherwise, and with 0 or None, the prompt starts a new sample and both are trained.
     """
 
     def __init__(self, fork_threshold_tokens: int | None = 1024) -> None:
@@ -326,7 +305,7 @@ class TrajectoryManager:
         response_message: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> TurnNode:
-        """Put the turn where its prompt belongs. `prompt_messages` are what the prompt was rendered from."""
+        """Add a turn where its prompt belongs. `prompt_messages` are what the prompt was rendered from."""
         tree = self._trees.setdefault(sid, TurnTree())
         parent = tree.find_parent(turn.prompt_ids)
         last = self._rendered_anew(tree, turn, prompt_messages)
@@ -344,7 +323,7 @@ class TrajectoryManager:
     def _rendered_anew(
         self, tree: TurnTree, turn: TurnRecord, messages: Sequence[Mapping[str, Any]]
     ) -> TurnNode | None:
-        """The leaf whose answer this prompt holds in other tokens; None: there is none, or both must stay."""
+        """Return the leaf whose response this prompt holds in other tokens; None: none, or both must stay."""
         if len(turn.output_ids) >= self.fork_threshold_tokens:
             return None
         prompt = array("i", turn.prompt_ids)
@@ -365,7 +344,7 @@ class TrajectoryManager:
         extra_metadata: Mapping[str, Any] | None = None,
         max_sample_tokens: int | None = None,
     ) -> list[Sample]:
-        """The samples of a session; none for one that was never heard of."""
+        """Return the samples of a session; none for an unknown one."""
         return samples_of(
             self._trees.get(sid, TurnTree()),
             base_sample=base_sample,

@@ -167,7 +167,7 @@ def combine_rewards(components: Mapping[str, float], weights: Mapping[str, float
     return math.fsum(weight * components[name] for name, weight in weights.items())
 
 
-def overlong_penalty(length: int, max_length: int, buffer_length: int, factor: float) -> float:
-    """0 up to `max_length - buffer_length` tokens, then linear to -factor at `max_length` (DAPO)."""
+def overlong_penalty(length: int, max_length: int, buffer_length: int) -> float:
+    """0 up to `max_length - buffer_length` tokens, then linear to -1 at `max_length` (DAPO)."""
     excess = length - (max_length - buffer_length)
-    return -factor * min(max(excess, 0), buffer_length) / buffer_length
+    return -min(max(excess, 0), buffer_length) / buffer_length

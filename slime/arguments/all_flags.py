@@ -80,6 +80,7 @@ class Flags(
     run_dir: str
     hf_checkpoint: str  # None only where --debug-rollout-only runs a rollout function of one's own
     critic_overrides: dict[str, Any]  # no flag: what --megatron-config-path says of the critic alone
+    megatron_config: dict[str, Any]  # no flag: fields of megatron-core that were given as flags
     start_from: str  # no flag: who has the first weights, --hf-checkpoint or a torch_dist folder
 
 

@@ -119,6 +119,7 @@ def default_args(**changes: Any) -> Args:
         "engine_topology": plain_topology(values["hf_checkpoint"], 1, 1),
         "start_from": values["hf_checkpoint"],
         "critic_overrides": {},
+        "megatron_config": {},
     }
     values |= {name: value for name, value in derived.items() if values.get(name) is None}
     unknown = sorted(set(changes) - set(all_specs()) - set(derived))

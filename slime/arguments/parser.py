@@ -1,10 +1,12 @@
 """The command line: flags from their declarations, values from words and files, clear mistakes."""
 
 import argparse
+import functools
 import logging
+import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -101,6 +103,7 @@ def _read_all(
     with refusals.collect("Command line", alone=True):
         given = _parse_command_line(parser, words, refusals)
     draft = Draft(all_specs(), training_loop=training_loop)
+    draft.set("megatron_config", {}, DEFAULT)
     for name, flag in custom.items():
         draft.set(name, flag.default, DEFAULT)
     for option, values in kept.items():
@@ -110,6 +113,8 @@ def _read_all(
         with refusals.collect("--config", alone=True):
             server_flags = _apply_config_file(draft, given["config"], custom, refusals) | server_flags
     for name, value in given.items():
+        if name in all_specs() and all_specs()[name].info.rows is not None:
+            value = functools.reduce(operator.or_, value, draft.values[name])  # files, then words in order
         draft.set(name, value, COMMAND_LINE)
     if draft.custom_config_path:
         with refusals.collect("--custom-config-path"):
@@ -178,7 +183,7 @@ class _Help(argparse._HelpAction):
 def build_parser(
     add_custom_arguments: AddArguments | None = None, refusals: Refusals | None = None
 ) -> tuple[argparse.ArgumentParser, dict[str, CustomFlag]]:
-    """The parser of all flags, and by name those that a user's own function added to it."""
+    """Build the parser of all flags; also return the flags that a user's function added, by name."""
     parser: argparse.ArgumentParser = _Parser(
         prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
     )
@@ -216,6 +221,8 @@ def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec, refusals: Refusal
         options["nargs"] = "+"
     if spec.info.repeatable:
         options["action"] = "extend"
+    if spec.info.rows is not None:
+        options["action"] = "append"
     parser.add_argument(*spec.on_options, **options)
 
 
@@ -303,7 +310,7 @@ def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
 
 
 def _apply_megatron_flags(draft: Draft, found: dict[str, list[str]]) -> None:
-    """Fields of Megatron's configuration; they join those of --megatron-config and of a file."""
+    """Fields of Megatron's configuration; they join those of a file."""
     if not found:
         return
     if draft.was_given("train_backend") and not BACKENDS[draft.train_backend].takes_megatron_flags:
@@ -316,7 +323,7 @@ def _apply_megatron_flags(draft: Draft, found: dict[str, list[str]]) -> None:
         )
     if not megatron_fields():
         raise ValueError(why_missing(list(found), ""))
-    values = (draft.megatron_config or {}) | read_megatron_flags(found)
+    values = draft.megatron_config | read_megatron_flags(found)
     draft.set("megatron_config", values, COMMAND_LINE)
 
 
@@ -328,8 +335,7 @@ def _apply_config_file(
     without_megatron: list[str] = []
     content = read_yaml_mapping(path, "--config")
     _refuse_groups(content, path, custom)
-    for key, value in content.items():
-        name, value = renamed_key(str(key).replace("-", "_").removeprefix("__"), value)
+    for key, name, value in _renamed_items(content):
         option = "--" + name.replace("_", "-")
         ours = name in all_specs() or name in custom
         if not ours and is_megatron_flag(option) and not megatron_fields():
@@ -344,6 +350,13 @@ def _apply_config_file(
     if without_megatron:
         refusals.add("--config", why_missing(without_megatron, f"{path}: "))
     return server_flags
+
+
+def _renamed_items(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield each key of a file as written, under the name that its flag has here, and its value."""
+    for key, value in content.items():
+        for name, new in renamed_key(str(key).replace("-", "_").removeprefix("__"), value).items():
+            yield str(key), name, new
 
 
 def _refuse_groups(content: dict[str, Any], path: str, custom: dict[str, CustomFlag]) -> None:
@@ -367,6 +380,7 @@ def _refuse_groups(content: dict[str, Any], path: str, custom: dict[str, CustomF
 def _apply_roles(draft: Draft, path: str, custom: dict[str, CustomFlag]) -> None:
     roles = read_roles(path)
     critic = Draft(all_specs())
+    critic.set("megatron_config", {}, DEFAULT)
     for role, target in (("actor", draft), ("critic", critic)):
         for name, value in without_idle(roles.get(role, {}), draft, path).items():
             _apply_key(target, name, name, value, path, custom)
@@ -388,12 +402,14 @@ def _apply_key(
         if words is not None:
             draft.set("router_options", {option: words} | draft.router_options, source)
     elif name not in all_specs() and is_megatron_flag(option):
-        fields = (draft.megatron_config or {}) | read_megatron_value(name, value, path)
+        fields = draft.megatron_config | read_megatron_value(name, value, path)
         draft.set("megatron_config", fields, source)
     else:
         spec, inverted = _find_key(key, name, path)
         if value is not None:
             value = read_file_value(spec, value, f"{key} in {path}")
+            if spec.info.rows is not None:
+                value = draft.values[spec.name] | value
             draft.set(spec.name, not value if inverted else value, source)
 
 

@@ -55,7 +55,7 @@ from slime.arguments.groups.run import (
 )
 from slime.arguments.groups.topology import router, topology, topology_source
 from slime.arguments.groups.trained_sampling import trained_sampling
-from slime.arguments.groups.trainer import model_parallel_sizes, trainable_parameters, weight_copies
+from slime.arguments.groups.trainer import model_parallel_sizes, trainable_parameters
 from slime.arguments.groups.training import derive_batch, learning_rate
 
 Rule = Callable[[Draft], None]
@@ -107,7 +107,6 @@ RULES: tuple[Rule, ...] = (
     topology,
     router,
     trainable_parameters,
-    weight_copies,
     fp8_training,
     engine_precision,
     images,

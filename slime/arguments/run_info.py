@@ -51,7 +51,7 @@ class PluginArgs(argparse.Namespace, Flags):
     overlapped_loop: bool
 
     def change(self, name: str, value: float) -> None:
-        """Set what somebody changes while the run goes on: all who hold this object see it."""
+        """Set a value that was changed during the run; everybody who holds this object sees it."""
         vars(self)[name] = value
 
 

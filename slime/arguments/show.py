@@ -37,6 +37,8 @@ def render_help(prog: str, custom: Sequence[argparse.Action] = (), words: Sequen
             group = spec.group
             lines += ["", f"{group}:"]
         lines += _entry(f"{spec.option}{_value_name(spec)}", spec.info.help + _notes(spec), width)
+        for name, row in (spec.info.rows or {}).items():
+            lines += _entry(f"    {name}", f"{row.help} [{row.default:g}]", width)
     if custom:
         lines += ["", "Your own flags:"]
         lines += [line for a in custom for line in _entry(", ".join(a.option_strings), a.help or "", width)]

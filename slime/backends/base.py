@@ -38,7 +38,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Several samples packed behind each other without padding: T tokens, S samples, R response tokens.
+    """Several samples packed one after another without padding: T tokens, S samples, R response tokens.
 
     Example: samples with tokens [5, 6, 7] (2 of them response) and [8, 9] (1): input_ids = [[5, 6, 7, 8, 9]],
     position_ids = [[0, 1, 2, 0, 1]], logit_positions = [0, 1, 3], targets = [6, 7, 9], segments = [0, 0, 1].
@@ -97,7 +97,7 @@ _TENSOR_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What the model says about each response token of a micro-batch."""
+    """The model's outputs for each response token of a micro-batch."""
 
     log_probs: Tensor  # [R] fp32, over the micro-batch's nucleus where it has one; [0] of a scalar head
     entropy: Tensor | None = None  # [R] fp32, likewise; None: not asked for
@@ -112,14 +112,14 @@ class TokenOutputs:
         return cls(log_probs=values.new_empty(0), values=values)
 
     def on_cpu(self) -> dict[str, Tensor]:
-        """What is known of single tokens, by name and detached: all but the logits."""
+        """Return the per-token outputs by name, detached, on the CPU: all but the logits."""
         log_probs = self.log_probs if self.values is None else None
         found = {"log_probs": log_probs, "entropy": self.entropy, "values": self.values, "extra": self.extra}
         return {name: tensor.detach().cpu() for name, tensor in found.items() if tensor is not None}
 
     @classmethod
     def of_known(cls, known: dict[str, Tensor], device: torch.device) -> "TokenOutputs":
-        """What `on_cpu` returned, on a device again."""
+        """Rebuild from what `on_cpu` returned, on `device`."""
         moved = {name: tensor.to(device) for name, tensor in known.items()}
         return cls(**{"log_probs": torch.empty(0, device=device), **moved})
 
@@ -225,7 +225,7 @@ class TrainBackend(Protocol):
     def load(self, path: str | Path) -> dict[str, Any]: ...
 
     def save(self, path: str | Path) -> dict[str, Any]:
-        """Writes a checkpoint. With --async-save it only copies the state; `finish_save` awaits the rest."""
+        """Write a checkpoint. With --async-save it only copies the state, see `finish_save`."""
         ...
 
     def finish_save(self, *, wait: bool) -> bool: ...
@@ -255,7 +255,7 @@ class TrainBackend(Protocol):
         """Optimizer steps of the run, where its data decides them (--num-epoch), for schedules."""
 
     def change_setting(self, name: str, value: float) -> None:
-        """A setting of the actor from the next step on: `lr` or `rollout_temperature`."""
+        """Change a setting of the actor from the next step on: `lr` or `rollout_temperature`."""
 
     def reset_optimizer(self) -> None: ...
 
@@ -273,15 +273,15 @@ class TrainBackend(Protocol):
         ...
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """The adapters alone, under the names of peft; only of a trainer for which flags allow adapters."""
+        """Export the adapters alone, under peft's names; only where flags allow adapters."""
         ...
 
     def adapter_config(self) -> dict[str, Any]:
-        """What engines must know of the adapters beside their tensors, as peft writes it."""
+        """Return the adapter config for engines, in peft's format."""
         ...
 
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """A folder that `from_pretrained` reads; it appears whole or not at all."""
+        """Write a folder that `from_pretrained` reads; it appears whole or not at all."""
         ...
 
     def copy_weights(self, src: str, dst: str) -> None: ...

@@ -17,7 +17,6 @@ from slime.arguments.groups.trained_sampling import replays_nucleus
 from slime.batch.validate import check_distinct, check_reward, check_samples, validate_batch
 from slime.catalog.estimators import ESTIMATORS
 from slime.utils import top_p
-from slime.utils.files.tensor_pickle import CutRows
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import RolloutBatch, Sample, TokenKey, flatten_samples, version_number
@@ -40,23 +39,10 @@ _NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.
 def samples_to_batch(
     args: Flags, samples: Iterable[Any], *, engine_version: str | None = None
 ) -> RolloutBatch:
-    """The train data of one rollout, checked; nested lists (groups, fan-out) are flattened in order.
+    """Return the train data of one rollout, checked; nested lists (groups, fan-out) are flattened in order.
 
-    `engine_version`: what engines held when the rollout began, for tokens that name no version themselves.
+    `engine_version`: what engines held when the rollout started, for tokens that name no version themselves.
     """
-    return in_lists(samples_to_cut_batch(args, samples, engine_version=engine_version))
-
-
-def in_lists(batch: RolloutBatch) -> RolloutBatch:
-    """The same in plain lists, as whoever stores or changes a batch expects them."""
-    plain = {key: list(rows) if isinstance(rows, CutRows) else rows for key, rows in batch.items()}
-    return cast(RolloutBatch, plain)
-
-
-def samples_to_cut_batch(
-    args: Flags, samples: Iterable[Any], *, engine_version: str | None = None
-) -> RolloutBatch:
-    """The same with `CutRows` where tensors were cut from one, for whoever packs them."""
     flat = flatten_samples(samples)
     if not flat:
         raise ValueError("the rollout returned no samples: there is nothing to train on.")
@@ -121,7 +107,7 @@ def compare_in_groups(
     """One number per sample, less the baseline of its group if the estimator compares at all.
 
     Samples of one rollout that played different roles (metadata["agent_role"]: the two sides of a game, a
-    solver and its critic) are compared only with those that played the same.
+    solver and its critic) are compared only with samples of the same role.
     """
     estimator = ESTIMATORS[args.advantage_estimator]
     if estimator.baseline is None or not args.rewards_normalization:
@@ -208,7 +194,7 @@ def _length_penalty(args: Flags, length: int) -> float:
     assert args.overlong_buffer_len is not None, "without it no answer is too long"
     longest = args.rollout_max_response_len
     assert longest is not None, "parsing asks for --rollout-max-response-len with --overlong-buffer-len"
-    return overlong_penalty(length, longest, args.overlong_buffer_len, args.overlong_penalty_factor)
+    return overlong_penalty(length, longest, args.overlong_buffer_len)
 
 
 def _raw_reward(args: Flags, sample: Sample) -> float:
@@ -334,7 +320,7 @@ def _rows(values: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
     sizes = [len(value) for value in values]
     # numpy reads a list of integers ten times as fast as torch does.
     joined = np.fromiter(itertools.chain.from_iterable(values), _NUMPY_TYPES[dtype], sum(sizes))
-    return CutRows(torch.from_numpy(joined), sizes)
+    return list(torch.from_numpy(joined).split(sizes))
 
 
 def _num_trained(sample: Sample) -> float:
@@ -360,7 +346,7 @@ def _versions(samples: Sequence[Sample]) -> list[torch.Tensor] | None:
         numbers = {version: version_number(version) for version in {own[0][0] for own in spans}}
         of_samples = [-1 if (n := numbers[version]) is None else n for [(version, _, _)] in spans]
         joined = np.repeat(np.array(of_samples, np.int32), lengths)
-        return CutRows(torch.from_numpy(joined), lengths) if (joined >= 0).any() else None
+        return list(torch.from_numpy(joined).split(lengths)) if (joined >= 0).any() else None
     rows = [_token_versions(sample) for sample in samples]
     return _rows(rows, torch.int32) if any(max(row, default=-1) >= 0 for row in rows) else None
 

@@ -59,7 +59,7 @@ def _plain_attention(text: Any) -> tuple[int, int]:
 
 
 def _latent_attention(text: Any) -> tuple[int, int]:
-    """The same for MLA (DeepSeek), where keys and values come from a low-rank vector."""
+    """Return the numbers for MLA (DeepSeek), where keys and values come from a low-rank vector."""
     hidden, heads, rank = text.hidden_size, text.num_attention_heads, text.kv_lora_rank
     key = text.qk_nope_head_dim + text.qk_rope_head_dim
     query_rank = _read(text, "q_lora_rank")

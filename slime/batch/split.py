@@ -18,7 +18,7 @@ from slime.arguments.groups.objectives import CRITIC, PAIR_LOSSES
 from slime.batch.flops import sample_sizes, typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
 from slime.catalog.backends import BACKENDS
-from slime.utils.files.tensor_pickle import pack_rows, unpack_rows
+from slime.utils import codec
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -66,12 +66,16 @@ class RankData:
     scoring: list[list[int]]  # micro-batches of passes before training; positions as in those of the steps
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _with_rows, (pack_rows(self.batch), self.steps, self.scoring)
+        """Travel to the rank's process with the batch in one piece of bytes."""
+        try:
+            batch = codec.encode(codec.with_rows(self.batch))
+        except codec.ForeignValue:  # a user's function may put any object into a batch
+            return RankData, (self.batch, self.steps, self.scoring)
+        return _received, (batch, self.steps, self.scoring)
 
 
-def _with_rows(batch: Mapping[str, Any], steps: list[RankStep], scoring: list[list[int]]) -> RankData:
-    """A share as it comes out of a pickle."""
-    return RankData(cast(RolloutBatch, unpack_rows(batch)), steps, scoring)
+def _received(batch: bytes, steps: list[RankStep], scoring: list[list[int]]) -> RankData:
+    return RankData(codec.decode(batch), steps, scoring)
 
 
 def plan_steps(
@@ -196,7 +200,7 @@ def _split_step(
 def _even_bins(
     bins: list[list[int]], costs: Sequence[float], sizes: Sequence[int], cap: int
 ) -> list[list[int]]:
-    """The same units in as many bins of nearly equal cost, if those stay within `cap` tokens; else `bins`.
+    """Spread the units of `bins` over bins of nearly equal cost; `bins` if one would exceed `cap` tokens.
 
     Bins that were filled one after another leave a last one that may hold a single short sample: a
     micro-batch whose kernels take less time than it takes to start them.

@@ -1,4 +1,4 @@
-"""What may be asked of a run while it goes on; the loop answers between two steps."""
+"""Actions that can be requested of an active run; the loop takes them between two steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Policy losses and reductions: the rows of `--policy-loss-type` and `--loss-reduction`."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from slime.catalog.named_numbers import NamedNumber
 
 _LOSSES = "slime.algorithms.policy_loss"
 
@@ -17,7 +20,7 @@ class PolicyLoss:
     # Needs the log-probs of the whole optimizer step before its first pass.
     selects_by_covariance: bool = False
     scales_with_advantage: bool = False  # where a token has none, it has no gradient
-    flags: tuple[str, ...] = ()  # that this loss reads, beyond those above
+    args: tuple[str, ...] = ()  # names of --policy-loss-args that this loss reads
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -39,7 +42,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         scales_with_advantage=True,
     ),
     "sapo": PolicyLoss(
-        f"{_LOSSES}.sapo", "a soft gate in place of the clip", flags=("sapo_tau_pos", "sapo_tau_neg")
+        f"{_LOSSES}.sapo", "a soft gate in place of the clip", args=("sapo_tau_pos", "sapo_tau_neg")
     ),
     "gmpo": PolicyLoss(
         f"{_LOSSES}.gmpo", "geometric mean of a sample's ratios", clips=True, ratio_per_sample=True
@@ -50,19 +53,36 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         clips=True,
         dual_clips=True,
         selects_by_covariance=True,
-        flags=("clip_cov_ratio", "clip_cov_low", "clip_cov_high"),
+        args=("clip_cov_ratio", "clip_cov_low", "clip_cov_high"),
     ),
     "kl_cov": PolicyLoss(
         f"{_LOSSES}.kl_cov",
         "tokens of the highest covariance pay a KL penalty",
         selects_by_covariance=True,
-        flags=("kl_cov_ratio", "kl_cov_coef"),
+        args=("kl_cov_ratio", "kl_cov_coef"),
     ),
     "dppo_tv": PolicyLoss(
-        f"{_LOSSES}.dppo_tv", "no gradient beyond a total variation per token", flags=("dppo_delta",)
+        f"{_LOSSES}.dppo_tv", "no gradient beyond a total variation per token", args=("dppo_delta",)
     ),
-    "dppo_kl": PolicyLoss(f"{_LOSSES}.dppo_kl", "no gradient beyond a KL per token", flags=("dppo_delta",)),
+    "dppo_kl": PolicyLoss(f"{_LOSSES}.dppo_kl", "no gradient beyond a KL per token", args=("dppo_delta",)),
 }
+
+
+POLICY_LOSS_ARGS: dict[str, NamedNumber] = {
+    "sapo_tau_pos": NamedNumber(1.0, "sapo: steepness of the gate for positive advantages", gt=0),
+    "sapo_tau_neg": NamedNumber(1.05, "sapo: steepness of the gate for other advantages", gt=0),
+    "clip_cov_ratio": NamedNumber(2e-4, "clip_cov: share of tokens that lose their gradient", ge=0, le=1),
+    "clip_cov_low": NamedNumber(1.0, "clip_cov: smallest covariance of such a token"),
+    "clip_cov_high": NamedNumber(5.0, "clip_cov: largest covariance of such a token"),
+    "kl_cov_ratio": NamedNumber(2e-3, "kl_cov: share of tokens that pay a penalty", ge=0, le=1),
+    "kl_cov_coef": NamedNumber(1.0, "kl_cov: penalty per unit of log-ratio", ge=0),
+    "dppo_delta": NamedNumber(0.15, "dppo: how far the probability of a token may move", gt=0),
+}
+
+
+def policy_loss_arg(args: Any, name: str) -> float:
+    """Return a number of --policy-loss-args, or its default."""
+    return float(args.policy_loss_args.get(name, POLICY_LOSS_ARGS[name].default))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Sandboxes: where commands of a model run; the rows of `--sandbox`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,8 @@ class SandboxRow:
     package: str | None = None  # that has to be installed
     extra: str | None = None  # of slime, which installs it
     key: str | None = None  # environment variable that the vendor's package reads
+    # A function that returns how programs are isolated on this machine; RuntimeError: they cannot be.
+    protection: str | None = field(default=None, repr=False)
 
 
 SANDBOXES: dict[str, SandboxRow] = {
@@ -24,6 +26,7 @@ SANDBOXES: dict[str, SandboxRow] = {
         "slime.agent.sandbox.local.LocalSandbox",
         "a protected sandbox on this machine: bubblewrap, else user namespaces, else an error",
         is_local=True,
+        protection="slime.agent.sandbox.isolation.describe_protection",
     ),
     "plain": SandboxRow(
         "slime.agent.sandbox.local.LocalSandbox",

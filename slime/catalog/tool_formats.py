@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 _PARSING = "slime.agent.parsing"
+# Called with a tokenizer: what its chat template does to earlier turns of a conversation.
+TEMPLATE_REPORT = "slime.agent.rendering.template_report"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,49 +29,49 @@ class ToolFormat:
 # In the order in which a template is compared with them.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek": ToolFormat(
-        f"{_PARSING}.deepseek.parse_deepseek",
+        f"{_PARSING}.formats.parse_deepseek",
         "DeepSeek V3, R1 and V3.1: special tokens around a name and JSON",
         starts=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
         marks=("<｜tool▁calls▁begin｜>",),
         sglang_name="deepseekv3",
     ),
     "glm": ToolFormat(
-        f"{_PARSING}.tagged.parse_glm",
+        f"{_PARSING}.formats.parse_glm",
         "GLM-4.5 and later: <tool_call>name, then <arg_key> and <arg_value>",
         starts=("<tool_call>",),
         marks=("<arg_key>",),
         sglang_name="glm45",
     ),
     "qwen3_coder": ToolFormat(
-        f"{_PARSING}.tagged.parse_qwen3_coder",
+        f"{_PARSING}.formats.parse_qwen3_coder",
         "Qwen3-Coder: <tool_call> with <function=name> and <parameter=key>",
         starts=("<tool_call>", "<function="),
         marks=("<function=",),
         sglang_name="qwen3_coder",
     ),
     "hermes": ToolFormat(
-        f"{_PARSING}.json_calls.parse_hermes",
+        f"{_PARSING}.formats.parse_hermes",
         "Qwen 2.5 and 3, Hermes, SmolLM2 and 3: JSON between <tool_call> and </tool_call>",
         starts=("<tool_call>",),
         marks=("<tool_call>",),
         sglang_name="qwen25",
     ),
     "pythonic": ToolFormat(
-        f"{_PARSING}.pythonic.parse_pythonic",
+        f"{_PARSING}.formats.parse_pythonic",
         "Llama 3.2 and 4: a list of calls in Python's words, [name(key=value)]",
         starts=("[", "<|python_start|>"),
         marks=("func_name1(params_name1",),
         sglang_name="pythonic",
     ),
     "llama3": ToolFormat(
-        f"{_PARSING}.json_calls.parse_llama3",
+        f"{_PARSING}.formats.parse_llama3",
         "Llama 3.1 to 3.3: a JSON object of name and parameters, with or without <|python_tag|>",
         starts=("<|python_tag|>", "{"),
         marks=('"parameters": dictionary of argument name',),
         sglang_name="llama3",
     ),
     "plain": ToolFormat(
-        f"{_PARSING}.plain.parse_plain", "no tool calls: everything is text", sglang_name=None
+        f"{_PARSING}.formats.parse_plain", "no tool calls: everything is text", sglang_name=None
     ),
 }
 

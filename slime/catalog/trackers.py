@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from slime.catalog.limits import limit
+
 _SERVICES = "slime.observability.trackers.services"
+FEED = "slime.observability.trackers.feed.Feed"  # starts the process of a tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ TRACKERS: dict[str, TrackerRow] = {
         "trackio",
         "trackio",
         "a local database of all runs, or a Hugging Face Space; `trackio show` opens the page",
-        ("trackio_project", "trackio_space"),
+        (),
     ),
     "mlflow": TrackerRow(
         f"{_SERVICES}.MLflow",
@@ -55,7 +58,7 @@ TRACKERS: dict[str, TrackerRow] = {
         "mlflow",
         "mlflow",
         "an MLflow server, or a database in RUN/mlflow",
-        ("mlflow_tracking_uri", "mlflow_experiment"),
+        (),
     ),
 }
 
@@ -67,12 +70,13 @@ def chosen_trackers(args: object) -> list[str]:
 
 def tracker_options(args: object) -> dict[str, object]:
     """What the flags say of trackers."""
-    names = ["tracker_samples", *(name for row in TRACKERS.values() for name in row.options)]
-    return {name: getattr(args, name, None) for name in names}
+    names = [name for row in TRACKERS.values() for name in row.options]
+    samples = limit(args, "tracker-samples") if hasattr(args, "limits") else 0  # arguments of a plug-in's own
+    return {"tracker_samples": samples, **{name: getattr(args, name, None) for name in names}}
 
 
 def missing_package(name: str) -> str:
-    """What is told to whoever asks for a tracker whose package is not there."""
+    """Return the error for a tracker whose package is not installed."""
     row = TRACKERS[name]
     install = f"pip install 'slime[{row.extra}]'"
     return f"--use-{name} needs the package {row.package}, which is not installed: {install}"

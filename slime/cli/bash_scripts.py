@@ -1,8 +1,8 @@
-"""What a bash launch script of slime would train, and what of it is not known; nothing of it is run.
+"""Finds the training command of a bash launch script without running any of it.
 
 Bash evaluates the script, so that arrays, sourced model files and conditions count, but a guard skips every
-command that is not harmless. What a skipped command would have printed is not known: the script is evaluated
-again with other texts in its place, and a setting that changes with them depends on it.
+command that is not harmless. The output of a skipped command is unknown, so the script is evaluated again
+with other texts in its place: a setting that changes depends on that command.
 """
 
 import os
@@ -132,17 +132,17 @@ SettingsOf = Callable[[Sequence[str]], Settings]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of a script, from one folder and with one text for what skipped commands print."""
+    """The result of evaluating a script once, with one text as output of skipped commands."""
 
     words: list[str]  # of the first training command; empty: none was found
     skipped: list[tuple[int, str, str]]  # line, the marker that stands for it, command
-    exits: list[tuple[int, str]]  # line and command of an end before the training, which was passed over
+    exits: list[tuple[int, str]]  # line and command of an `exit` before the training, which was skipped
     printed: str
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates a script from one folder; every evaluation has the same time and the same random numbers."""
+    """Evaluates a script in one folder; time and random numbers are the same in every evaluation."""
 
     script: Path
     start: Path
@@ -161,7 +161,7 @@ class Evaluator:
         )
 
     def given_is_missing(self, given: Sequence[str], base: Evaluation) -> int | None:
-        """How many arguments keep the script from ending with its usage; None: no number of them does."""
+        """Return the number of arguments without which the script exits with its usage; None: it does not."""
         for count in range(len(given) + 1, _ARGUMENTS + 1) if base.exits else ():
             more = self.evaluate([*given, *_placeholders(len(given), count)])
             if len(more.exits) < len(base.exits):
@@ -170,7 +170,7 @@ class Evaluator:
 
 
 def words_of_script(script: Path, given: Sequence[str]) -> tuple[list[str], Evaluator, Evaluation]:
-    """The words of the training command, evaluated from the folder in which all sourced files are found.
+    """Return the words of the training command, evaluated in the folder where all sourced files exist.
 
     Scripts are started from the current folder, their own, or the one above it (`bash scripts/run.sh`).
     """
@@ -195,7 +195,7 @@ def words_of_script(script: Path, given: Sequence[str]) -> tuple[list[str], Eval
 
 
 def unread_files(base: Evaluation) -> list[tuple[int, str]]:
-    """Lines and files that the script sources or reads and that are not there."""
+    """Return lines and names of missing files that the script sources or reads."""
     found = re.findall(r"(?m): line (\d+): (.+): No such file or directory$", base.printed)
     return [(int(line), file) for line, file in found]
 
@@ -203,7 +203,7 @@ def unread_files(base: Evaluation) -> list[tuple[int, str]]:
 def unknown_settings(
     evaluator: Evaluator, given: Sequence[str], base: Evaluation, settings_of: SettingsOf
 ) -> tuple[Settings, list[str]]:
-    """The settings, with `$(command)` and `${1}` for what is not known, and what is said about them."""
+    """Return the settings, with `$(command)` and `${1}` for unknown values, and notes about them."""
     settings = settings_of(base.words)
     notes = [f"line {line}: {file} could not be read; is it relative to another folder?"
              for line, file in unread_files(base)]  # fmt: skip
@@ -255,7 +255,7 @@ def _of_commands(
 
 
 def _named(value: object, commands: Mapping[str, str]) -> object:
-    """A value with `$(command)` in place of each marker."""
+    """Replace each marker in a value by `$(command)`."""
     for marker, text in commands.items():
         value = value.replace(marker, f"$({text})") if isinstance(value, str) else value
     return value
@@ -266,7 +266,7 @@ def _placeholders(first: int, last: int) -> list[str]:
 
 
 def _environment(script: Path) -> dict[str, str]:
-    """Variables that nothing sets stay as they are written, unless the script asks whether they are set."""
+    """Keep unset variables as written, unless the script tests whether they are set."""
     text = script.read_text(encoding="utf-8", errors="replace")
     names = set(re.findall(r"\$\{?([A-Z][A-Z0-9_]*)\b(?!\[|:?[-=])", text)) - set(os.environ)
     names -= set(re.findall(r"\b([A-Z][A-Z0-9_]*)\+?=", text))
@@ -278,7 +278,7 @@ def _environment(script: Path) -> dict[str, str]:
 
 
 def run_with_pipes(command: list[str], env: dict[str, str], start: Path) -> tuple[str, str, str]:
-    """What a command writes to its file descriptors 3 and 4, and what it prints."""
+    """Run a command; return what it writes to descriptors 3 and 4, and what it prints."""
     with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as log:
         shell = ["bash", "-c", f'exec 3>&{out.fileno()} 4>&{log.fileno()}; exec "$@"', "bash", *command]
         try:
@@ -296,8 +296,8 @@ def run_with_pipes(command: list[str], env: dict[str, str], start: Path) -> tupl
             )
         except subprocess.TimeoutExpired:
             raise ValueError(
-                f"the script was not evaluated within {_LIMIT_S} s: it may wait in a loop for a command that "
-                "is not run here; take the loop out of a copy of it, and migrate that."
+                f"the script was not evaluated within {_LIMIT_S} s: it may wait for a skipped command; "
+                "remove the loop in a copy of the script, and migrate that."
             ) from None
         texts = []
         for file in (out, log):

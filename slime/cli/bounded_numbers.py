@@ -1,4 +1,4 @@
-"""Numbers of command-line flags, within bounds: what no plan or simulation could mean is named as such."""
+"""Reads numbers of command-line flags and checks their bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_GPUS, MOST_TOKENS = 16_384, 1e9
 
 
 def between(least: float, most: float, kind: type = float) -> Callable[[str], float]:
-    """A reader of a flag's number; whole ones have the kind int."""
+    """Return an argparse type for a number from `least` to `most`; `kind` int: a whole number."""
 
     def read(word: str) -> float:
         try:
@@ -19,7 +19,7 @@ def between(least: float, most: float, kind: type = float) -> Callable[[str], fl
             value = math.nan
         if not least <= value <= most:
             whole = "whole " if kind is int else ""
-            raise argparse.ArgumentTypeError(f"{word!r} is no {whole}number from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(f"{word!r} is not a {whole}number from {least:g} to {most:g}")
         return value
 
     return read

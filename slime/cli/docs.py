@@ -1,4 +1,4 @@
-"""`slime docs`: writes flags, plugins, catalog and metrics from the declarations, so that they agree."""
+"""`slime docs`: write the pages on flags, plug-ins, catalog and metrics from the declarations in slime/."""
 
 import argparse
 import textwrap
@@ -43,7 +43,7 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "Tool calls of model families (`tool_parser` of agents)": TOOL_FORMATS,
 }
 
-# The flags that most runs give, in the order in which one thinks of them, each with a value as an example.
+# The flags that most runs set, each with an example.
 ESSENTIALS = {
     "config": "run.yaml",
     "hf_checkpoint": "Qwen/Qwen3-0.6B",
@@ -107,7 +107,7 @@ def flags_page() -> str:
         "`--no-` form. `slime train ... --print-config` shows every value of a run and where it came "
         "from. No default means that the flag is not set, or that its value is derived.",
         "## Essentials",
-        "What most runs give, each with an example. [scaling.md](scaling.md) has whole commands, "
+        "The flags that most runs set, each with an example. [scaling.md](scaling.md) has whole commands, "
         "`recipes/` whole files.",
     ]
     specs = all_specs()
@@ -120,6 +120,8 @@ def flags_page() -> str:
             blocks.append(f"## {group}")
         facts = "; ".join(filter(None, (_type_text(spec), _default_text(spec))))
         blocks.append(f"- `{spec.option}` ({facts}): {_meaning(spec)}")
+        for name, row in (spec.info.rows or {}).items():
+            blocks.append(f"    - `{name}` (default `{row.default:g}`): {_text(row.help)}")
     return _page("Flags", blocks)
 
 
@@ -130,8 +132,8 @@ def plugins_page() -> str:
         "any process starts, and their parameters are compared with the call below: a misspelt path or a "
         "wrong parameter ends the run at once, with the reason. A function may have further parameters if "
         "they have defaults. Parameters in brackets are passed only if the function has them. `args` is a "
-        "copy of all flags with facts of the run (`sglang_router_ip`, `num_rollout`, ...), yours to "
-        "change. What they may import and get: [api.md](api.md).",
+        "copy of all flags and facts of the run (`sglang_router_ip`, `num_rollout`, ...) that you may "
+        "change. What plug-ins can import: [api.md](api.md).",
     ]
     for p in PLUGIN_POINTS:
         blocks.append(f"- `{p.option}`, {p.when}: `{p.call}` returns {_text(p.returns)}.")
@@ -140,9 +142,9 @@ def plugins_page() -> str:
 
 def catalog_page() -> str:
     blocks = [
-        "What flags with a closed list of choices can choose: what it is, where its code is, and its "
-        "traits as the rows of `slime/catalog` have them; comments there say what each means. A trait "
-        "that is not named has its default.",
+        "The choices of flags with a fixed list of choices: what each is, where its code is, and its "
+        "traits as in the rows of `slime/catalog`, where comments explain them. A trait that is not "
+        "listed has its default.",
     ]
     for flag, rows in CATALOG.items():
         blocks.append(f"## {flag}")
@@ -156,11 +158,10 @@ def catalog_page() -> str:
 
 def metrics_page() -> str:
     blocks = [
-        "Every metric that a run logs, to `RUN/metrics.jsonl` (one JSON object a line) and to the "
-        "trackers. What is normal is a rule of thumb, not a limit that the program checks; what it does "
-        "check while a run goes on is in [watching.md](watching.md#advice). A part in angle brackets "
-        "stands for several names: `<stat>` is mean, median, max or min. `slime plot RUN -m 'train/*'` "
-        "draws any of them.",
+        "Every metric that a run logs, to `RUN/metrics.jsonl` (one JSON object per line) and to the "
+        "trackers. The normal range is a rule of thumb; [watching.md](watching.md#advice) lists what "
+        "slime checks while a run is active. A part in angle brackets stands for several names: `<stat>` "
+        "is mean, median, max or min. `slime plot RUN -m 'train/*'` plots any of them.",
     ]
     for group, rows in METRICS.items():
         blocks.append(f"## {group}")
@@ -171,24 +172,24 @@ def metrics_page() -> str:
 
 
 def _page(title: str, blocks: Sequence[str]) -> str:
-    """Headings and paragraphs stand apart, entries of a list below each other."""
+    """Join blocks to a page: list entries follow each other, other blocks are separated."""
     text, before = f"{GENERATED}\n# {title}\n", ""
     for block in blocks:
-        item = block.startswith("- ")
+        item = block.lstrip().startswith("- ")
         lines = textwrap.wrap(
             block,
             WIDTH,
-            subsequent_indent="  " if item else "",
+            subsequent_indent=block[: block.index("- ") + 2].replace("-", " ") if item else "",
             break_long_words=False,
             break_on_hyphens=False,
         )
-        text += ("" if item and before.startswith("- ") else "\n") + "\n".join(lines) + "\n"
+        text += ("" if item and before.lstrip().startswith("- ") else "\n") + "\n".join(lines) + "\n"
         before = block
     return text
 
 
 def _traits(row: Any) -> Iterator[str]:
-    """Fields that differ from their defaults; the first is the code, and prose is left out."""
+    """Yield the fields that differ from their defaults, without the code and the help text."""
     for trait in fields(row)[1:]:
         value = getattr(row, trait.name)
         if is_dataclass(value):
@@ -201,6 +202,8 @@ def _traits(row: Any) -> Iterator[str]:
 def _type_text(spec: FlagSpec) -> str:
     if spec.info.choices:
         return ", ".join(spec.info.choices)
+    if spec.info.rows:
+        return "NAME=NUMBER,..."
     name = {bool: "switch", dict: "JSON", int: "int", float: "float", str: "text"}[spec.kind]
     return (f"{name} ..." if spec.many else name) + (
         f" {_text(spec.info.limits)}" if spec.info.limits else ""

@@ -1,4 +1,4 @@
-"""`slime doctor`: looks at the flags, model, data and reward of a run without starting it."""
+"""`slime doctor`: check the flags, model, data and reward of a run without starting it."""
 
 from collections.abc import Sequence
 
@@ -6,5 +6,5 @@ from slime.cli import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the checks of `slime train --dry-run`."""
+    """Run the checks of `slime train --dry-run`."""
     return train.main([*(argv or ()), "--dry-run"])

@@ -1,6 +1,6 @@
-"""What Python launchers of slime call (as `slime.utils.external_utils.command_utils`): a run from a string.
+"""Functions for Python launchers of THUDM/slime (`slime.utils.external_utils.command_utils`).
 
-Nobody's processes are ended, and no Ray is started: a run of several machines joins the cluster there is.
+They kill no processes and start no Ray: a run on several machines joins the existing cluster.
 """
 
 import datetime
@@ -22,7 +22,7 @@ SCRIPTS = {"train.py": "train", "train_async.py": "train-async"}
 
 @dataclass
 class ExecuteTrainConfig:
-    """What launchers may extend with settings of their own."""
+    """Settings of a launcher, which may subclass it."""
 
     cuda_core_dump: bool = False
     num_nodes: int = 1
@@ -30,7 +30,7 @@ class ExecuteTrainConfig:
 
 
 def train_words(train_args: str, megatron_model_type: str | None = None) -> list[str]:
-    """The flags as words; a launcher that names a model type of Megatron's means that trainer."""
+    """Split the flags into words; a launcher that names a Megatron model type gets the Megatron trainer."""
     words = shlex.split(os.path.expandvars(train_args))
     named = any(word.split("=")[0] in ("--train-backend", "--backend") for word in words)
     if named or megatron_model_type is None or not _megatron_builds(words):
@@ -39,7 +39,7 @@ def train_words(train_args: str, megatron_model_type: str | None = None) -> list
 
 
 def _megatron_builds(words: list[str]) -> bool:
-    """Whether Megatron trains the model of these flags, or its config is not here to say which it is."""
+    """Return whether Megatron trains the model of these flags; True if its config cannot be read."""
     at = words.index("--hf-checkpoint") + 1 if "--hf-checkpoint" in words else len(words)
     kind = read_config(words[at]).get("model_type") if at < len(words) else None
     return kind is None or kind in (BACKENDS["megatron"].families or ())
@@ -54,7 +54,7 @@ def execute_train(
     extra_env_vars: Mapping[str, str] | None = None,
     config: ExecuteTrainConfig | None = None,
 ) -> None:
-    """Run the training and wait for its end; the model's flags come from its config, no file has them."""
+    """Run the training and wait until it ends; the model's shape is read from its config."""
     words = train_words(train_args, megatron_model_type)
     if num_gpus_per_node is not None and "--num-gpus-per-node" not in words:
         words += ["--num-gpus-per-node", str(num_gpus_per_node)]
@@ -64,7 +64,7 @@ def execute_train(
     command = [sys.executable, *(["-m", "slime", name] if name else [train_script]), *words]
     extra = dict(pair.split("=", 1) for pair in shlex.split(config.extra_env_vars if config else ""))
     done = subprocess.run(command, env=os.environ | extra | dict(extra_env_vars or {}))
-    if done.returncode:  # the run has said why
+    if done.returncode:  # the run has reported the reason
         raise SystemExit(done.returncode)
 
 
@@ -73,7 +73,7 @@ def convert_checkpoint(model_name: str, *_: object, **__: object) -> None:
 
 
 def hf_download_dataset(full_name: str) -> None:
-    """Downloads a dataset to where the command lines of slime's launchers look for it."""
+    """Download a dataset to the folder that THUDM's launchers use."""
     folder = "/root/datasets/" + full_name.split("/")[-1]
     exec_command(
         f"hf download --repo-type dataset {shlex.quote(full_name)} --local-dir {shlex.quote(folder)}"
@@ -83,7 +83,7 @@ def hf_download_dataset(full_name: str) -> None:
 def get_default_wandb_args(
     test_file: str, run_name_prefix: str | None = None, run_id: str | None = None
 ) -> str:
-    """Flags of Weights & Biases where a key is set, else none."""
+    """Return the flags of Weights & Biases if a key is set, else none."""
     if not os.environ.get("WANDB_API_KEY"):
         return ""
     project = os.path.splitext(os.path.basename(test_file))[0]

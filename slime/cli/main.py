@@ -1,4 +1,4 @@
-"""The `slime` command: picks a subcommand, and turns mistakes of a user into one clear line."""
+"""The `slime` command: runs a subcommand, and reports a user's mistake as one clear line."""
 
 import contextlib
 import importlib
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from slime.liveness.stacks import watch_exit
+from slime.liveness.waits import WaitTimeout
 from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStopped
 from slime.utils.files.restricted import create_restricted
 from slime.utils.machine.garbage import search_no_more, search_seldom
 from slime.utils.machine.own_command import as_typed
-from slime.utils.machine.stacks import watch_exit
 from slime.utils.machine.standard_streams import open_missing
-from slime.utils.waits import WaitTimeout
 
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
@@ -28,102 +28,96 @@ class Command:
     module: str
     help: str
     hidden: bool = False
-    goal: str = "tools"  # what one wants to do with it
+    goal: str = "tools"  # heading in `slime --help`
 
 
 COMMANDS = {
     "quickstart": Command(
         "slime.cli.quickstart",
-        "train a small model on this machine in minutes, and show that it learned",
-        goal="begin",
+        "train a small model on this machine in minutes and show that it learned",
+        goal="get started",
     ),
     "new": Command(
         "slime.cli.new",
-        "make a folder for a task of your own: prompts, reward, settings, a test",
-        goal="begin",
+        "create a folder for your own task: prompts, reward, settings, a test",
+        goal="get started",
     ),
     "doctor": Command(
         "slime.cli.doctor",
-        "look at the flags, model, data and reward of a run without starting it",
-        goal="look before you start",
+        "check the flags, model, data and reward of a run without starting it",
+        goal="check before you start",
     ),
     "plan": Command(
         "slime.cli.plan",
-        "show which engine would run on which GPUs, and what a trainer layout would cost",
-        goal="look before you start",
+        "show which engine runs on which GPUs, and the memory and time of a trainer layout",
+        goal="check before you start",
     ),
     "simulate": Command(
         "slime.cli.simulate",
-        "run a run on a virtual clock: step time, utilisation and waste of train:rollout splits, faults",
-        goal="look before you start",
+        "simulate a run before paying for it: step time, utilisation, waste, faults",
+        goal="check before you start",
     ),
     "train": Command(
-        "slime.cli.train", "train a model; same flags as `python train.py`", goal="train a model"
+        "slime.cli.train", "train a model; takes the flags of `python train.py`", goal="train a model"
     ),
     "train-async": Command(
         "slime.cli.train_async",
-        "the same with the next rollout in flight, as `python train_async.py`",
+        "train a model and generate the next rollout meanwhile, as `python train_async.py`",
         goal="train a model",
     ),
     "status": Command(
         "slime.cli.inspect.status",
-        "how a run is doing: step, reward, times, how it ended",
-        goal="see what a run does",
+        "show the state of a run: step, reward, times, what it waits for, how it ended",
+        goal="watch a run",
     ),
-    "watch": Command(
-        "slime.cli.inspect.watch", "the same, renewed until the run ends", goal="see what a run does"
-    ),
+    "watch": Command("slime.cli.inspect.watch", "show the status of a run until it ends", goal="watch a run"),
     "samples": Command(
         "slime.cli.inspect.samples",
-        "show what the model was asked and what it answered, from a run's folder",
-        goal="see what a run does",
+        "show prompts and the model's responses with their rewards",
+        goal="watch a run",
     ),
     "ledger": Command(
         "slime.cli.inspect.ledger",
         "prove that no sample was lost or trained twice; show one with its tokens",
-        goal="see what a run does",
+        goal="watch a run",
     ),
     "plot": Command(
         "slime.cli.inspect.plot",
-        "curves of any metrics of one run or several, in the terminal or as a picture",
-        goal="see what a run does",
+        "plot metrics of one or several runs, in the terminal or as a picture",
+        goal="watch a run",
     ),
     "dashboard": Command(
         "slime.cli.inspect.dashboard",
-        "the page of one run or several: curves, samples, timeline, actions, in a browser",
-        goal="see what a run does",
+        "show runs in a browser: curves, samples, timeline, actions",
+        goal="watch a run",
     ),
     "ask": Command(
         "slime.cli.inspect.ask",
-        "pause or stop a run, save or evaluate it now, change its learning rate, from any terminal",
-        goal="see what a run does",
+        "pause or stop a run, save or evaluate it now, change its learning rate",
+        goal="watch a run",
     ),
     "trace": Command(
         "slime.cli.inspect.trace",
-        "what of each step took how long, as a file for Perfetto",
-        goal="see what a run does",
+        "write where each step spent its time, for Perfetto or OpenTelemetry",
+        goal="watch a run",
     ),
-    "track": Command(
-        "slime.cli.inspect.track", "send a run to TensorBoard, W&B, trackio or MLflow after its end"
-    ),
-    "migrate": Command("slime.cli.migrate", "print the run.yaml that a launch script of slime amounts to"),
+    "track": Command("slime.cli.inspect.track", "send an ended run to TensorBoard, W&B, trackio or MLflow"),
+    "migrate": Command("slime.cli.migrate", "convert a launch script of THUDM/slime into a run.yaml"),
     "weight-agent": Command(
         "slime.cli.weight_agent",
-        "keep a copy of the weights beside an engine, and have it load what is asked for",
+        "keep a copy of the weights next to an engine, and load new versions into it",
     ),
     "weight-publisher": Command(
-        "slime.cli.weight_publisher", "serve published weights to agents on other machines"
+        "slime.cli.weight_publisher", "serve published weights to weight agents on other machines"
     ),
     "convert": Command(
-        "slime.cli.convert", "weights between Hugging Face folders, trainer checkpoints and FP8"
+        "slime.cli.convert", "convert weights between Hugging Face folders, trainer checkpoints and FP8"
     ),
     "verify-model": Command(
         "slime.cli.verify_model",
-        "hold every trainer and layout against transformers on a small model of your architecture",
+        "check that every trainer computes the same numbers as transformers for your architecture",
     ),
-    "docs": Command(
-        "slime.cli.docs", "write the pages of docs/ that are made from the declarations", hidden=True
-    ),
+    "docs": Command("slime.cli.docs", "write the generated pages of docs/", hidden=True),
 }
 
 
@@ -137,14 +131,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 search_no_more()
                 watch_exit()
             if not sys.stdout.closed:
-                sys.stdout.flush()  # here, where somebody can take the error; also of `--help`
-    except BrokenPipeError:  # `slime plot RUN | head`: whoever reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the exit
+                sys.stdout.flush()  # here, where a broken pipe can be handled; also after `--help`
+    except BrokenPipeError:  # `slime plot RUN | head`: the reader has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest at exit
         return RUN_STOPPED
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    if argv is None:  # the process is ours alone
+    if argv is None:  # this process runs nothing else
         search_seldom()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["help"] and argv[1:2]:
@@ -154,7 +148,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return 0 if argv else USER_MISTAKE
     name, rest = argv[0], argv[1:]
     if name in ("-V", "--version"):
-        from slime import __version__  # the package imports nothing from here, so this cannot be a cycle
+        from slime import __version__  # no cycle: the package imports nothing from here
 
         print(f"slime {__version__}")
         return 0
@@ -165,7 +159,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return USER_MISTAKE
     try:
         return importlib.import_module(COMMANDS[name].module).main(rest) or 0
-    except KeyboardInterrupt:  # before or after a run: imports take seconds
+    except KeyboardInterrupt:  # before or after a run, such as while torch is imported
         _say("interrupted")
         return INTERRUPTED
 
@@ -174,7 +168,7 @@ def render_help() -> str:
     lines = [
         "usage: slime <command> [flags]",
         "",
-        "LLM post-training by reinforcement learning. What do you want to do?",
+        "Train language models with reinforcement learning.",
     ]
     shown = {name: command for name, command in COMMANDS.items() if not command.hidden}
     for goal in dict.fromkeys(command.goal for command in shown.values()):
@@ -185,36 +179,36 @@ def render_help() -> str:
             *lines,
             "",
             f"`{as_typed()} <command> --help` shows the flags of a command,",
-            f"`{as_typed('train', '--help', 'WORD')}` those that mention a word.",
+            f"`{as_typed('train', '--help', 'WORD')}` the flags that mention a word.",
         ]
     )
 
 
 def _say(line: str) -> None:
-    """The last word of a command; a terminal that was closed, or a full disk, changes nothing of its end."""
+    """Print a last line to stderr, even if the terminal is closed or the disk is full."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
-    """End with one `error: ...` on stderr when the exception
-    says what to fix; anything else is a defect and rises.
+    """End the command with one `error: ...` line where the exception says what to fix.
 
-    ValueError and FileNotFoundError are mistakes of a user, exit code 2;
-    RunStopped and an overdue wait end with 1. Each can also be a defect of ours,
-    so a run that got far enough to have a folder keeps the traceback there.
+    ValueError and FileNotFoundError are mistakes of a user, exit code 2; RunStopped and an overdue wait end
+    with 1. Any of them can also be a defect of ours, so a run that has a folder keeps the traceback there.
     """
     try:
         yield
     except KeyboardInterrupt as error:
-        _say("interrupted: all processes of the run were ended")
-        code = 128 + error.number if isinstance(error, EndedBySignal) else INTERRUPTED  # as shells count
+        _say("interrupted: all processes of the run have ended")
+        code = (
+            128 + error.number if isinstance(error, EndedBySignal) else INTERRUPTED
+        )  # the convention of shells
         raise SystemExit(code) from None
     except (ValueError, FileNotFoundError, RunStopped, WaitTimeout) as error:
         message = str(error) or type(error).__name__
         if traceback_file is not None and not isinstance(error, (FolderTaken, NotStarted)):
-            with contextlib.suppress(OSError):  # a full disk may be what the message is about
+            with contextlib.suppress(OSError):  # the message may be about a full disk
                 traceback_file.parent.mkdir(parents=True, exist_ok=True)
                 create_restricted(traceback_file)
                 traceback_file.write_text(traceback.format_exc(), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""`slime migrate SCRIPT`: the run.yaml that a launch script of slime amounts to; nothing of it is run.
+"""`slime migrate SCRIPT`: convert a launch script of THUDM/slime into a run.yaml, without running it.
 
-What could not be evaluated is reported above the settings and on the terminal.
+Settings that could not be evaluated are listed above the others and on the terminal.
 """
 
 import argparse
@@ -40,10 +40,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="slime migrate", description="Print the run.yaml that a launch script of slime amounts to."
+        prog="slime migrate",
+        description="Convert a launch script of THUDM/slime into a run.yaml, without running it.",
     )
     parser.add_argument("script", type=Path, help="a bash script, or a Python launcher")
-    parser.add_argument("words", nargs=argparse.REMAINDER, help="what the script is given as $1, $2, ...")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="arguments of the script: $1, $2, ...")
     with user_errors():
         given = parser.parse_args(argv)
         script = given.script
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000)
         notes = [*unknown, *_notes(text)]
     command = SCRIPTS.get(os.path.basename(program), program)
-    for note in unknown:  # the settings often go to a file, in which nobody looks for them
+    for note in unknown:  # stdout often goes to a file, where notes are overlooked
         print(note, file=sys.stderr)
     print(f"# {script.name} as settings: {as_typed(command, '--config', 'run.yaml')}")
     print("".join(f"# {line}\n" for note in notes for line in note.splitlines()) + text, end="")
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def settings_of(words: Sequence[str]) -> Settings:
-    """Flag -> value, in the order of the command line; a switch is true, several words are a list."""
+    """Return {flag: value}; a switch is true, several words are a list."""
     found: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
@@ -78,7 +79,7 @@ def settings_of(words: Sequence[str]) -> Settings:
 
 
 def _scalar(word: str) -> object:
-    """Numbers as numbers; all else as text, JSON too."""
+    """Convert a number; anything else stays text."""
     value = yaml.safe_load(word) if re.fullmatch(r"[-+]?[\d.]+", word) else word
     return value if isinstance(value, (int, float, str)) else word
 
@@ -101,11 +102,11 @@ def _of_python(script: Path, given: Sequence[str]) -> tuple[str, Settings, list[
 
 
 def _training(script: Path, words: Sequence[str], printed: str) -> tuple[str, Sequence[str]]:
-    """The program that trains, and its flags."""
+    """Return the program that trains, and its flags."""
     if not words:
         last = printed.strip().splitlines()[-1:]
         raise ValueError(
-            f"{script} starts no training that is recognised (python train.py, ray job submit ... -- python3 "
+            f"{script} contains no known training command (python train.py, ray job submit ... -- python3 "
             f"train.py, slime train, execute_train){': ' + last[0] if last else '.'}"
         )
     flags = _flags(words)
@@ -118,10 +119,8 @@ def _flags(words: Sequence[str]) -> Sequence[str]:
 
 
 def _notes(text: str) -> list[str]:
-    """What the parser says: what it derives, what does nothing, what keeps these settings from running."""
-    from slime.arguments import (
-        parse_args,
-    )  # it reads the tables of other programs, which --help does not need
+    """Return the parser's notes: derived values, unused flags, errors."""
+    from slime.arguments import parse_args  # imported here: --help does not need it
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(None):
         file = Path(folder) / "run.yaml"

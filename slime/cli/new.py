@@ -1,4 +1,4 @@
-"""`slime new NAME`: a folder for a task of your own that runs as it is: prompts, reward, settings."""
+"""`slime new NAME`: create a folder for your own task that runs at once: prompts, reward, settings, test."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from slime.utils.machine.own_command import as_typed
 
-_REWARD = '''"""The reward of this task. Change it; `python test_reward.py` tries it on a few answers."""
+_REWARD = '''"""The reward of this task. Change it; `python test_reward.py` tests it on a few responses."""
 
 
 def reward(args, sample):
-    """A number for one answer: here, the share of its characters that the label names.
+    """Score one response: here, the share of its characters that are in the label.
 
     `sample.response` is what the model wrote, `sample.label` the label of the prompt's row.
-    Return a number, or a dict of numbers and name the one to train on by `reward-key` in run.yaml.
+    Return a number, or a dict of numbers; `reward-key` in run.yaml names the one to train on.
     """
     answer = sample.response.replace("<eos>", "")
     if not answer:
@@ -27,7 +27,7 @@ def reward(args, sample):
     return sum(character in sample.label for character in answer) / len(answer)
 '''
 
-_TEST = '''"""Tries the reward on answers whose score is known: `python test_reward.py`, or pytest."""
+_TEST = '''"""Tests the reward on responses whose score is known: `python test_reward.py`, or pytest."""
 
 from reward import reward
 
@@ -38,11 +38,11 @@ def score(response, label="aeiou"):
     return reward(None, Sample(prompt="vowels>", response=response, label=label))
 
 
-def test_a_right_answer_scores_well():
+def test_a_right_response_scores_well():
     assert score("aeiouaeiou") == 1.0
 
 
-def test_a_wrong_answer_scores_badly():
+def test_a_wrong_response_scores_badly():
     assert score("xyz") == 0.0
     assert score("") == 0.0
 
@@ -58,7 +58,7 @@ if __name__ == "__main__":
             print(f"{name}: ok")
 '''
 
-_GENERATE = '''"""An agent of two turns: it answers, is told its score, and answers again."""
+_GENERATE = '''"""An agent of two turns: it responds, sees its score, and responds again."""
 
 from slime.agent.session import Session
 
@@ -68,7 +68,7 @@ def score(text, label):
 
 
 async def generate(args, sample, sampling_params):
-    """One episode. `turn` takes the whole conversation; only what the model says is trained.
+    """Run one episode. `turn` takes the whole conversation; only the model's tokens are trained.
 
     Tools go between the turns. Without `reward=` the function of `custom-rm-path` in run.yaml scores
     `sample.response`, which holds all turns.
@@ -84,7 +84,7 @@ async def generate(args, sample, sampling_params):
 '''
 
 _RUN = """# {slime} train --config {config}
-# Every flag of `slime train --help` may stand here.
+# You can set every flag of `slime train --help` here.
 hf-checkpoint: {model}          # a Hugging Face folder, or a name on the hub
 prompt-data: {prompts}
 input-key: prompt
@@ -92,8 +92,8 @@ label-key: label
 {template}custom-rm-path: {reward}
 {generate}
 num-rollout: 15                # steps
-rollout-batch-size: 16         # prompts in a step
-n-samples-per-prompt: 8        # answers to each prompt
+rollout-batch-size: 16         # prompts per step
+n-samples-per-prompt: 8        # responses per prompt
 rollout-max-response-len: {max_len}
 advantage-estimator: grpo
 lr: {lr}
@@ -101,21 +101,21 @@ lr-decay-style: constant
 {precision}
 run-dir: {run}
 save: {checkpoints}
-load: {checkpoints}       # the same command goes on after any end
+load: {checkpoints}       # the same command resumes after any end
 save-interval: 15
 save-hf: {trained}    # the trained model, as a Hugging Face folder
 """
 
 _README = """# {name}
 
-    {slime} doctor --config {config}       # is everything right?
+    {slime} doctor --config {config}       # check everything
     {slime} train --config {config}        # train
-    {slime} samples {run} --best 5           # what did it write?
+    {slime} samples {run} --best 5           # read the best responses
     {slime} plot {run}                       # did the reward rise?
 
-Change `prompts.jsonl` (one JSON object a line), `reward.py` (a number for one answer), and then
+Change `prompts.jsonl` (one JSON object per line), `reward.py` (a number for one response), and then
 `hf-checkpoint` in `run.yaml`. The model in `model/` has random weights and writes single
-characters: it is there so that the folder runs as it is.
+characters: with it the folder runs without a download.
 """
 
 
@@ -124,21 +124,23 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(options.name)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            print(f"error: {folder} is there already; give another name.", file=sys.stderr)
+            print(f"error: {folder} already exists; give another name.", file=sys.stderr)
             return 2
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, options.model, with_generate=options.generate)
     except OSError as error:
-        print(f"error: {folder} cannot be made: {_why(folder, error)}; give another name.", file=sys.stderr)
+        print(
+            f"error: {folder} cannot be created: {_why(folder, error)}; give another name.", file=sys.stderr
+        )
         return 2
     agent = "generate.py, " if options.generate else ""
-    print(f"made {folder}: prompts.jsonl, {agent}reward.py, test_reward.py, run.yaml")
-    print(f"now:  {as_typed('train', '--config', folder / 'run.yaml')}")
+    print(f"created {folder}: prompts.jsonl, {agent}reward.py, test_reward.py, run.yaml")
+    print(f"next: {as_typed('train', '--config', folder / 'run.yaml')}")
     return 0
 
 
 def _why(folder: Path, error: OSError) -> str:
-    """Names the file that stands where a folder must be, if that is it."""
+    """Name the file that is in the way of the folder, if there is one."""
     files = [path for path in folder.parents if path.is_file()]
     return f"{files[0]} is a file" if files else error.strerror or str(error)
 
@@ -167,7 +169,7 @@ def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
         checkpoints=_yaml(f"{folder}/checkpoints"),
         trained=_yaml(f"{folder}/trained-{{rollout_id}}"),
         model=_yaml(f"{folder}/model" if model is None else model),
-        # An agent's session renders messages itself.
+        # An agent's session applies the chat template itself.
         template="" if own or with_generate else "apply-chat-template: true\n",
         generate=path if with_generate else f"# {path}",
         max_len=16 if own else 512,
@@ -178,17 +180,17 @@ def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
 
 
 def _yaml(text: str) -> str:
-    """A text as a YAML value: in quotes where it has characters that could mean something there."""
+    """Return a text as a YAML value, in quotes if it has special characters."""
     return text if re.fullmatch(r"[\w./][\w./: {}-]*", text) and ": " not in text else json.dumps(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("slime new", description=__doc__, allow_abbrev=False)
-    parser.add_argument("name", metavar="NAME", help="the folder to make")
+    parser.add_argument("name", metavar="NAME", help="the folder to create")
     parser.add_argument(
-        "--model", metavar="MODEL", help="a model folder or hub name; default: a tiny one is made"
+        "--model", metavar="MODEL", help="a model folder or hub name; default: a new tiny model"
     )
     parser.add_argument(
-        "--generate", action="store_true", help="with an agent: a generate function of several turns"
+        "--generate", action="store_true", help="add an agent: a generate function with several turns"
     )
     return parser

@@ -1,4 +1,4 @@
-"""What `slime train` says before and after a run: what will run where, and what came of it."""
+"""The start and end panels of `slime train`: what will run where, and the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = list[tuple[str, str]]
 
 
 def as_panel(title: str, rows: Rows) -> RenderableType:
-    """Rows of a name and what there is to say; for a terminal of any width."""
+    """Render rows of names and texts with a frame, for a terminal."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="cyan", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -35,32 +35,35 @@ def as_panel(title: str, rows: Rows) -> RenderableType:
 
 
 def as_lines(title: str, rows: Rows) -> Text:
-    """The same without a frame, for a file."""
+    """Render rows as plain lines, for a file."""
     lines = [f"  {name:<10} {printable(words)}".replace("\n", "\n" + " " * 13) for name, words in rows]
     return Text("\n".join([printable(title), *lines]))
 
 
 def start_rows(args: Args, earlier: Progress, cost: Sequence[str]) -> Rows:
-    """What will run where, what a step is, where all goes, what is kept.
+    """Return the rows of the start panel.
 
-    `earlier`: the starts before; `cost`: lines of what is expected.
+    `earlier`: progress of earlier starts; `cost`: lines with the expected memory and time.
     """
     model = count_parameters(args)
     size = f" ({short(model)} parameters)" if model else ""
     rows = [("model", f"{args.hf_checkpoint or 'none'}{size}")]
     rows += [("trainer", _trainer(args))] if not args.debug_rollout_only else []
     rows += [("engines", _engines(args))] if not args.debug_train_only else []
-    rows += [("data", " ".join(_words(args.prompt_data)) or "of your own"), ("reward", _reward(args))]
-    rows += [("a step", explain_batch(args)), ("steps", _steps(args))]
+    rows += [
+        ("data", " ".join(_words(args.prompt_data)) or "from your data source"),
+        ("reward", _reward(args)),
+    ]
+    rows += [("each step", explain_batch(args)), ("steps", _steps(args))]
     rows += [("expected", "\n".join(cost))] if cost else []
     left = earlier.seconds_left()
-    rows += [("time", f"about {duration(left)}, by the steps of the last start")] if left else []
+    rows += [("time", f"about {duration(left)}, judging by the last start")] if left else []
     rows.append(("written", f"{args.run_dir}: metrics.jsonl, {_record(args)}, logs/"))
     return [*rows, ("saved", " ".join(_saved(args)))]
 
 
 def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseException | None) -> Rows:
-    """What was learned, where the model is and what to do next."""
+    """Return the rows of the end panel: curves, where the model is, and what to do next."""
     rows = [("steps", f"{progress.done} of {progress.total or '?'} in {duration(seconds)}")]
     curves = {progress.value_name: progress.values, **progress.evals}
     for name, values in curves.items():
@@ -72,17 +75,17 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
     checkpoints = step_folders(args.save) if args.save is not None else {}
     rows.append(("model", _where_is_the_model(args, progress, checkpoints, since=time.time() - seconds)))
     record = read_run(Path(args.run_dir))
-    rows += [("restarts", record.last.told_restarts)] if record is not None and record.last.restarts else []
+    rows += [("restarts", record.last.restarts_text)] if record is not None and record.last.restarts else []
     run = args.run_dir
     follow = [as_typed("dashboard", run), as_typed("samples", run, "--worst", 5), as_typed("plot", run)]
     if error is not None and checkpoints and args.load == args.save:
-        follow.insert(0, "the same command, which goes on from the last checkpoint")
+        follow.insert(0, "run the same command to resume from the last checkpoint")
     rows.append(("next", "\n".join([*follow, f"logs: {args.run_dir}/logs"])))
     return rows
 
 
 def count_parameters(args: Args) -> float | None:
-    """The number of parameters, from config.json; None where it cannot be known."""
+    """Return the number of parameters, from config.json; None: not known."""
     if args.hf_checkpoint is None or not Path(args.hf_checkpoint).is_dir():
         return None
     try:
@@ -90,7 +93,7 @@ def count_parameters(args: Args) -> float | None:
         layers = sum(layer_parameters(model, i).total for i in range(model["num_hidden_layers"]))
         outside = outside_parameters(model)
         around = outside["first"].total + (0 if model.get("tie_word_embeddings") else outside["last"].total)
-    except (ValueError, KeyError, TypeError, OSError):  # an architecture of another shape
+    except (ValueError, KeyError, TypeError, OSError):  # an unknown architecture
         return None
     return layers + around
 
@@ -105,11 +108,11 @@ def _trainer(args: Args) -> str:
 
 def _engines(args: Args) -> str:
     if args.rollout_external_engine_addrs:
-        return f"{len(args.rollout_external_engine_addrs)} of your own"
+        return f"{len(args.rollout_external_engine_addrs)} external"
     count = sum(model.num_engines for model in args.engine_topology.models)
     gpus = f" on {args.rollout_num_gpus} GPUs" if _num_gpus() else f" ({_device()})"
-    shared = ", in turn with the trainer" if args.colocate else ""
-    longest = f", answers of at most {args.rollout_max_response_len} tokens"
+    shared = ", sharing GPUs with the trainer" if args.colocate else ""
+    longest = f", responses up to {args.rollout_max_response_len} tokens"
     return f"{count} x {args.rollout_engine}{gpus}{shared}{longest}"
 
 
@@ -118,7 +121,7 @@ def _device() -> str:
 
 
 def _num_gpus() -> int:
-    from slime.utils.machine.accelerator import device_count  # here: it loads torch, which takes a while
+    from slime.utils.machine.accelerator import device_count  # imported here: it loads torch
 
     return device_count()
 
@@ -128,7 +131,7 @@ def _words(value: str | Iterable[str] | None) -> list[str]:
 
 
 def _reward(args: Args) -> str:
-    return args.custom_rm_path or args.rm_type or "of the rollout function"
+    return args.custom_rm_path or args.rm_type or "from the rollout function"
 
 
 def _steps(args: Args) -> str:
@@ -148,7 +151,7 @@ def _saved(args: Args) -> list[str]:
     if args.debug_rollout_only:
         return ["nothing is trained"]
     if args.save is None and args.save_hf is None:
-        return ["nothing: the trained weights are gone at the end (--save DIR, --save-hf DIR)"]
+        return ["nothing: the trained weights are lost at the end (--save DIR, --save-hf DIR)"]
     every = (
         f"every {args.save_interval} steps, after each pass over the data and " if args.save_interval else ""
     )
@@ -159,7 +162,7 @@ def _saved(args: Args) -> list[str]:
 
 
 def _where_is_the_model(args: Args, progress: Progress, checkpoints: dict[int, Path], since: float) -> str:
-    """`since`: what is older was written by an earlier start."""
+    """Return the folder of the trained model; older files than `since` are of an earlier start."""
     for step in range(progress.done, -1, -1) if args.save_hf else ():
         config = Path(str(args.save_hf).format(rollout_id=step)) / "config.json"
         if config.is_file() and config.stat().st_mtime >= since:

@@ -1,4 +1,4 @@
-"""`slime plan`: prints which engine would run on which GPUs and what a trainer would cost; starts nothing."""
+"""`slime plan`: show which engine runs on which GPUs, and the memory and time of a trainer layout."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _verdict(trainer, options.gpu_gib)
         topology = _topology(options)
         if any(model.is_disaggregated for model in topology.models):
-            options.rollout_router = "sglang"  # what such a run takes by itself
+            options.rollout_router = "sglang"  # as such a run does
         places = place_engines(topology, _gpus(topology, options))
         if options.json:
             print(_as_json(topology, places, trainer, options))
@@ -50,17 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan_whole_run(words: list[str]) -> int:
-    """The settings of `slime train`, from a file or flags: what the run would cost, and whether it fits."""
+    """Plan a run of `slime train`, given as a file or flags: its memory and time, and whether it fits."""
     parser = argparse.ArgumentParser(prog="slime plan", add_help=False, allow_abbrev=False)
     _add_device(parser)
-    parser.add_argument("--gpu", choices=tuple(GPUS), help="which GPU the seconds are for [this machine's]")
+    parser.add_argument("--gpu", choices=tuple(GPUS), help="kind of GPU [that of this machine]")
     parser.add_argument(
-        "--response-tokens", type=between(1, MOST_TOKENS), help="on average [half of the allowed length]"
+        "--response-tokens", type=between(1, MOST_TOKENS), help="mean response length [half of the limit]"
     )
     options, words = parser.parse_known_args(words)
     with user_errors():
         args = parse_args(words)
-        # Here, because it loads torch.
+        # Imported here: it loads torch.
         from slime.preflight.prompts import usual_length
         from slime.preflight.run_plan import Device, plan_run
 
@@ -78,36 +78,35 @@ def plan_whole_run(words: list[str]) -> int:
 
 
 def plan_scale(words: list[str]) -> int:
-    """`--gpus N --model NAME`: the best layout and split of N GPUs, by a model of costs."""
+    """Find the best layout and train:rollout split of N GPUs with a cost model."""
     parser = argparse.ArgumentParser(prog="slime plan", description=plan_scale.__doc__)
     add = parser.add_argument
-    add("--gpus", type=between(1, MOST_GPUS, int), required=True, help="of the whole run")
-    add("--model", required=True, help="its name, such as deepseek-v3, or a folder with config.json")
+    add("--gpus", type=between(1, MOST_GPUS, int), required=True, help="GPUs of the whole run")
+    add("--model", required=True, help="model name, such as deepseek-v3, or a folder with config.json")
     add("--gpu", default="h200", choices=tuple(GPUS), help="[h200]")
     tokens = between(1, MOST_TOKENS)
-    add("--samples", type=between(1, 1e9, int), default=2048, help="answers of a rollout [2048]")
-    add("--prompt-tokens", type=tokens, default=256.0, help="[256]")
-    add("--answer-tokens", type=tokens, default=4096.0, help="on average [4096]")
-    add("--longest", type=tokens, default=None, help="most tokens of an answer [8 times the average]")
-    add("--spread", type=between(0, 10), default=0.8, help="sigma of the logarithm of lengths [0.8]")
-    add("--optimizer-steps", type=between(1, 1e6, int), default=1, help="of a rollout [1]")
-    add("--json", action="store_true", help="for programs")
+    add("--samples", type=between(1, 1e9, int), default=2048, help="responses per rollout [2048]")
+    add("--prompt-tokens", type=tokens, default=256.0, help="mean prompt length [256]")
+    add("--answer-tokens", type=tokens, default=4096.0, help="mean response length [4096]")
+    add("--longest", type=tokens, default=None, help="longest response [8 times the mean]")
+    add("--spread", type=between(0, 10), default=0.8, help="sigma of the log of response lengths [0.8]")
+    add("--optimizer-steps", type=between(1, 1e6, int), default=1, help="per rollout [1]")
+    add("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)
     with user_errors():
-        # Here, because it loads torch, which other plans do not need.
+        # Imported here: it loads torch, which other plans do not need.
         from slime.preflight.step_costs import Work, best_on_fewer, best_runs, model_of, run_lines
 
         model = model_of(options.model)
         longest = options.longest or 8 * options.answer_tokens
         if longest < options.answer_tokens:
             raise ValueError(
-                f"--longest {longest:g}: answers cannot have {options.answer_tokens:g} tokens on average "
-                "(--answer-tokens) if none has more than that."
+                f"--longest {longest:g} is below the mean length, --answer-tokens {options.answer_tokens:g}."
             )
         if options.optimizer_steps > options.samples:
             raise ValueError(
-                f"--optimizer-steps {options.optimizer_steps}: a step has a sample at least, and a rollout "
-                f"has {options.samples} (--samples)."
+                f"--optimizer-steps {options.optimizer_steps}: a rollout has only {options.samples} samples "
+                "(--samples), and every step needs one."
             )
         work = Work(
             *(options.samples, options.prompt_tokens, options.answer_tokens, options.spread, longest),
@@ -117,7 +116,7 @@ def plan_scale(words: list[str]) -> int:
         fewer = best_on_fewer(model, GPUS[options.gpu], options.gpus, work)
         if not runs and fewer is not None:
             raise ValueError(
-                f"--gpus {options.gpus}: no layout of {options.model} uses exactly so many; --gpus "
+                f"--gpus {options.gpus}: no layout of {options.model} uses exactly this number; --gpus "
                 f"{fewer.gpus} has one, with a step of {fewer.step_s:.1f} s."
             )
         if not runs:
@@ -153,13 +152,16 @@ def _verdict(trainer: TrainerPlan, gpu_gib: float | None) -> int:
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--gpu-gib", type=between(0.001, 1e6), metavar="N", help="memory of a GPU: does it fit?"
+        "--gpu-gib",
+        type=between(0.001, 1e6),
+        metavar="N",
+        help="memory of a GPU in GiB: check whether it fits",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _gpus(topology: Topology, options: argparse.Namespace) -> list[Gpu]:
-    """The GPUs of as many machines as the engines fill."""
+    """Return the GPUs of the machines that the engines need."""
     per_machine = options.num_gpus_per_node
     num_machines = -(-(options.first_gpu + topology.num_gpus) // per_machine)
     return [] if options.cpu else gpu_pool(num_machines, per_machine, options.first_gpu)
@@ -169,95 +171,55 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slime plan",
         description=__doc__.partition(":")[2].strip(),
-        epilog="`slime plan --gpus N --model NAME` looks for the best layout and train:rollout split of N "
-        "GPUs; `slime plan --gpus 8 --help` shows its flags.",
+        epilog="`slime plan --gpus N --model NAME` finds the best layout and train:rollout split of N GPUs; "
+        "`slime plan --gpus 8 --help` shows its flags.",
     )
-    parser.add_argument("--topology", "--sglang-config", metavar="FILE", help="the file of --sglang-config")
-    parser.add_argument("--hf-checkpoint", metavar="MODEL", help="model of entries without a model_path")
-    parser.add_argument(
-        "--rollout-num-gpus",
-        type=between(1, MOST_GPUS, int),
-        help="GPUs of all engines; with --topology: what the file must add up to",
-    )
-    parser.add_argument(
-        "--rollout-num-gpus-per-engine",
-        type=between(1, MOST_GPUS, int),
-        default=1,
-        help="where the file does not say [1]",
-    )
-    parser.add_argument(
-        "--prefill-num-servers",
-        type=between(0, MOST_GPUS, int),
-        help="as in `slime train`, instead of a file",
-    )
-    parser.add_argument(
-        "--num-gpus-per-node", type=between(1, MOST_GPUS, int), default=8, help="GPUs of one machine [8]"
-    )
-    parser.add_argument(
-        "--first-gpu",
-        type=between(0, MOST_GPUS, int),
-        default=0,
-        help="GPUs before the engines', which train [0]",
-    )
-    parser.add_argument(
-        "--rollout-router", choices=("builtin", "sglang"), default="builtin", help="[builtin]"
-    )
+    add, gpus = parser.add_argument, between(1, MOST_GPUS, int)
+    add("--topology", "--sglang-config", metavar="FILE", help="the file of --sglang-config")
+    add("--hf-checkpoint", metavar="MODEL", help="model of entries without a model_path")
+    total = "GPUs of all engines; with --topology: the sum that the file must have"
+    add("--rollout-num-gpus", type=gpus, help=total)
+    add("--rollout-num-gpus-per-engine", type=gpus, default=1, help="default of the file's entries [1]")
+    servers = "as in `slime train`, instead of a file"
+    add("--prefill-num-servers", type=between(0, MOST_GPUS, int), help=servers)
+    add("--num-gpus-per-node", type=gpus, default=8, help="GPUs of one machine [8]")
+    first = "number of the engines' first GPU; those before it train [0]"
+    add("--first-gpu", type=between(0, MOST_GPUS, int), default=0, help=first)
+    add("--rollout-router", choices=("builtin", "sglang"), default="builtin", help="[builtin]")
     _add_trainer(
-        parser.add_argument_group("a Megatron trainer; shown where --actor-num-gpus-per-node is given")
+        parser.add_argument_group("a Megatron trainer, planned if --actor-num-gpus-per-node is given")
     )
-    parser.add_argument("--cpu", action="store_true", help="plan for a machine without GPUs")
-    parser.add_argument(
-        "--config", metavar="FILE", help="a run of `slime train`, whose flags may follow: memory and time"
-    )
+    add("--cpu", action="store_true", help="plan for a machine without GPUs")
+    add("--config", metavar="FILE", help="plan memory and time of a `slime train` run; its flags may follow")
     _add_device(parser)
     return parser
 
 
 def _add_trainer(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--actor-num-nodes", type=_count, default=1, help="[1]")
-    group.add_argument("--actor-num-gpus-per-node", type=_count)
-    kinds = (
-        "tensor-model",
-        "pipeline-model",
-        "virtual-pipeline-model",
-        "context",
-        "expert-model",
-        "expert-tensor",
-    )
-    for name in kinds:
-        group.add_argument(f"--{name}-parallel-size", type=_count, default=1, help="[1]")
+    add = group.add_argument
+    add("--actor-num-nodes", type=_count, default=1, help="[1]")
+    add("--actor-num-gpus-per-node", type=_count)
+    pipeline = ("pipeline-model", "virtual-pipeline-model")
+    for name in ("tensor-model", *pipeline, "context", "expert-model", "expert-tensor"):
+        add(f"--{name}-parallel-size", type=_count, default=1, help="[1]")
     for name in ("first", "last"):
-        group.add_argument(
-            f"--num-layers-in-{name}-pipeline-stage", type=_count, help="[as many as the others]"
-        )
-    group.add_argument("--sequence-parallel", action="store_true")
-    group.add_argument(
-        "--no-use-distributed-optimizer", action="store_true", help="whole moments on every rank"
-    )
-    group.add_argument("--optimizer-cpu-offload", action="store_true", help="moments in host memory")
-    group.add_argument(
-        "--optimizer-offload-fraction", type=between(0, 1), default=1.0, help="share of them [1]"
-    )
+        add(f"--num-layers-in-{name}-pipeline-stage", type=_count, help="[the same as the others]")
+    add("--sequence-parallel", action="store_true")
+    add("--no-use-distributed-optimizer", action="store_true", help="whole moments on every rank")
+    add("--optimizer-cpu-offload", action="store_true", help="moments in host memory")
+    add("--optimizer-offload-fraction", type=between(0, 1), default=1.0, help="share of them [1]")
     for name in ("exp-avg", "exp-avg-sq"):
-        group.add_argument(f"--{name}-dtype", choices=tuple(MOMENT_BYTES), default="fp32", help="[fp32]")
-    group.add_argument(
-        "--num-micro-batches", type=_count, default=8, help="of one rank in one optimizer step [8]"
-    )
-    group.add_argument(
-        "--max-tokens-per-gpu", type=_count, default=8192, help="of one micro-batch and rank [8192]"
-    )
-    group.add_argument("--activation-checkpointing", choices=("none", "full"), default="none", help="[none]")
-    group.add_argument(
-        "--moe-load-max-over-mean",
-        type=float,
-        default=2.0,
-        help="load of the busiest expert, as runs log it [2.0]",
-    )
+        add(f"--{name}-dtype", choices=tuple(MOMENT_BYTES), default="fp32", help="[fp32]")
+    add("--num-micro-batches", type=_count, default=8, help="per rank and optimizer step [8]")
+    add("--max-tokens-per-gpu", type=_count, default=8192, help="per micro-batch and rank [8192]")
+    add("--activation-checkpointing", choices=("none", "full"), default="none", help="[none]")
+    load = "load of the busiest expert relative to the mean, as runs log it [2.0]"
+    add("--moe-load-max-over-mean", type=float, default=2.0, help=load)
 
 
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -265,10 +227,10 @@ def _trainer(options: argparse.Namespace) -> TrainerPlan | None:
     if options.actor_num_gpus_per_node is None:
         return None
     if options.hf_checkpoint is None:
-        raise ValueError("--actor-num-gpus-per-node plans a trainer: give its model, --hf-checkpoint.")
+        raise ValueError("--actor-num-gpus-per-node plans a trainer: also give its model, --hf-checkpoint.")
     if not 1 <= options.moe_load_max_over_mean < math.inf:
         raise ValueError(
-            f"--moe-load-max-over-mean is {options.moe_load_max_over_mean}: the busiest is at least the mean."
+            f"--moe-load-max-over-mean is {options.moe_load_max_over_mean}: use at least 1, the mean."
         )
     sizes = Sizes(
         ranks=options.actor_num_nodes * options.actor_num_gpus_per_node,
@@ -291,7 +253,7 @@ def _topology(options: argparse.Namespace) -> Topology:
     if options.topology:
         if options.prefill_num_servers:
             raise ValueError(
-                "--topology and --prefill-num-servers both say which engines serve; keep one of them."
+                "--topology and --prefill-num-servers both define the engines; give one of them."
             )
         topology = read_topology(options.topology, options.hf_checkpoint, options.rollout_num_gpus_per_engine)
         if options.rollout_num_gpus not in (None, topology.num_gpus):

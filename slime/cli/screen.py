@@ -1,7 +1,7 @@
-"""The screen of `slime train`: start panel, start-up, live lines, samples, advice, closing panel.
+"""The screen of `slime train`: start panel, start-up, live lines, samples, advice, end panel.
 
-It reads what the run writes anyway: rows of metrics.jsonl, the record of samples, log records, and the table
-of what is being done. All else that the process prints is in RUN/logs/driver.log.
+It reads what the run writes anyway: metrics.jsonl, the record of samples, log records and the table of waits.
+Everything else that the process prints goes to RUN/logs/driver.log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.cli.inspect.samples import show_answer
 from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows
-from slime.observability import phases
+from slime.liveness import phases
+from slime.liveness.waits import WaitTimeout
 from slime.observability.logging_utils import FORMAT
 from slime.observability.terminal.capture import Capture, Lines
 from slime.observability.terminal.metrics_tail import MetricsReader, Repeated
@@ -34,20 +35,20 @@ from slime.record import Answer, RecordError, Select, open_record
 from slime.utils.errors import RunStopped
 from slime.utils.files.run_file import METRICS_FILE, name_of_run
 from slime.utils.printable import cut_lines, printable
-from slime.utils.waits import WaitTimeout
 
 logger = logging.getLogger(__name__)
 
-_PRINTED_LINES = 20  # of user code, between two steps
-_SAME_WARNING = 3  # steps in which warnings of one place in the code are shown
+_PRINTED_LINES = 20  # lines of user code shown per step
+_SAME_WARNING = 3  # number of steps in which warnings of one source line are shown
 _MESSAGE_LINES = 12
-_CANDIDATES = 16  # answers of a step, of which one is shown
+_SHOW_EVERY = 5  # steps between two samples that are shown
+_CANDIDATES = 16  # samples of a step, of which one is shown
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
-_TOLD_BY_THE_COMMAND = (ValueError, FileNotFoundError, RunStopped, WaitTimeout, KeyboardInterrupt)
+_REPORTED_BY_THE_COMMAND = (ValueError, FileNotFoundError, RunStopped, WaitTimeout, KeyboardInterrupt)
 
 
 class RunScreen:
-    """A context around the loop; it leaves the terminal as it found it, whatever ends the run."""
+    """Shows a run while the `with` block trains it, and restores the terminal however it ends."""
 
     def __init__(self, args: Args) -> None:
         self._args, self._run_dir = args, Path(args.run_dir)
@@ -61,7 +62,7 @@ class RunScreen:
         self._capture = Capture(self._on_print, self._on_error_print if args.log_level == "debug" else None)
         self._lines = (Lines(self._on_line), Lines(self._on_error_line))
         self._printed = 0
-        self._told_at: dict[tuple[str, int], Counter[int]] = {}  # by place in the code: in which steps
+        self._warned_at: dict[tuple[str, int], Counter[int]] = {}  # steps of warnings, by source line
         self._started, self._is_up, self._num_steps = time.monotonic(), False, 0
         self._looks, self._is_blind = Repeated(self.look, "screen"), False
 
@@ -80,7 +81,7 @@ class RunScreen:
         self._handler = _Passed(self, default if level is None else logging.getLevelName(level.upper()))
         logging.getLogger().addHandler(self._handler)
         stack.callback(logging.getLogger().removeHandler, self._handler)
-        for row in self._rows.new_records():  # of earlier starts
+        for row in self._rows.new_records():  # rows of earlier starts
             self.progress.add(row)
         stack.push(lambda kind, error, trace: self._close(error))
         stack.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
@@ -101,11 +102,11 @@ class RunScreen:
             rows = closing_rows(self._args, self.progress, seconds, error)
             if not self._args.quiet:
                 self._show_rows(f"{name_of_run(self._run_dir)}: {ended}", rows)
-        if error is not None and not isinstance(error, _TOLD_BY_THE_COMMAND):
+        if error is not None and not isinstance(error, _REPORTED_BY_THE_COMMAND):
             _pass_on(self._errors, self._capture.unnamed_tail())
 
     def look(self) -> None:
-        """Take what is new, and draw. What cannot be shown is logged, and does not end the run."""
+        """Read what is new and draw it. An error here is logged and does not end the run."""
         if self._is_blind:
             return
         try:
@@ -113,7 +114,7 @@ class RunScreen:
         except Exception:
             self._is_blind = True
             self.terminal.settle(keep=False)
-            logger.exception("the screen is not renewed any more")
+            logger.exception("The screen failed and is no longer updated; the run continues.")
 
     def _look(self) -> None:
         for row in self._rows.new_records():
@@ -126,7 +127,7 @@ class RunScreen:
     def _live_lines(self) -> list[Text]:
         active = phases.active()
         now = [f"{wait.name} {wait.age_s:.0f} s" for wait in active]
-        self._is_up = self._is_up or any(map(phases.is_part_of_a_step, active))
+        self._is_up = self._is_up or any(wait.owner == phases.RUN for wait in active)
         if not self._is_up and not self._num_steps:
             elapsed = time.monotonic() - self._started
             return [Text.assemble((f"starting {elapsed:.0f} s", "bold"), ("  " + " · ".join(now), "dim"))]
@@ -137,35 +138,35 @@ class RunScreen:
             return
         if not self.terminal.is_live:
             self.terminal.print(Text(plain_line(self.progress)))
-        every, step = self._args.show_sample_every, self.progress.done - 1
-        if every and step % every == 0 and (answer := self._pick(step)) is not None:
+        step = self.progress.done - 1
+        if step % _SHOW_EVERY == 0 and (answer := self._pick(step)) is not None:
             width = self.terminal.size[0]
             self.terminal.print(show_answer(answer, width, whole=False, num_lines=(3, 5)))
 
     def _pick(self, step: int) -> Answer | None:
-        """An answer of this step; in turn of one that was dropped, where there is any."""
+        """Return a sample of this step, every other time one that was filtered out."""
         try:
             with open_record(self._run_dir) as record:
                 answers = record.answers(Select("train", step, limit=_CANDIDATES))
-                if step % (2 * self._args.show_sample_every):
+                if step % (2 * _SHOW_EVERY):
                     answers = record.answers(Select("train", step, outcome="filtered", limit=1)) or answers
-        except (RecordError, sqlite3.Error):  # none is kept, or none can be read now
+        except (RecordError, sqlite3.Error):  # there is no record, or it is locked
             return None
         return answers[step % len(answers)] if answers else None
 
-    # -- what the process says
+    # -- log records and prints
 
-    def tell(self, record: logging.LogRecord, text: str) -> None:
-        """A log record that is to be seen; `text`: as it stands in the log."""
+    def show_record(self, record: logging.LogRecord, text: str) -> None:
+        """Show a log record; `text`: its line in the log."""
         ended: phases.Ended | None = getattr(record, "phase", None)
         if ended is not None:
-            self._tell_started(ended)
+            self._show_started(ended)
         elif not self.terminal.is_live:
             _pass_on(self._errors, text + "\n")
         else:
-            self._tell_coloured(record)
+            self._show_coloured(record)
 
-    def _tell_started(self, ended: phases.Ended) -> None:
+    def _show_started(self, ended: phases.Ended) -> None:
         self.progress.total = ended.total or self.progress.total
         self._is_up = self._is_up or ended.name == phases.FIRST_PUSH
         if not self._args.quiet:
@@ -175,9 +176,9 @@ class RunScreen:
             line = Text.assemble(("  ✓ ", "green"), f"{ended.name:<12}{ended.seconds:6.1f} s")
             self.terminal.print(line.append(f"  {printable(ended.note)}" if ended.note else "", "dim"))
 
-    def _tell_coloured(self, record: logging.LogRecord) -> None:
+    def _show_coloured(self, record: logging.LogRecord) -> None:
         advisory = getattr(record, "advisory", None)
-        steps = self._told_at.setdefault((record.pathname, record.lineno), Counter())
+        steps = self._warned_at.setdefault((record.pathname, record.lineno), Counter())
         if advisory is None and record.levelno < logging.ERROR:
             if self._num_steps not in steps and len(steps) == _SAME_WARNING:
                 return
@@ -189,7 +190,7 @@ class RunScreen:
         width = max(self.terminal.size[0] - len(word) - 1, 20)
         message = cut_lines(message, _MESSAGE_LINES, 10 * width)
         if len(steps) == _SAME_WARNING:
-            message += f" (more of these: {self._run_dir}/logs/driver.log)"
+            message += f" (further ones are in {self._run_dir}/logs/driver.log)"
         self.terminal.print(Text.assemble((f"{word} ", _STYLES.get(record.levelno, "dim")), message))
 
     def _on_print(self, text: str) -> None:
@@ -209,18 +210,18 @@ class RunScreen:
         return self._is_blind or self._args.quiet or not self.terminal.is_live
 
     def _on_line(self, line: str) -> None:
-        """A line that user code printed; a flood of them is in the log."""
+        """Show a line that user code printed; after many lines only the log has them."""
         self._printed += 1
         if self._printed <= _PRINTED_LINES:
             self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0])))
         elif self._printed == _PRINTED_LINES + 1:
-            self.terminal.print(Text(f"(more is printed: {self._run_dir}/logs/driver.log)", "dim"))
+            self.terminal.print(Text(f"(further output is in {self._run_dir}/logs/driver.log)", "dim"))
 
     def _on_error_line(self, line: str) -> None:
         self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0]), "dim"))
 
     def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """`breakpoint()` in user code: a debugger needs the terminal for itself from now on."""
+        """Stop drawing at a `breakpoint()` of user code: the debugger needs the terminal."""
         self._is_blind = True
         self.terminal.settle(keep=True)
         if os.environ.get("PYTHONBREAKPOINT"):
@@ -228,19 +229,19 @@ class RunScreen:
         pdb.Pdb().set_trace(sys._getframe(1))
 
     def _show_rows(self, title: str, rows: Rows) -> None:
-        here = f"{os.getcwd()}{os.sep}"  # settings hold whole paths, and commands are typed here
+        here = f"{os.getcwd()}{os.sep}"  # show paths relative to the current folder
         title, rows = title.replace(here, ""), [(name, text.replace(here, "")) for name, text in rows]
         self.terminal.print((as_panel if self.terminal.is_live else as_lines)(title, rows))
 
 
 def _pass_on(stream: TextIO, text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever read it has enough
+    with contextlib.suppress(OSError, ValueError):  # the reader has closed the pipe
         stream.write(text)
         stream.flush()
 
 
 class _Passed(logging.Handler):
-    """Hands on what is worth seeing: log records of slime from a level on, and errors of anybody."""
+    """Passes log records of slime from a level on, and errors of any library, to the screen."""
 
     def __init__(self, screen: RunScreen, level: int) -> None:
         super().__init__(logging.INFO)
@@ -249,10 +250,10 @@ class _Passed(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         least = self._level if record.name.startswith("slime") else max(self._level, logging.ERROR)
-        if os.getpid() != self._pid:  # a process that was forked has no part in what is shown
+        if os.getpid() != self._pid:  # a forked process must not draw on the screen
             return
         if hasattr(record, "phase") or (record.levelno >= least and not hasattr(record, "shown_elsewhere")):
             try:
-                self._screen.tell(record, self.format(record))
-            except Exception:  # as any handler: what cannot be shown does not end the run
+                self._screen.show_record(record, self.format(record))
+            except Exception:  # a logging handler never raises
                 self.handleError(record)

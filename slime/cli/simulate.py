@@ -1,4 +1,4 @@
-"""`slime simulate`: a run on a virtual clock, with modelled engines and trainers, in seconds."""
+"""`slime simulate`: simulate a run before paying for it: step time, utilisation and waste, in seconds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.cli.bounded_numbers import MOST_GPUS, MOST_TOKENS, between
 from slime.cli.main import RUN_STOPPED, user_errors
 
-# A run to try faults on, where none is given; its sizes are changed by each seed.
+# The default run of --fuzz; each seed changes its sizes.
 _FUZZED = "--hf-checkpoint none --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
 _FUZZED += "--rollout-max-response-len 16"
 _MOST_S = 1e6
-_WIDTH = 80  # columns of a terminal that nobody has made wider
+_WIDTH = 80  # columns of the output
 _FAULTS = {
     "engine": "engines die",
     "slow": "engines are four times slower for ten minutes",
@@ -34,10 +34,10 @@ _FAULTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     options, words = split_flags(list(argv or ()))
     with user_errors(), tempfile.TemporaryDirectory() as folder:
-        logging.disable(logging.WARNING)  # what a run says of itself is of no run here
+        logging.disable(logging.WARNING)  # log lines of the loop are not about a real run
         try:
             args = _read(words, Path(folder), options)
-            # Here, because it loads torch, which a misspelt flag does not need.
+            # Imported here: it loads torch, which a misspelt flag does not need.
             from slime.simulation import report
 
             if options.fuzz:
@@ -49,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps({"about": about, "splits": [row.as_json() for row in rows]}, indent=2))
         else:
-            told = [part for line in about for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ")]
-            print("\n".join([*told, *report.table(rows)]))
+            lines = [part for line in about for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ")]
+            print("\n".join([*lines, *report.table(rows)]))
             print(f"simulated in {time.perf_counter() - started:.1f} s")
-    return RUN_STOPPED if rows[0].measured.error else 0  # the best of them; none came to its end
+    return RUN_STOPPED if rows[0].measured.error else 0  # the best split did not finish
 
 
 def split_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags of this command, and those of the run."""
+    """Split the flags into those of this command and those of the run."""
     if words and not words[0].startswith("-"):
         words = ["--config", *words]
     return _parser().parse_known_args(words)
@@ -71,7 +71,7 @@ def _fuzz(args: Args, options: argparse.Namespace) -> int:
 
 
 def _read(words: list[str], folder: Path, options: argparse.Namespace) -> Args:
-    """The settings of the run. No prompt of it is read: a simulation knows lengths only."""
+    """Return the settings of the run; prompts are replaced, because only lengths matter."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"input": "a prompt", "label": ""}\n')
     kind = SYNCHRONOUS if options.loop == "sync" else ASYNCHRONOUS
@@ -89,7 +89,7 @@ def _read(words: list[str], folder: Path, options: argparse.Namespace) -> Args:
 
 
 def _seconds(word: str) -> str:
-    """MEAN[:SIGMA], as it was given."""
+    """Check MEAN[:SIGMA]."""
     for part in word.split(":", 1):
         between(0, _MOST_S)(part)
     return word
@@ -105,35 +105,31 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--loop", choices=("sync", "async", "fully-async"), default="sync", help="[sync]")
     add("--steps", type=between(1, 1_000_000, int), default=6, help="training steps to simulate [6]")
-    add("--seed", type=int, default=0, help="of lengths, rewards and faults [0]")
+    add("--seed", type=int, default=0, help="seed of lengths, rewards and faults [0]")
     add("--lengths", default=None, metavar="MODEL",
-        help="answers: fixed:N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA, exponential:MEAN or run:FOLDER, the "
-        "record of a run [lognormal, a quarter of --rollout-max-response-len, sigma 0.8]")  # fmt: skip
+        help="response lengths: fixed:N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA, exponential:MEAN or "
+        "run:FOLDER (a recorded run) [lognormal, a quarter of --rollout-max-response-len, sigma 0.8]"
+    )  # fmt: skip
     add("--prompt-tokens", type=between(1, MOST_TOKENS), default=256.0, help="length of a prompt [256]")
+    add("--reward-s", type=_seconds, default="0", metavar="MEAN[:SIGMA]", help="seconds per reward [0]")
     add(
-        "--reward-s",
-        type=_seconds,
-        default="0",
-        metavar="MEAN[:SIGMA]",
-        help="seconds that a reward takes [0]",
+        "--reward-failures",
+        type=between(0, 1),
+        default=0.0,
+        metavar="SHARE",
+        help="share of rewards that fail [0]",
     )
-    add("--reward-failures", type=between(0, 1), default=0.0, metavar="SHARE", help="rewards that fail [0]")
-    add("--gpu", default="h200", help="kind of GPU that costs are computed for [h200]")
+    add("--gpu", default="h200", help="kind of GPU [h200]")
     add("--model", default=None, metavar="NAME",
-        help="its name, such as qwen3-235b-a22b, or a folder with config.json [--hf-checkpoint]")  # fmt: skip
+        help="name, such as qwen3-235b-a22b, or a folder with config.json [--hf-checkpoint]")  # fmt: skip
     add("--gpus", type=between(1, MOST_GPUS, int), default=None,
-        help="try train:rollout splits of so many GPUs [the run's own numbers alone]")  # fmt: skip
+        help="try train:rollout splits of this number of GPUs [the split of the run only]")  # fmt: skip
     add("--measured", default=None, metavar="FOLDER",
-        help="costs and lengths of a real run's first steps, instead of computed ones")  # fmt: skip
+        help="use costs and lengths measured in the first steps of a real run")  # fmt: skip
     for kind, what in _FAULTS.items():
-        add(
-            f"--{kind}-faults",
-            type=between(0, 3600),
-            default=0.0,
-            metavar="N",
-            help=f"{what}, times an hour [0]",
-        )
+        about = f"{what}, N times per hour [0]"
+        add(f"--{kind}-faults", type=between(0, 3600), default=0.0, metavar="N", help=about)
     add("--fuzz", type=between(0, 1e9, int), default=0, metavar="N",
-        help="N small runs with other faults each, every one audited; --seed is the first")  # fmt: skip
-    add("--json", action="store_true", help="for programs")
+        help="simulate and audit N small runs with different faults; the first seed is --seed")  # fmt: skip
+    add("--json", action="store_true", help="print JSON")
     return parser

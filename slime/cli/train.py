@@ -1,4 +1,4 @@
-"""`slime train`: read the settings, then run the loop of slime/loop.py, which looks before it starts."""
+"""`slime train`: read the settings and run the training loop of slime/loop.py."""
 
 import contextlib
 import sys
@@ -9,10 +9,10 @@ from typing import Any
 from slime.arguments import Args, explain_batch, parse_args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.cli.main import USER_MISTAKE, user_errors
+from slime.liveness.stacks import watch_exit
 from slime.utils.files.folder_lock import refuse_locked
 from slime.utils.machine import descriptors
 from slime.utils.machine.own_command import as_typed
-from slime.utils.machine.stacks import watch_exit
 from slime.utils.machine.standard_streams import open_missing
 
 
@@ -22,9 +22,7 @@ def main(
     train: Callable[[Args], Any] | None = None,
     training_loop: str = SYNCHRONOUS,
 ) -> int:
-    """Run one training. `train` is the loop, and `training_loop`
-    its kind; without one it is the synchronous loop.
-    """
+    """Run one training. `train` is the loop and `training_loop` its kind; default: the synchronous loop."""
     open_missing()
     try:
         return _main(argv, train, training_loop)
@@ -36,7 +34,7 @@ def main(
 def _main(argv: Sequence[str] | None, train: Callable[[Args], Any] | None, training_loop: str) -> int:
     with user_errors():
         args = parse_args(argv, training_loop=training_loop)
-        # Here, because a misspelt flag needs nothing of it.
+        # Imported here, so that a misspelt flag is reported quickly.
         from slime.cluster.run_opening import claimed, nothing_left
 
         if told := nothing_left(args):
@@ -52,7 +50,7 @@ def _run(args: Args, train: Callable[[Args], Any]) -> int:
     from slime.cluster.run_opening import refuse_taken
 
     with user_errors():
-        # Before the checks, which take a while, and the screen, which shows what is logged in the folder.
+        # Before the slow checks, and before the screen, which shows the folder's log.
         refuse_locked(Path(args.run_dir), "--run-dir")
         if args.save is not None:
             refuse_locked(Path(args.save), "--save")
@@ -65,7 +63,7 @@ def _run(args: Args, train: Callable[[Args], Any]) -> int:
 @contextlib.contextmanager
 def shown(args: Args, *, screen: bool = True) -> Iterator[None]:
     """Show a run while it is active: on this terminal and, with --dashboard, in a browser."""
-    # Here, because --help and a misspelt flag need no screen.
+    # Imported here: --help and a misspelt flag need no screen.
     from slime.cli.inspect.page_process import page_beside
     from slime.cli.screen import RunScreen
 
@@ -78,16 +76,16 @@ def shown(args: Args, *, screen: bool = True) -> Iterator[None]:
 
 
 def dry_run(args: Args, *, overlapped: bool = False) -> int:
-    """Print what a look before the start finds. 0: the run can start; 2: it cannot."""
-    # Here, because it loads torch, which a misspelt flag does not need.
-    from slime.cluster.start import look
+    """Print the findings of the preflight check. Return 0 if the run can start, else 2."""
+    # Imported here: it loads torch, which a misspelt flag does not need.
+    from slime.cluster.start import check
 
     print(explain_batch(args))
-    report = look(args, overlapped=overlapped)
+    report = check(args, overlapped=overlapped)
     print("\n".join(report.lines()))
     errors = len(report.of("error"))
     if errors:
-        print(f"{errors} thing(s) keep this run from starting", file=sys.stderr)
+        print(f"{errors} problem{'s' if errors > 1 else ''} found; nothing was started.", file=sys.stderr)
         return USER_MISTAKE
     command = as_typed("train-async" if overlapped else "train")
     print(f"ready: `{command}` with these flags can start")
@@ -95,7 +93,7 @@ def dry_run(args: Args, *, overlapped: bool = False) -> int:
 
 
 def run_loop(args: Args) -> None:
-    # Here, because it loads torch and everything else, which --help and a misspelt flag do not need.
+    # Imported here: it loads torch, which --help and a misspelt flag do not need.
     from slime.loop import train
 
     train(args)

@@ -1,4 +1,4 @@
-"""`slime train-async`: `slime train` with the next rollout in flight, the loop of slime/loop_async.py."""
+"""`slime train-async`: train while the next rollout is generated, with the loop of slime/loop_async.py."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_loop(args: Args) -> None:
-    # Here, because it loads torch and everything else, which --help and a misspelt flag do not need.
+    # Imported here: it loads torch, which --help and a misspelt flag do not need.
     from slime.loop_async import train
 
     train(args)

@@ -1,6 +1,4 @@
-"""`slime weight-agent`: keeps a copy of the trainer's weights beside an
-engine, and has the engine load it when asked.
-"""
+"""`slime weight-agent`: keep a copy of the trainer's weights next to an engine, and load it on request."""
 
 import argparse
 import os
@@ -34,19 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slime weight-agent", description=__doc__.partition(":")[2].strip())
-    parser.add_argument(
-        "--engine", required=True, metavar="HOST:PORT", help="the engine beside which it runs"
-    )
+    parser.add_argument("--engine", required=True, metavar="HOST:PORT", help="address of the engine")
     parser.add_argument(
         "--source",
         required=True,
         metavar="DIR|URL",
         help="the trainer's --update-weight-disk-dir, or http://host:port of `slime weight-publisher`",
     )
-    parser.add_argument("--local-checkpoint-dir", required=True, metavar="DIR", help="where the copy is kept")
+    parser.add_argument("--local-checkpoint-dir", required=True, metavar="DIR", help="folder of the copy")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     parser.add_argument(
-        "--port", type=int, required=True, help="port to listen on; 0: any free one, which it prints"
+        "--port", type=int, required=True, help="port to listen on; 0: any free port, which is printed"
     )
-    parser.add_argument("--wait-s", type=float, default=600.0, help="longest wait for a version [600]")
+    parser.add_argument("--wait-s", type=float, default=600.0, help="time limit for a version [600]")
     return parser

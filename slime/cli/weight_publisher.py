@@ -1,6 +1,4 @@
-"""`slime weight-publisher`: serves the weights that a trainer publishes
-in a folder to agents on other machines.
-"""
+"""`slime weight-publisher`: serve a trainer's published weights to weight agents on other machines."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", metavar="DIR", help="the trainer's --update-weight-disk-dir")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     parser.add_argument(
-        "--port", type=int, required=True, help="port to listen on; 0: any free one, which it prints"
+        "--port", type=int, required=True, help="port to listen on; 0: any free port, which is printed"
     )
     options = parser.parse_args(argv)
     with user_errors():

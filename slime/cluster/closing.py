@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 class Closing:
     """A context that takes all its steps at the end, the last added first, whatever the one before raised.
 
-    The first failure is that of the run, unless it has a cause already: then all others are told in the log.
+    The first failure becomes the run's error, unless it has one already; all others are logged.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Notes what the driver does and for how long, and hands it to the record; nothing waits for that."""
+"""Records how long each part of the driver's work took; nothing waits for that."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from slime.cluster.recording import Recording
 from slime.cluster.training.rank_notes import RankNotes
-from slime.observability import phases
-from slime.record.spans import LOOP, PUSH, Span, spans_of_waits
-from slime.runtime.base import Future, Handle, WorkerDied, gather
-from slime.utils import waits
+from slime.liveness import phases, waits
+from slime.observability.tracer import LOOP, Span, Tracer, spans_of_waits
+from slime.runtime.base import Future, Handle, gather
+from slime.utils.errors import WorkerDied
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
-    """A step that is over."""
+class _EndedStep:
+    """A step that is over and not recorded yet."""
 
     rollout_id: int
     spans: list[Span]
@@ -26,51 +26,49 @@ class _Ended:
 
 
 class Timeline:
-    """`recording` None: a run without a rollout side, which records nothing."""
+    """The driver's spans. `recording` None: a run without a rollout side, which records nothing."""
 
     def __init__(self, recording: Handle[Recording] | None):
         self._recording = recording
-        self._spans: list[Span] = []
-        self._untold: _Ended | None = None  # the last step
+        self._tracer, self._added = Tracer(LOOP), list[Span]()
+        self._ended: _EndedStep | None = None
         if recording is not None:
             waits.keep_ended()
-            waits.take_ended()  # of the start, which is no part of a step
+            waits.drain_ended()  # waits of the start are no part of a step
 
     @contextlib.contextmanager
     def doing(self, name: str, rollout_id: int, **about: Any) -> Iterator[waits.Wait]:
-        """A part of a step, also in the table of what is being done."""
+        """Record a part of a step, and list it among the waits in progress."""
         with self.noted(name, rollout_id, **about), phases.doing(name) as wait:
             yield wait
 
     @contextlib.contextmanager
     def noted(self, name: str, rollout_id: int, **about: Any) -> Iterator[None]:
-        began, started = time.time(), time.monotonic()
+        """Record a part of a step, and show it on the dashboard as what the run does now."""
         if self._recording is not None:
-            self._recording.call_control(Recording.now, name, began, rollout_id)
-        try:
+            self._recording.call_control(Recording.now, name, time.time(), rollout_id)
+        with self._tracer.span(name, rollout_id, **about):
             yield
-        finally:
-            self._spans.append(Span(rollout_id, LOOP, name, began, began + time.monotonic() - started, about))
 
-    def pushed(self, rollout_id: int, parts: Iterable[tuple[str, float, float]]) -> None:
-        """The parts of a weight push: name, start and end."""
-        self._spans += [Span(rollout_id, PUSH, *part) for part in parts]
+    def add(self, spans: Iterable[Span]) -> None:
+        """Add spans of this process that another tracer collected."""
+        self._added += spans
 
     def end_step(self, rollout_id: int, notes: Sequence[Future[RankNotes]]) -> None:
-        """`notes`: what the trainer's ranks will tell of it."""
+        """Close a step. `notes`: what the trainer ranks will report about it."""
         self.tell_step()
-        spans, self._spans = self._spans + spans_of_waits(rollout_id), []
-        self._untold = _Ended(rollout_id, spans, notes)
+        spans, self._added = self._tracer.drain() + self._added + spans_of_waits(rollout_id), []
+        self._ended = _EndedStep(rollout_id, spans, notes)
 
     def tell_step(self) -> None:
-        """Hands the last step to the record, with what ranks tell of it; called when that delays nobody."""
-        ended, self._untold = self._untold, None
+        """Hand the last step to the record, with the ranks' notes; called when that delays nobody."""
+        ended, self._ended = self._ended, None
         if ended is None or self._recording is None:
             return
         try:
             notes = gather(ended.notes)
-        except WorkerDied:  # who needs that rank next restarts it; the record has the step without its notes
+        except WorkerDied:  # the next call to that rank restarts it; the step is recorded without its notes
             notes = []
-        spans = ended.spans + [span for told in notes for span in told.spans]
-        advantages = [advantage for told in notes for advantage in told.advantages]
+        spans = ended.spans + [span for note in notes for span in note.spans]
+        advantages = [advantage for note in notes for advantage in note.advantages]
         self._recording.call_control(Recording.step, ended.rollout_id, spans, advantages)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments import Args
+from slime.liveness import waits
+from slime.observability.tracer import Span, forget_spans, spans_of_samples, spans_of_waits, write_spans
 from slime.record import RECORD_FILE, RecordError, RecordWriter, group_entries
 from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_answer
 from slime.record.additions import Advantage, PieceBook, write_advantages
 from slime.record.schema import open_for_reading
-from slime.record.spans import Span, forget_spans, spans_of_samples, spans_of_waits, write_spans
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.journal import Settled
-from slime.utils import waits
 from slime.utils.machine.run_identity import Run
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
@@ -41,9 +41,7 @@ class Recording:
                 self._file,
                 run.run_id,
                 args.record_max_mib << 20,
-                sync=args.record_sync,
                 start=run.num_starts,
-                max_days=args.record_max_days,
                 keeps_uncommitted=args.save is not None,
             )
 
@@ -54,7 +52,7 @@ class Recording:
         dropped: Sequence[Settled],
         version: str | None,
     ) -> None:
-        """The groups that are trained on, and those that were dropped while they were collected."""
+        """Record the groups that are trained on, and the groups dropped while they were collected."""
         if self.writer is not None:
             entries = group_entries(output.samples, "trained")
             for settled in dropped:
@@ -90,7 +88,7 @@ class Recording:
     def begin(self, start_rollout_id: int) -> None:
         """What an earlier start left open: steps that are made anew, and actions that nobody answered."""
         if self.writer is not None:
-            waits.take_ended()  # of the start, which is no part of a step
+            waits.drain_ended()  # of the start, which is no part of a step
             self.writer.submit("the start", lambda c: forget_spans(c, start_rollout_id))
             self._refuse_open("the run had ended before it could answer")
 
@@ -114,7 +112,7 @@ class Recording:
             self.writer.submit("spans and advantages", write)
 
     def actions(self, state: str | None = None) -> list[ActionRow]:
-        """Those that were asked for, oldest first; none where the record cannot be read just now.
+        """Return requested actions, oldest first; none where the record cannot be read just now.
 
         One whose answer is on its way to the file is open there still, and would be done a second time.
         """

@@ -13,7 +13,8 @@ from slime.arguments import Args
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import Ranks
-from slime.runtime.base import Handle, WorkerDied
+from slime.runtime.base import Handle
+from slime.utils.errors import WorkerDied
 from slime.wire.control import Tag
 
 _MEMORY_DEADLINE_S = 600.0
@@ -54,7 +55,7 @@ class Residency:
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         self.enter(phase)
-        self._take_peak()  # what the phase before held until it left is not this one's
+        self._drain_peak()  # what the phase before held until it left is not this one's
         yield
         self._note_peak(_REPORTED[phase])
 
@@ -63,24 +64,24 @@ class Residency:
         if self._offload_rollout:
             self._release(self._held - _ENGINE_HOLDS[SYNC])
 
-    def take_peaks(self) -> dict[str, float]:
+    def drain_peaks(self) -> dict[str, float]:
         """GiB in use at most in each phase since the last call; empty on a CPU machine."""
         peaks, self._peaks = self._peaks, {}
         return peaks
 
-    def _take_peak(self) -> int | None:
+    def _drain_peak(self) -> int | None:
         """The peak memory of the device that was fullest since the last call; None on a CPU machine."""
         if not self._has_device:
             return None
         try:
-            peaks = [peak for peak in self._ranks.call(TrainActor.take_peak_memory) if peak is not None]
+            peaks = [peak for peak in self._ranks.call(TrainActor.drain_peak_memory) if peak is not None]
         except WorkerDied:  # told to whoever needs the rank
             return None
         self._has_device = bool(peaks)
         return max(peaks, default=None)
 
     def _note_peak(self, name: str) -> None:
-        peak = self._take_peak()
+        peak = self._drain_peak()
         if peak is not None:
             metric = f"perf/peak_memory_{name}_gib"
             self._peaks[metric] = max(peak / 2**30, self._peaks.get(metric, 0.0))

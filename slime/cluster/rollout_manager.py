@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -10,22 +12,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.arguments import Args, RunInfo, plugin_args
-from slime.batch.convert import in_lists, samples_to_cut_batch
+from slime.batch.convert import samples_to_batch
 from slime.cluster.canary.probe import probe_tokens, why_no_canary
 from slime.cluster.checkpoints.run_ledger import Resume, open_ledger, plain_of
 from slime.cluster.recording import Recording
 from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.observability import phases
+from slime.liveness import phases, stacks
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.record import RECORD_FILE, LedgerReader
 from slime.rollout import ledger
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, train_output
 from slime.rollout.collection.versions import push_plan
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
-from slime.rollout.fully_async_rollout import restart_pool
-from slime.rollout.generation import turnstile
+from slime.rollout.generation import turn_gate
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.journal import CountingJournal
 from slime.rollout.ledger import Ledger, follow
@@ -34,7 +35,6 @@ from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime, in_background
 from slime.runtime.placement import Placement
 from slime.utils.column_rewards import takes_columns
-from slime.utils.machine import stacks
 from slime.utils.machine.run_identity import Run
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
@@ -121,7 +121,7 @@ class RolloutProcess:
         return self._engines.weights
 
     def close(self) -> None:
-        turnstile.forget_all()
+        turn_gate.forget_all()
         self._no_stacks()
         if self._plane is not None:
             self._plane.close()
@@ -205,18 +205,18 @@ class RolloutManager:
         if self._ledger is not None:
             self._ledger.begin(rollout_id, version)
         set_current_rollout_id(rollout_id)
-        output = self._engines.guard(lambda: self._samples_of(rollout_id))
+        output = self._engines.guard(functools.partial(self._samples_of, rollout_id))
         forward_s = in_background(self._engines.forward_seconds, "forward seconds")  # beside what follows
         samples = flatten_samples(output.samples)
         if self._args.save_debug_rollout_data:
             save_rollout_dump(self._args.save_debug_rollout_data, rollout_id, output.samples)
         journal = getattr(self._data_source, "journal", None)
-        dropped = journal.take_dropped() if isinstance(journal, CountingJournal) else []
+        dropped = journal.drain_dropped() if isinstance(journal, CountingJournal) else []
         self._recording.rollout(rollout_id, output, dropped, version)
         metrics = self._rollout_metrics(rollout_id, samples, output.metrics or {}, time.monotonic() - started)
         batch = None
         if not self._args.debug_rollout_only:
-            batch = samples_to_cut_batch(self._plugin_args, output.samples, engine_version=version)
+            batch = samples_to_batch(self._plugin_args, output.samples, engine_version=version)
             if "rollout/raw_reward" in metrics:  # as people are to read it
                 shown = [value for value in batch["raw_reward"] if is_score(value)]
                 metrics["rollout/raw_reward"] = sum(shown) / len(batch["raw_reward"])
@@ -230,7 +230,7 @@ class RolloutManager:
         generated = Generated(batch, cursor, metrics, len(samples))
         if self._ledger is not None:
             self._ledger.made(rollout_id, plain_of(generated))
-        return generated if batch is None else replace(generated, batch=in_lists(batch))
+        return generated
 
     def _samples_of(self, rollout_id: int) -> RolloutFnTrainOutput:
         template = self._args.load_debug_rollout_data
@@ -240,9 +240,8 @@ class RolloutManager:
         path = self._args.rollout_function_path
         watched = contextlib.nullcontext() if _is_ours(path) else PolicyRequests(self._plugin_args).entered()
         with watched, _named("--rollout-function-path", path, f"rollout {rollout_id}"):
-            return call_rollout_fn(
-                self._rollout_fn, self._plugin_args, rollout_id, self._data_source, evaluation=False
-            )
+            output = self._rollout_fn(self._plugin_args, rollout_id, self._data_source, evaluation=False)
+            return train_output(self._rollout_fn, output)
 
     def _tell_of_other_clients(self) -> None:
         """Once: of requests that only the engines saw."""
@@ -316,7 +315,9 @@ class RolloutManager:
 
     def change_setting(self, name: str, value: float) -> None:
         """Between two rollouts; plug-ins see it in their args. What is in flight across them begins again."""
-        if name == "rollout_temperature" and "fully_async" in self._args.rollout_function_path:
+        # A module whose rollout function keeps groups in flight across rollouts brings this function.
+        restart_pool = getattr(inspect.getmodule(self._rollout_fn), "restart_pool", None)
+        if name == "rollout_temperature" and restart_pool is not None:
             restart_pool(self._data_source)
         self._plugin_args.change(name, value)
 
@@ -350,5 +351,5 @@ def _is_ours(path: str) -> bool:
 
 
 def _named(flag: str, path: str, subject: str = "") -> contextlib.AbstractContextManager[None]:
-    """Mistakes of a user's function are told with its flag; our own rise as they are."""
+    """Name the flag in errors of a user's function; errors of slime's own functions stay as they are."""
     return contextlib.nullcontext() if _is_ours(path) else plugin_call(flag, path, lambda: subject)

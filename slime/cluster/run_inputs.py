@@ -39,7 +39,7 @@ def digest_inputs(args: Args) -> dict[str, str]:
 
 
 def compare_inputs(args: Args, checkpoint: StepFolder | None, inputs: Mapping[str, str]) -> None:
-    """Compare files with those that the run was started with, where these settings resume one.
+    """Compare files with the ones that the run was started with, where these settings resume one.
 
     ValueError: the tokenizer or the configuration of a model is another. Other files are warned of.
     """

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
-    """Makes the folder the run's own, records settings, and removes what dead runs left in shared memory."""
+    """Claim the folder for the run, record its settings, and free shared memory of dead runs."""
     shm.unlink_stale()
     run_dir = Path(args.run_dir).absolute()  # processes elsewhere have folders of their own to start from
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -57,11 +57,11 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
     )
     if changed := changed_settings(record):
         told = [f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items()]
-        logger.warning("this run goes on with other settings than before: %s", "; ".join(told))
+        logger.warning("This run resumes with changed settings: %s", "; ".join(told))
     if record.earlier and args.record_max_mib and is_used(run_dir) and not (run_dir / RECORD_FILE).exists():
         logger.warning(
-            "%s is not there: earlier samples are not in the record, and what was generated since the "
-            "checkpoint is made again",
+            "%s is missing: earlier samples are not in the record, and what was generated since the "
+            "checkpoint is generated again.",
             run_dir / RECORD_FILE,
         )
     return Run(record.id, run_dir, shm.make_prefix(), record.num_starts, inputs=inputs)
@@ -69,7 +69,7 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
 
 @contextlib.contextmanager
 def claimed(args: Args) -> Iterator[Args]:
-    """The settings with a run folder that no other run chooses too; one that was given stays as it is."""
+    """Yield the settings with a run folder that no other run chooses; a given one stays as it is."""
     if is_given(args.sources["run_dir"]):
         yield args
         return
@@ -80,12 +80,12 @@ def claimed(args: Args) -> Iterator[Args]:
 
 
 def refuse_taken(args: Args) -> None:
-    """FolderTaken where the run folder, or the record in it, is another run's; nothing is written."""
+    """Raise FolderTaken where the run folder, or the record in it, is another run's; writes nothing."""
     folder = Path(args.run_dir)
     try:
         run_id = run_of_folder(folder, resumption_of(args.load, args.ckpt_step, args.finetune))
     except FolderTaken as error:
-        raise FolderTaken(f"{error}{_why_not_gone_on_with(folder, args)}") from None
+        raise FolderTaken(f"{error}{_why_not_resumed(folder, args)}") from None
     if args.record_max_mib:
         try:
             refuse_foreign(folder / RECORD_FILE, run_id or "")
@@ -93,8 +93,8 @@ def refuse_taken(args: Args) -> None:
             raise FolderTaken(str(error)) from None
 
 
-def _why_not_gone_on_with(folder: Path, args: Args) -> str:
-    """What keeps the run of a folder, which saves where this one does, from going on by itself."""
+def _why_not_resumed(folder: Path, args: Args) -> str:
+    """What keeps the run of a folder, which saves where this one does, from resuming by itself."""
     if not args.auto_resume or args.load is not None or args.save is None or args.finetune:
         return ""
     changed = other_settings(folder, args.to_dict(hide_secrets=True), args.save)
@@ -103,7 +103,7 @@ def _why_not_gone_on_with(folder: Path, args: Args) -> str:
     ]
     more = f" and {len(changed) - len(named)} more" if len(changed) > len(named) else ""
     return (
-        f" It does not go on by itself because its settings were others: {', '.join(named)}{more}."
+        f" It is not resumed by itself because its settings differ: {', '.join(named)}{more}."
         if named
         else ""
     )

@@ -1,4 +1,4 @@
-"""What somebody asks of a run while it goes on, done between two steps and answered in the record."""
+"""Handles requests to a running run (pause, save, stop, settings) between two steps."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from typing import Protocol
 
 from slime.arguments import Args
 from slime.catalog.actions import ACTIONS
-from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.driver_spans import Timeline
 from slime.cluster.recording import Recording
-from slime.cluster.residency import TRAIN, Residency
-from slime.cluster.restart.recovery import Recovery
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
-from slime.cluster.training.train_actor import TrainActor
-from slime.cluster.training.train_group import TrainGroup
-from slime.observability import phases
+from slime.cluster.run_log import RunLog
+from slime.cluster.trainer import Trainer
+from slime.liveness import phases, waits
 from slime.record.actions import ASKED, DONE, REFUSED, ActionRow
 from slime.runtime.base import Future, Handle
-from slime.utils import waits
 from slime.utils.files.run_file import read_run
 from slime.utils.machine.run_identity import Run
 
@@ -32,21 +28,15 @@ _MIN_LR_STYLES = ("linear", "cosine")
 
 
 class SteeredRun(Protocol):
-    """What of a run is used here; `slime.cluster.cluster.Cluster` is it."""
+    """The parts of `slime.cluster.cluster.Cluster` that requests use."""
 
     args: Args
     run: Run
     schedule: RolloutSchedule
     rollout: Handle[RolloutManager]
-    trainer: TrainGroup
-    residency: Residency
-    saver: Saver | None
+    trainer: Trainer
+    log: RunLog
     timeline: Timeline
-    recovery: Recovery
-
-    def change_trainer(self, name: str, value: float, rollout_id: int) -> None: ...
-
-    def leave_out(self, seconds: float) -> None: ...
 
     def evaluate(self, rollout_id: int) -> None: ...
 
@@ -56,38 +46,38 @@ class SteeredRun(Protocol):
 
 
 class RequestRefused(Exception):
-    """An action that this run cannot do, and why."""
+    """Raised for an action that this run cannot do; the message gives the reason."""
 
 
 class Requests:
-    """Takes the actions of a run. `recording` None: nobody can ask."""
+    """Reads requested actions from the record and does them. `recording` None: there are none."""
 
     def __init__(self, recording: Handle[Recording] | None):
         self._recording = recording
         self._current: dict[str, float] = {}  # settings that were changed
         self._for_trainer: list[tuple[int, str, float]] = []  # from which rollout on
 
-    def take(
+    def handle(
         self, cluster: SteeredRun, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None
     ) -> str | None:
-        """Do all that was asked for since the last step. A str: the run is to end, and why."""
+        """Do all that was requested since the last step. Returns why the run is to end; None: it is not."""
         done: set[str] = set()  # what needs no second time at one boundary
-        paused, stop = self._take_asked(cluster, rollout_id, rollout, in_flight, done, paused=False)
+        paused, stop = self._handle_asked(cluster, rollout_id, rollout, in_flight, done, paused=False)
         if stop or not paused:
             return stop
         started = time.monotonic()
         with cluster.timeline.doing(phases.PAUSED, rollout_id):
             while paused and not stop:
-                cluster.recovery.look(rollout_id)
+                cluster.trainer.check(rollout_id)
                 with waits.waiting(
                     "the next look for actions"
                 ):  # it ends: a run that is paused does not hang
                     time.sleep(_POLL_S)
-                paused, stop = self._take_asked(cluster, rollout_id, rollout, in_flight, done, paused=True)
-        cluster.leave_out(time.monotonic() - started)
+                paused, stop = self._handle_asked(cluster, rollout_id, rollout, in_flight, done, paused=True)
+        cluster.log.leave_out(time.monotonic() - started)
         return stop
 
-    def _take_asked(
+    def _handle_asked(
         self,
         cluster: SteeredRun,
         rollout_id: int,
@@ -105,7 +95,7 @@ class Requests:
                 state = DONE
             except RequestRefused as refusal:
                 answer, state = str(refusal), REFUSED
-            logger.info("asked by %s after rollout %d: %s: %s", row.who, rollout_id, row.name, answer)
+            logger.info("Request by %s after rollout %d: %s: %s", row.who, rollout_id, row.name, answer)
             self._answer(row, state, rollout_id, answer)
             if state == DONE:
                 paused = row.name == "pause" or (paused and row.name != "resume")
@@ -114,19 +104,14 @@ class Requests:
         return paused, stop
 
     def before_training(self, cluster: SteeredRun, rollout_id: int) -> None:
-        """What this batch was sampled with is known to the trainer."""
+        """Apply settings that changed how this batch was sampled, before the trainer uses it."""
         due = [entry for entry in self._for_trainer if entry[0] <= rollout_id]
         self._for_trainer = [entry for entry in self._for_trainer if entry[0] > rollout_id]
         for _, name, value in due:
-            cluster.change_trainer(name, value, rollout_id)
+            cluster.trainer.change_setting(name, value, rollout_id)
 
-    def tell_again(self, cluster: SteeredRun) -> None:
-        """New processes of the trainer began with the flags: they learn what was changed since."""
-        for name, value in self._current.items():
-            cluster.trainer.ranks.call(TrainActor.change_setting, name, value)
-
-    def take_up(self, cluster: SteeredRun) -> None:
-        """A run that goes on has the settings that were changed before, unless its flags are other now."""
+    def restore_settings(self, cluster: SteeredRun) -> None:
+        """Restore settings that were changed before a resume, unless their flags have changed since."""
         record = read_run(cluster.run.run_dir)
         if self._recording is None or record is None or not record.earlier:
             return
@@ -175,18 +160,17 @@ class Requests:
             return f"evaluated after step {rollout_id + 1}"
         if row.name == "checkpoint" and cluster.args.save is None:
             raise RequestRefused("the run keeps no checkpoints: start it with --save")
-        if row.name in ("checkpoint", "stop") and cluster.saver is not None:
+        if row.name in ("checkpoint", "stop") and cluster.trainer.saver is not None:
             if not cluster.schedule.save_after(rollout_id) and "checkpoint" not in done:
-                with cluster.residency.phase(TRAIN):
-                    cluster.save(rollout_id, rollout, in_flight)
+                cluster.save(rollout_id, rollout, in_flight)
             done.add("checkpoint")
             return f"saved after step {rollout_id + 1}"
-        words = {"pause": "paused", "resume": "goes on", "stop": "ends here; without --save nothing is kept"}
+        words = {"pause": "paused", "resume": "resumed", "stop": "ends here; without --save nothing is kept"}
         return words[row.name]
 
     def _set(self, cluster: SteeredRun, setting: str, value: float, rollout_id: int, in_flight: bool) -> str:
         args = cluster.args
-        if not cluster.trainer.ranks.handles:
+        if not cluster.trainer.group.ranks.handles:
             raise RequestRefused("nothing is trained in this run")
         if setting == "lr" and args.lr_decay_style in _MIN_LR_STYLES and value < args.min_lr:
             raise RequestRefused(f"it is below --min-lr {args.min_lr:g}, to which the rate decays")
@@ -210,4 +194,4 @@ class Requests:
             cluster.rollout.call(RolloutManager.change_setting, setting, value)
             self._for_trainer.append((rollout_id + (2 if in_flight else 1), setting, value))
         else:
-            cluster.change_trainer(setting, value, rollout_id)
+            cluster.trainer.change_setting(setting, value, rollout_id)

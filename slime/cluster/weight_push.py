@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster.residency import SYNC, Residency
@@ -12,8 +10,10 @@ from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.training.rank_sender import RankSender
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import Ranks
-from slime.runtime.base import Handle, WorkerDied
-from slime.weight_sync import LiveReport, Parcel
+from slime.observability.tracer import PUSH, Span, Tracer
+from slime.runtime.base import Handle
+from slime.utils.errors import WorkerDied
+from slime.weight_sync import LiveReport, WeightBundle
 
 
 class WeightPush:
@@ -36,25 +36,18 @@ class WeightPush:
         self._senders = ranks.part(TrainActor.sender)
         self._run_id, self._dtype, self._live = run_id, dtype, TRANSPORTS[transport].live
         self.num_pushes = done
-        self._parts: list[tuple[str, float, float]] = []  # name, start and end in seconds since 1970
+        self._tracer = Tracer(PUSH)
         self.open_senders()
 
     def open_senders(self) -> None:
         """The ranks learn how weights travel, and to whom."""
         self._ranks.call(TrainActor.open_sender, self._transport, self._engine_urls)
 
-    def take_parts(self) -> list[tuple[str, float, float]]:
-        """What took how long since the last call."""
-        parts, self._parts = self._parts, []
-        return parts
+    def drain_spans(self, rollout_id: int) -> list[Span]:
+        """Return what took how long since the last call."""
+        return self._tracer.drain(rollout_id=rollout_id)
 
-    @contextlib.contextmanager
-    def _part(self, name: str) -> Iterator[None]:
-        began, started = time.time(), time.monotonic()
-        yield
-        self._parts.append((name, began, began + time.monotonic() - started))
-
-    def push_again(self, number: int) -> None:
+    def note_pushed(self, number: int) -> None:
         """Ranks that took the place of others learn that engines have their weights as this version."""
         self._ranks.call(TrainActor.note_version, number)
 
@@ -67,30 +60,30 @@ class WeightPush:
             if self._live:
                 report, metrics = self._send_live(version)
             # After a live push this is the copy for engines that come late; the others go on meanwhile.
-            with self._part("ranks write a copy"):
-                parcel = self._ranks.call(TrainActor.export, version, self._dtype)[0]
-            assert parcel is not None, "the first rank makes the parcel"
+            with self._tracer.span("ranks write a copy"):
+                bundle = self._ranks.call(TrainActor.export, version, self._dtype)[0]
+            assert bundle is not None, "the first rank makes the bundle"
             if report is not None:
-                _check_count(report, parcel)
-            with self._part("engines take it"):
-                received = self._engines.call_control(EngineWeights.receive, parcel).result()
+                _check_count(report, bundle)
+            with self._tracer.span("engines take it"):
+                received = self._engines.call_control(EngineWeights.receive, bundle).result()
         self.num_pushes += 1
         return {
             **received,
             **metrics,
-            **parcel.metrics,
+            **bundle.metrics,
             "perf/update_weights_time": time.monotonic() - started,
-            "perf/update_weights_bytes": parcel.nbytes,
+            "perf/update_weights_bytes": bundle.nbytes,
             "rollout/weight_version": self.num_pushes,
         }
 
     def _send_live(self, version: str) -> tuple[LiveReport, dict[str, float]]:
         """Pauses the engines, sends the weights and lets them continue; nothing else happens in between."""
         started = time.monotonic()
-        with self._part("engines pause"):
+        with self._tracer.span("engines pause"):
             targets = self._engines.call_control(EngineWeights.begin_live).result()
         try:
-            with self._part("ranks send"):
+            with self._tracer.span("ranks send"):
                 sent = self._senders.call(RankSender.send_live, version, self._dtype, targets)
         except WorkerDied:
             self._engines.call_control(EngineWeights.abandon_live, targets).result()
@@ -99,16 +92,16 @@ class WeightPush:
         # Each rank that sends tells of the whole model, sent to engines of its own or in turns to all.
         failures = {url: why for report in reports for url, why in report.failures.items()}
         report = LiveReport(reports[0].num_tensors, reports[0].nbytes, failures)
-        with self._part("engines go on"):
+        with self._tracer.span("engines go on"):
             metrics = self._engines.call_control(EngineWeights.finish_live, version, targets, report).result()
         return report, {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}
 
 
-def _check_count(report: LiveReport, parcel: Parcel) -> None:
+def _check_count(report: LiveReport, bundle: WeightBundle) -> None:
     """Pipeline stages that each send their part must come to the model as one rank sees it."""
-    assert report.failures or report.num_tensors == parcel.num_tensors, (
-        f"the ranks sent {report.num_tensors} tensors of weights {parcel.version}, the model has "
-        f"{parcel.num_tensors}"
+    assert report.failures or report.num_tensors == bundle.num_tensors, (
+        f"the ranks sent {report.num_tensors} tensors of weights {bundle.version}, the model has "
+        f"{bundle.num_tensors}"
     )
 
 
@@ -121,10 +114,10 @@ class PushToNobody:
     def open_senders(self) -> None:
         """There is nobody to send to."""
 
-    def take_parts(self) -> list[tuple[str, float, float]]:
+    def drain_spans(self, rollout_id: int) -> list[Span]:
         return []
 
-    def push_again(self, number: int) -> None:
+    def note_pushed(self, number: int) -> None:
         self._ranks.call(TrainActor.note_push, number)
 
     def push(self) -> dict[str, float]:

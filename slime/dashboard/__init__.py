@@ -1,1 +1,1 @@
-"""The page: shows runs in a browser, live or after their end, from what lies in their folders."""
+"""The dashboard: shows runs in a browser, live or after they ended, from the files in their folders."""

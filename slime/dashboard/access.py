@@ -1,4 +1,4 @@
-"""Who may ask the page for what: loopback or a token, a token for every action, a strict content policy."""
+"""Access control of the dashboard: loopback or a token, a token for every action, a strict CSP."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`host`: the address that the server binds. `token`: made anew for every server."""
+    """The rules of one server. `host`: the address that it binds. `token`: random for every server."""
 
     host: str
     token: str = field(default_factory=lambda: secrets.token_urlsafe(18), repr=False)
 
     @property
     def asks_everybody(self) -> bool:
-        """Whether reading needs the token, too: others than this machine reach the page."""
+        """Whether reading needs the token, too, because other machines can connect."""
         return not is_loopback(self.host)
 
     def has_token(self, request: web.Request) -> bool:
@@ -42,7 +42,7 @@ class Access:
         return hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {self.token}".encode())
 
     def known_host(self, request: web.Request) -> bool:
-        """A page of another site cannot reach this one by a name of its own that leads to loopback."""
+        """Reject foreign host names: a website could resolve its own name to loopback."""
         return self.asks_everybody or is_known_host(
             request.headers.get("Host", ""), names_of_this_machine([self.host])
         )
@@ -51,7 +51,7 @@ class Access:
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             if not self.known_host(request):
-                raise web.HTTPForbidden(text="this address is not the page's own")
+                raise web.HTTPForbidden(text="this address does not belong to the dashboard")
             acts = request.method not in ("GET", "HEAD")
             reads = request.path.startswith("/api/") and self.asks_everybody
             if (acts or reads) and not self.has_token(request):

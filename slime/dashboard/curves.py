@@ -1,4 +1,4 @@
-"""The curves of a run: metrics.jsonl read once, then only what is new; thinned out to what a screen shows."""
+"""The curves of a run: reads metrics.jsonl incrementally and reduces curves to the width of the screen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GLANCE_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class Curve:
-    """One metric: its values by step, in the order of steps. `axis`: what a step counts."""
+    """One metric: its values by step, sorted. `axis`: the metric that counts steps."""
 
     axis: str
     steps: array[int] = field(default_factory=lambda: array("q"))
@@ -36,7 +36,7 @@ class Curve:
     times: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float, time: float) -> None:
-        """Where a step occurs twice, the later value counts."""
+        """Add a value; a step that occurs again is overwritten."""
         at = bisect_left(self.steps, step)
         if at < len(self.steps) and self.steps[at] == step:
             self.values[at], self.times[at] = value, time
@@ -47,7 +47,7 @@ class Curve:
 
 
 class _Row(NamedTuple):
-    """A line of the file, with everything in it."""
+    """A line of metrics.jsonl."""
 
     axis: str
     step: int
@@ -64,7 +64,7 @@ def _parsed(line: bytes) -> _Row | None:
 
 
 class Curves:
-    """All curves of one run. `read` takes what the file has got since; safe to call from any thread."""
+    """All curves of one run. `read` adds new lines; safe to call from any thread."""
 
     def __init__(self, folder: Path):
         self._file, self._offset, self._lock = folder / METRICS_FILE, 0, threading.Lock()
@@ -88,7 +88,7 @@ class Curves:
                 return
 
     def glance(self, name: str) -> tuple[int | None, float | None]:
-        """The last step of a metric, and when the last line was written; a long file is not read for it."""
+        """Return the last step of a metric and the time of the last line, from the end of the file."""
         if self.is_read:
             self.read()
             found = self.summary(name)
@@ -112,7 +112,7 @@ class Curves:
         return chunk[: chunk.rfind(b"\n") + 1]
 
     def _take(self, lines: list[bytes]) -> None:
-        """Lines of the same names, which most are, are taken column by column; the rest value by value."""
+        """Add rows: those with the same metrics column by column, the others value by value."""
         rows = list(filter(None, map(_parsed, lines)))
         if not rows:
             return
@@ -145,7 +145,7 @@ class Curves:
                 self._take_one_by_one(row, slow)
 
     def _take_one_by_one(self, row: _Row, names: set[str]) -> None:
-        """Takes rows in the order of lines: a resumed run logs steps again, and the later line counts."""
+        """Add rows in file order: a resumed run logs steps again, and the later line counts."""
         for name in names & row.values.keys():
             value = _number(row.values[name])
             if value is not None:
@@ -156,7 +156,7 @@ class Curves:
             return sorted(self._by_name)
 
     def summary(self, name: str) -> dict[str, Any] | None:
-        """Its axis, how many values, the first and the last; None: there is none of that name."""
+        """Return axis, number of values, first and last step of a metric; None if it does not exist."""
         with self._lock:
             curve = self._by_name.get(name)
             if curve is None:
@@ -175,13 +175,13 @@ class Curves:
         return found["last"] if found else None
 
     def newest(self, name: str, count: int) -> list[float]:
-        """The last values that are numbers."""
+        """Return the last finite values."""
         with self._lock:
             curve = self._by_name.get(name)
             return [value for value in curve.values[-count:] if math.isfinite(value)] if curve else []
 
     def total(self, name: str) -> float:
-        """The sum of all values; 0 for a metric that was never logged."""
+        """Return the sum of all values; 0 for a metric that was never logged."""
         with self._lock:
             curve = self._by_name.get(name)
             return float(np.nansum(np.frombuffer(curve.values))) if curve is not None else 0.0
@@ -196,7 +196,7 @@ class Curves:
         low: float | None = None,
         high: float | None = None,
     ) -> dict[str, Any] | None:
-        """At most `width` points between the steps `low` and `high`, each with mean, lowest and highest.
+        """Return at most `width` points between the steps `low` and `high`, each with mean and range.
 
         `smooth` in [0, 1): the weight of the past in a moving average over all steps. `by_time`: the points
         are at seconds since 1970, not at steps.
@@ -231,7 +231,7 @@ class Curves:
 
 
 def moving_average(values: np.ndarray, weight: float) -> np.ndarray:
-    """Each value is `weight` of the past and the rest of itself; its short past is made up for."""
+    """Smooth values exponentially with bias correction; `weight` is the share of the past."""
     known = np.isfinite(values)
     sums = _decaying_sums(np.where(known, values, 0.0), weight)
     counts = _decaying_sums(known.astype(float), weight)
@@ -239,7 +239,7 @@ def moving_average(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def _decaying_sums(values: np.ndarray, weight: float) -> np.ndarray:
-    """s[t] = weight * s[t-1] + values[t], a stretch at a time in which powers of the weight do not vanish."""
+    """Compute s[t] = weight * s[t-1] + values[t] in chunks, so that powers of the weight do not underflow."""
     if weight <= 1e-6:
         return values.copy()
     stretch = max(8, min(4096, int(-250.0 / np.log(weight))))
@@ -253,7 +253,7 @@ def _decaying_sums(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def plain(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """The value as JSON can hold it, which knows no NaN."""
+    """Convert a value for JSON, which has no NaN."""
     array = np.asarray(values, dtype=float)
     known = np.isfinite(array) & (array != 0)
     digits = np.zeros(len(array))
@@ -271,7 +271,7 @@ def finite(value: float) -> float | None:
 
 
 def _edges(count: int, width: int) -> np.ndarray:
-    """Where each of at most `width` equal shares begins, and the end of the last."""
+    """Return the starts of at most `width` equal parts, and the end of the last."""
     shares = min(count, max(width, 2))
     return (np.arange(shares + 1) * count) // max(shares, 1) if count else np.zeros(1, dtype=int)
 

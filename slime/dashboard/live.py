@@ -1,7 +1,7 @@
-"""Tells viewers what has changed: one look at the files of each run every second, while somebody watches.
+"""Notifies browsers of changes: it checks the files of each run every second while a browser is connected.
 
-What viewers ask for when they are told costs this process time that a run on the same machine may want, so
-they are told the less often the more it costs: the page takes `_SHARE` of one core, however many look.
+Requests after a notification cost CPU time that a run on the same machine may need, so notifications become
+rarer the more they cost: the dashboard uses `_SHARE` of one core, however many browsers are connected.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from slime.dashboard.run_folder import RunFolder
-from slime.observability.wait_table import read_table
+from slime.liveness.wait_table import read_table
 
 LOOK_S = 1.0
 _SHARE = 0.004  # of one core
-_LONGEST_S = 15.0  # between two news, whatever they cost
+_LONGEST_S = 15.0  # between two notifications, whatever they cost
 _FILES = ("metrics.jsonl", "record.db", "record.db-wal", "run.json", "logs/driver.log")
 
 
 class Watch:
-    """Looks at all runs for all viewers together; nothing is looked at when nobody watches."""
+    """Checks all runs for all connected browsers; without one it does nothing."""
 
     def __init__(self, runs: Mapping[str, RunFolder]):
         self._runs, self._viewers = runs, set[asyncio.Queue[str]]()
@@ -31,7 +31,7 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """The stream of one viewer: the keys of runs that changed, until it goes away."""
+        """Stream the keys of changed runs to one browser until it disconnects."""
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
@@ -40,7 +40,7 @@ class Watch:
         self._viewers.add(queue)
         if self._task is None:
             self._task = asyncio.create_task(self._look())
-            # What changes from now on is told: the first look is at what there was before.
+            # The first check records the current state; later changes are reported.
             await asyncio.get_running_loop().run_in_executor(None, self._changed)
         try:
             await response.write(b"event: hello\ndata: {}\n\n")
@@ -61,13 +61,13 @@ class Watch:
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        changed, told, used = set[str](), time.monotonic() - _LONGEST_S, time.process_time()
+        changed, notified, used = set[str](), time.monotonic() - _LONGEST_S, time.process_time()
         while True:
             changed.update(await loop.run_in_executor(None, self._changed))
             pause_s = min((time.process_time() - used) / _SHARE, _LONGEST_S)
-            if changed and time.monotonic() - told >= pause_s:
+            if changed and time.monotonic() - notified >= pause_s:
                 data = json.dumps({"runs": sorted(changed)})
-                changed, told, used = set(), time.monotonic(), time.process_time()
+                changed, notified, used = set(), time.monotonic(), time.process_time()
                 for queue in self._viewers:
                     if not queue.full():
                         queue.put_nowait(data)
@@ -77,7 +77,7 @@ class Watch:
         changed = []
         for key, run in self._runs.items():
             table = read_table(run.path)
-            # A run that hangs changes nothing else.
+            # A run that hangs changes none of its files.
             found: list[object] = [run.state, table and (len(table.overdue), len(table.silent))]
             for name in _FILES:
                 try:

@@ -1,4 +1,4 @@
-"""The logs of a run: a stretch of a file from its end or any place, and what advice and errors they hold."""
+"""Reads the logs of a run: a part of a file, and the advice and errors in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ERROR = re.compile(r"^\[([^\]]+)\] \S+ - (?:ERROR|CRITICAL): (.*)$")
 
 
 def log_files(folder: Path) -> list[dict[str, Any]]:
-    """Plain files of RUN/logs, and the traceback beside them; never what a link leads to."""
+    """List the plain files of RUN/logs and error.txt; links are never followed."""
     found = []
     for file in [folder / "error.txt", *sorted((folder / "logs").glob("*"))]:
         if _NAME.fullmatch(file.name) and file.is_file() and not _is_elsewhere(file, folder):
@@ -30,14 +30,12 @@ def log_files(folder: Path) -> list[dict[str, Any]]:
 
 
 def _is_elsewhere(file: Path, folder: Path) -> bool:
-    """Whether a link, of the file or of the folder it is in, leads out of the run."""
+    """Return whether a link leads out of the run folder."""
     return file.is_symlink() or file.resolve().parent not in (folder.resolve(), folder.resolve() / "logs")
 
 
 def log_path(folder: Path, name: str) -> Path | None:
-    """The file of a log by its name; None where there is none. Only names from the list are taken, so that no
-    path leads elsewhere.
-    """
+    """Return the path of a listed log; None for any other name, so that no path leads elsewhere."""
     if name not in {entry["name"] for entry in log_files(folder)}:
         return None
     return folder / name if name == "error.txt" else folder / "logs" / name
@@ -71,7 +69,7 @@ def read_log(file: Path, end: int | None = None, contains: str = "", token: str 
 
 
 class LogTrouble:
-    """What the driver's log tells of a run in trouble: advice, and the last errors; each look reads on."""
+    """Collects advice and the last errors from the driver's log; each call reads only what is new."""
 
     def __init__(self, folder: Path):
         self._file, self._offset, self._lock = folder / "logs" / "driver.log", 0, threading.Lock()
@@ -79,7 +77,7 @@ class LogTrouble:
         self._errors: deque[dict[str, str]] = deque(maxlen=5)
 
     def read(self) -> list[dict[str, str]]:
-        """Newest last; of a very long log its begin, its end and what is added from then on."""
+        """Return them, newest last; of a very long log only its start and end are read."""
         with self._lock, contextlib.suppress(OSError):
             if not _is_elsewhere(self._file, self._file.parent.parent):
                 self._read_on(self._file.stat().st_size)

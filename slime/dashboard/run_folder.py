@@ -1,4 +1,4 @@
-"""One run as the page sees it: what it is, how it is doing, and its record, opened once per thread."""
+"""One run for the dashboard: its settings, state and headline metrics, and its record."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slime.catalog.metrics import find_metric, is_eval_score
 from slime.dashboard.curves import Curves
 from slime.dashboard.logs import LogTrouble
 from slime.dashboard.sample_pages import Positions
-from slime.observability import phases
-from slime.observability.wait_table import read_table
+from slime.liveness import phases
+from slime.liveness.wait_table import read_table
 from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import read_actions
 from slime.record.schema import open_for_reading
@@ -28,21 +28,21 @@ _LOOK_S = 1.0  # how long the state of a run is believed
 HEADLINES = (
     ("reward", "rollout/raw_reward"),
     ("loss", "train/loss"),
-    ("answer length", "rollout/response_len/mean"),
-    ("cut at the limit", "rollout/truncated_ratio"),
+    ("response length", "rollout/response_len/mean"),
+    ("truncated", "rollout/truncated_ratio"),
     ("entropy", "train/entropy_loss"),
     ("grad norm", "train/grad_norm"),
-    ("seconds a step", "perf/step_time"),
-    ("tokens a second", "perf/tokens_per_gpu_per_sec"),
+    ("step time (s)", "perf/step_time"),
+    ("tokens/s per GPU", "perf/tokens_per_gpu_per_sec"),
 )
 
 
 class NotARun(ValueError):
-    """A folder that holds no run, and why."""
+    """A folder does not hold a run; the message gives the reason."""
 
 
 class RunFolder:
-    """The folder of one run. `key` names it in addresses of the page."""
+    """The folder of one run. `key` names it in URLs."""
 
     def __init__(self, path: Path, key: str):
         self.path, self.key = path.resolve(), key
@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def run(self) -> RunRecord | None:
-        """What run.json says; None: nothing that can be read."""
+        """The content of run.json; None: it cannot be read."""
         with contextlib.suppress(OSError):
             changed = (self.path / RUN_FILE).stat().st_mtime
             if changed != self._run[0]:
@@ -68,7 +68,7 @@ class RunFolder:
 
     @property
     def state(self) -> str:
-        """running, finished, or how it ended."""
+        """The state: running, finished, or how it ended."""
         looked, state = self._state
         if time.monotonic() - looked > _LOOK_S:
             held = is_locked(self.path, "--run-dir")  # first: a run writes how it ended, and then lets go
@@ -80,12 +80,12 @@ class RunFolder:
 
     @property
     def shown_state(self) -> str:
-        """The state as a person sees it: a run that is paused is running, too."""
+        """The state to display: running, paused, finished, or how it ended."""
         table = read_table(self.path) if self.state == RUNNING else None
         return phases.PAUSED if table is not None and table.is_paused else self.state
 
     def summary(self) -> dict[str, Any]:
-        """A line in the list of runs; a long run's metrics are not read for it."""
+        """Return the entry for the list of runs, without reading all metrics of a long run."""
         run = self.run
         total = _setting(run, "num_rollout")
         done, last_time = self.curves.glance("perf/step_time")
@@ -137,7 +137,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[sqlite3.Connection]:
-        """A connection of this thread. RecordError: there is none, or it cannot be read."""
+        """Open this thread's connection to the record; RecordError where it cannot be read."""
         file = self.path / RECORD_FILE
         connection, inode = getattr(self._held, "found", (None, None))
         try:
@@ -157,7 +157,7 @@ class RunFolder:
             raise RecordError(f"{file} cannot be read: {error}.") from error
 
     def record_facts(self) -> dict[str, Any]:
-        """How much there is, or why there is nothing."""
+        """Return the size of the record, or why there is none."""
         try:
             with self.record() as connection:
                 [(rollouts, samples)] = connection.execute(
@@ -184,13 +184,13 @@ def action_as_dict(row: Any) -> dict[str, Any]:
 
 
 def explain(name: str) -> dict[str, str]:
-    """What a metric is and what is normal, from the glossary; empty for one that a user logs."""
+    """Return meaning and normal range of a metric from the glossary; empty for a user's metric."""
     row = find_metric(name)
     return {"what": row.what, "normal": row.normal} if row is not None else {"what": "", "normal": ""}
 
 
 def open_runs(paths: list[Path]) -> dict[str, RunFolder]:
-    """Runs by key: the name of the folder, and a number where two have the same.
+    """Return runs by key: the folder's name, with a number where two are equal.
 
     A folder that is none but has runs in it stands for these.
     """

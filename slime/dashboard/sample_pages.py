@@ -1,7 +1,7 @@
-"""Questions of the page to a record: pages of answers in any order, one answer by tokens, a prompt's history.
+"""The dashboard's queries: samples in any order, one sample by tokens, the history of a prompt.
 
-Every query of a large record goes by an index and ends after `_DEADLINE_S`: where a filter finds little, the
-page gets what was found so far and where to go on. One of few samples is sorted as a whole.
+Every query follows an index and ends after `_DEADLINE_S`: where a filter finds little, the dashboard gets
+what was found so far and the place to continue from.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.record.additions import read_advantage
-from slime.record.numbers import TokenReader
+from slime.record.samples import read_tokens
 
 _DEADLINE_S = 0.08
-_SORTED_S = 2.0  # for a record that is sorted as a whole: half of that would give the page nothing at all
 _LOOK_STEPS = 2000  # of SQLite's machine between two looks at the clock
 _PREVIEW = 240  # characters
 _MAX_PAGE = 500
@@ -61,7 +60,7 @@ ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which answers to show; None is no condition. Example: Wanted("train", 12, order="worst")."""
+    """Which samples to show; None: no condition. Example: Wanted("train", 12, order="worst")."""
 
     kind: str | None = None
     step: int | None = None
@@ -72,7 +71,7 @@ class Wanted:
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Wanted:
-        """Reads the query of a request; ValueError where there is no such order."""
+        """Read the query of a request; ValueError for an unknown order."""
         order = query.get("order") or "made"
         if order not in ORDERS:
             raise ValueError(f"order is {order!r}; there are {', '.join(ORDERS)}")
@@ -113,7 +112,7 @@ class Wanted:
 
 
 def steps_of(connection: sqlite3.Connection, kind: str) -> list[dict[str, Any]]:
-    """One entry for each rollout or evaluation that has answers, oldest first."""
+    """Return one entry for each rollout or evaluation with samples, oldest first."""
     rows = connection.execute(
         "SELECT rollout_id, num_groups, num_samples, mean_reward, time, version, pruned FROM rollouts "
         "WHERE kind = ? ORDER BY rollout_id",
@@ -124,14 +123,14 @@ def steps_of(connection: sqlite3.Connection, kind: str) -> list[dict[str, Any]]:
 
 
 class Positions:
-    """Where the answers of each rollout begin in the list of all, made anew when rollouts were added."""
+    """Positions of each rollout's first sample in the list of all; rebuilt when rollouts are added."""
 
     def __init__(self) -> None:
         self._made: dict[str | None, tuple[tuple[Any, ...], list[int], list[int]]] = {}
         self._looked: dict[tuple[int, str | None], int] = {}  # by connection: as of which change of the file
 
     def find(self, connection: sqlite3.Connection, kind: str | None) -> tuple[list[int], list[int]]:
-        """Rows of rollouts, oldest first, and how many answers there are up to the end of each."""
+        """Return rows of rollouts, oldest first, and the cumulative number of samples."""
         [(changes,)] = connection.execute("PRAGMA data_version")
         known = self._made.get(kind)
         if known is not None and self._looked.get((id(connection), kind)) == changes:
@@ -161,7 +160,7 @@ def page(
     limit: int = 100,
     after: str = "",
 ) -> dict[str, Any]:
-    """Answers of a page. `total` None: not counted, `after` says where to go on; "" is the end."""
+    """One page of samples. `total` None: not counted; `after`: where the next page starts, "" at the end."""
     limit = max(1, min(limit, _MAX_PAGE))
     if wanted.step is None and not wanted.filters and wanted.order in ("made", "newest"):
         return _by_position(connection, wanted, positions, offset, limit)
@@ -173,7 +172,7 @@ def page(
 def _by_position(
     connection: sqlite3.Connection, wanted: Wanted, positions: Positions, offset: int, limit: int
 ) -> dict[str, Any]:
-    """All answers: how many each rollout has tells in which one a position lies."""
+    """Return a page of all samples; the sizes of rollouts locate a position."""
     rows, ends = positions.find(connection, wanted.kind)
     total = ends[-1] if ends else 0
     newest = wanted.order == "newest"
@@ -197,23 +196,16 @@ def _by_position(
 def _of_step(connection: sqlite3.Connection, wanted: Wanted, offset: int, limit: int) -> dict[str, Any]:
     words, values = wanted.conditions()
     where = " AND ".join(words)
-    column, direction = _order(connection, wanted)
+    column, direction = ORDERS[wanted.order]
     query = f"SELECT {_ROW} FROM {_JOINED} WHERE {where} ORDER BY {column} {direction}, s.id LIMIT ? OFFSET ?"
     rows = connection.execute(query, (*values, limit, offset)).fetchall()
     [(total,)] = connection.execute(f"SELECT count(*) FROM {_JOINED} WHERE {where}", values)
     return {"rows": _as_rows(rows), "total": total, "after": ""}
 
 
-def _order(connection: sqlite3.Connection, wanted: Wanted) -> tuple[str, str]:
-    column, direction = ORDERS[wanted.order]
-    if wanted.order == "difference" and not has_column(connection, "groups", "spread"):
-        raise ValueError("this record was written by an older version, which kept no differences of groups")
-    return column, direction
-
-
 def _in_order(connection: sqlite3.Connection, wanted: Wanted, limit: int, after: str) -> dict[str, Any]:
-    """Along an index from where the last page ended, until the page is full or the time is over."""
-    column, direction = _order(connection, wanted)
+    """Return a page in index order, starting after the last page, until it is full or time is up."""
+    column, direction = ORDERS[wanted.order]
     words, values = wanted.conditions()
     by_group = column == "g.spread"
     # Equals come in the direction of the order, as they lie in the index.
@@ -223,8 +215,7 @@ def _in_order(connection: sqlite3.Connection, wanted: Wanted, limit: int, after:
     tables = "samples s CROSS JOIN groups g ON g.id = s.group_row"
     if by_group:
         tables = "groups g CROSS JOIN samples s ON s.group_row = g.id"
-    goes_by_index = column == "s.id" or has_index(connection, column.partition(".")[2])
-    deadline, complete = time.monotonic() + (_DEADLINE_S if goes_by_index else _SORTED_S), True
+    deadline, complete = time.monotonic() + _DEADLINE_S, True
     found: list[tuple[Any, ...]] = []
     for condition, bound in _stages(column, ">" if direction == "ASC" else "<", after):
         where = " AND ".join([*words, condition])
@@ -245,7 +236,7 @@ def _in_order(connection: sqlite3.Connection, wanted: Wanted, limit: int, after:
 
 
 def _stages(column: str, sign: str, after: str) -> list[tuple[str, tuple[object, ...]]]:
-    """What is left behind a place, in parts that each follow the index: equals of the last, then the rest."""
+    """Yield the conditions for rows after a position: ties of its value first, then the rest."""
     if not after:
         return [("1", ())]
     value, group, row = json.loads(after)
@@ -261,7 +252,7 @@ def _stages(column: str, sign: str, after: str) -> list[tuple[str, tuple[object,
 
 
 def search(connection: sqlite3.Connection, wanted: Wanted, limit: int, below: int | None) -> dict[str, Any]:
-    """Text anywhere in the record, newest first, a stretch of rows at a time until the time is over."""
+    """Search text in the record, newest first, in chunks of rows until time is up."""
     [(newest,)] = connection.execute("SELECT coalesce(max(id), 0) FROM samples")
     high = newest + 1 if below is None else below
     words, values = Wanted(
@@ -288,7 +279,7 @@ def search(connection: sqlite3.Connection, wanted: Wanted, limit: int, below: in
 def _until(
     connection: sqlite3.Connection, query: str, values: tuple[object, ...], deadline: float
 ) -> tuple[list[tuple[Any, ...]], bool]:
-    """What a query finds before the deadline, and whether that is all."""
+    """Return what a query finds before the deadline, and whether it is complete."""
     rows: list[tuple[Any, ...]] = []
     connection.set_progress_handler(lambda: int(time.monotonic() > deadline), _LOOK_STEPS)
     try:
@@ -304,7 +295,7 @@ def _until(
 
 
 def one(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
-    """An answer with its tokens: text, log-prob, mask, weight version and advantage of each."""
+    """Return a sample with its tokens: text, log-prob, mask, weight version and advantage of each."""
     found = connection.execute(
         f"SELECT {_ROW}, g.prompt, s.response, s.reward_parts, g.prompt_hash, r.version "
         f"FROM {_JOINED} WHERE s.id = ?",
@@ -314,7 +305,7 @@ def one(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
         return None
     answer = dict(zip(_FIELDS, found[: len(_FIELDS)], strict=True))
     prompt, response, parts, prompt_hash, version = found[len(_FIELDS) :]
-    tokens = TokenReader(connection).read(row)
+    tokens = read_tokens(connection, row)
     ids, advantage = tokens.ids, read_advantage(connection, row)
     length = min(answer["length"], len(ids))
     return {
@@ -337,9 +328,7 @@ def one(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
 
 
 def _texts(connection: sqlite3.Connection, ids: list[int]) -> dict[int, str]:
-    """The text of every token; empty for a record that has none."""
-    if not has_table(connection, "pieces"):
-        return {}
+    """Return the text of every token id that the record has text for."""
     texts: dict[int, str] = {}
     distinct = sorted(set(ids))
     for start in range(0, len(distinct), 500):
@@ -358,7 +347,7 @@ def _siblings(connection: sqlite3.Connection, group_row: int) -> list[dict[str, 
 
 
 def history(connection: sqlite3.Connection, prompt_hash: int, limit: int = 200) -> list[dict[str, Any]]:
-    """The groups of one prompt over the run, oldest first: mean reward and an answer of each."""
+    """Return the groups of one prompt, oldest first: mean reward and one response of each."""
     rows = connection.execute(
         "SELECT r.kind, r.rollout_id, g.dataset, g.outcome, count(*), avg(s.reward), max(s.reward), "
         "min(s.id), avg(s.num_tokens), r.version FROM groups g JOIN rollouts r ON r.id = g.rollout "
@@ -400,7 +389,7 @@ def repeated_prompts(connection: sqlite3.Connection, kind: str, limit: int = 100
 
 
 def outcomes(connection: sqlite3.Connection, width: int = 400) -> list[dict[str, Any]]:
-    """Why groups of the last rollouts were not trained on: how many by outcome and reason."""
+    """Count the groups of the last rollouts by outcome and reason."""
     rows = connection.execute(
         "SELECT g.outcome, g.reason, count(*) FROM groups g JOIN rollouts r ON r.id = g.rollout "
         "WHERE r.kind = 'train' AND r.id IN (SELECT id FROM rollouts WHERE kind = 'train' "
@@ -408,20 +397,6 @@ def outcomes(connection: sqlite3.Connection, width: int = 400) -> list[dict[str,
         (width,),
     )
     return [dict(zip(("outcome", "reason", "groups"), row, strict=True)) for row in rows]
-
-
-def has_table(connection: sqlite3.Connection, name: str) -> bool:
-    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
-
-
-def has_index(connection: sqlite3.Connection, column: str) -> bool:
-    """Whether answers or groups can be read in the order of this column."""
-    query = "SELECT 1 FROM sqlite_master WHERE type = 'index' AND sql LIKE ?"
-    return connection.execute(query, (f"%({column})",)).fetchone() is not None
-
-
-def has_column(connection: sqlite3.Connection, table: str, name: str) -> bool:
-    return any(row[1] == name for row in connection.execute(f"PRAGMA table_info({table})"))
 
 
 def _as_rows(rows: list[tuple[Any, ...]]) -> list[dict[str, Any]]:

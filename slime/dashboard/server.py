@@ -1,4 +1,4 @@
-"""The server of the page: JSON answers about runs, made on a few threads, and the files that show them."""
+"""The dashboard's web server: JSON about runs, computed on a few threads, and the static files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Answer = Callable[["Page", RunFolder, web.Request], Any]
 
 
 class Page:
-    """The page over some runs. `may_act` False: it only shows (a demo, a finished archive)."""
+    """The dashboard of some runs. `may_act` False: read-only (the demo)."""
 
     def __init__(self, runs: Mapping[str, RunFolder], access: Access, *, may_act: bool = True):
         self.runs, self.access, self.may_act = runs, access, may_act
@@ -53,12 +53,12 @@ class Page:
         return app
 
     async def _warm_up(self, app: web.Application) -> None:
-        """Curves are read before somebody asks for them."""
+        """Read the curves before the first request."""
         for run in self.runs.values():
             self._threads.submit(run.curves.read)
 
     def shown_at_first(self) -> list[str]:
-        """The runs that are ticked until somebody chooses: all of them, up to what a chart can show."""
+        """Return the runs that are selected at first: all, up to the number that a chart can show."""
         return list(self.runs)[:_SHOWN_RUNS]
 
     async def _file(self, request: web.Request) -> web.Response:
@@ -90,7 +90,7 @@ class Page:
         return run
 
     async def _in_thread(self, request: web.Request, work: Callable[[], Any]) -> web.Response:
-        """What cannot be read is told in one sentence; 404 for None."""
+        """Wrap a handler: a read error becomes one sentence, None becomes 404."""
 
         def as_bytes() -> tuple[int, bytes]:
             try:
@@ -113,7 +113,7 @@ class Page:
     async def _act(self, request: web.Request) -> web.Response:
         run = self._run(request)
         if not self.may_act:
-            raise web.HTTPForbidden(text="this page only shows")
+            raise web.HTTPForbidden(text="this dashboard is read-only")
         try:
             body = await request.json()
             name, value = body["name"], body.get("value")

@@ -1,4 +1,4 @@
-"""The files of the page itself, held in memory with a compressed copy."""
+"""The dashboard's static files, kept in memory with a compressed copy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StaticFile:
 
 
 def load_static() -> dict[str, StaticFile]:
-    """The files of the page by address: `/` is index.html."""
+    """Return the static files by URL path; `/` is index.html."""
     found = {}
     for file in sorted(FOLDER.rglob("*")):
         if file.is_file():

@@ -1,4 +1,4 @@
-"""The spans of a run for the page and for trace files: of one step, or of a stretch of time."""
+"""Reads the spans of a run for the dashboard's timeline and for trace files."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import re
 import sqlite3
 from typing import Any
 
-from slime.dashboard.sample_pages import has_table
-
 _MAX_SPANS = 6000
 _COLUMNS = "rollout_id, lane, name, start, end, about"
 _NAMES = ("step", "lane", "name", "start", "end", "about")
 
 
 def steps_with_spans(connection: sqlite3.Connection) -> dict[str, Any]:
-    if not has_table(connection, "spans"):
-        return {"first": None, "last": None}
-    # One by one, each is a look at the index; both in one SELECT would read all of it.
+    # Two queries, because each is one lookup in the index; both in one SELECT would read all of it.
     [(first, last)] = connection.execute(
         "SELECT (SELECT min(rollout_id) FROM spans), (SELECT max(rollout_id) FROM spans)"
     )
@@ -26,12 +22,10 @@ def steps_with_spans(connection: sqlite3.Connection) -> dict[str, Any]:
 
 
 def spans_of(connection: sqlite3.Connection, first: int, last: int) -> dict[str, Any]:
-    """Lanes of the steps `first` to `last`, each span with the row of its lane that it is drawn in.
+    """Return the lanes of the steps `first` to `last`; each span has the row in which it is drawn.
 
-    Of lanes with too many spans for one picture, the longest are kept; `left_out` says how many are not.
+    If there are too many spans, the longest are kept; `left_out` is the number of the others.
     """
-    if not has_table(connection, "spans"):
-        return {"lanes": [], "left_out": 0, "start": None, "end": None}
     [(total,)] = connection.execute(
         "SELECT count(*) FROM spans WHERE rollout_id BETWEEN ? AND ?", (first, last)
     )
@@ -56,8 +50,8 @@ def spans_of(connection: sqlite3.Connection, first: int, last: int) -> dict[str,
 
 
 def packed(spans: list[dict[str, Any]]) -> dict[str, Any]:
-    """Spans in the order of their starts, each in the first row where nothing else is at that time."""
-    ends: list[tuple[float, int]] = []  # when each row is free again
+    """Assign each span, in the order of their starts, to the first row that is free at that time."""
+    ends: list[tuple[float, int]] = []  # (end of the last span, row)
     free: list[int] = []
     num_rows = 0
     for span in spans:
@@ -73,7 +67,7 @@ def packed(spans: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def covered(spans: list[dict[str, Any]]) -> float:
-    """Seconds in which at least one of them goes on; they come in the order of their starts."""
+    """Return the seconds covered by at least one of the spans, which are sorted by start."""
     seconds, until = 0.0, float("-inf")
     for span in spans:
         seconds += max(0.0, span["end"] - max(span["start"], until))
@@ -88,7 +82,7 @@ def as_span(row: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _place(lane: str) -> tuple[int, list[tuple[int, str]]]:
-    """Kinds of lanes from where a sample begins to where it ends; engine-10 behind engine-9."""
+    """Sort lanes along the path of a sample; engine-10 follows engine-9."""
     order = ("start", "loop", "episodes", "engine", "reward", "trainer", "push", "waits")
     kinds = (number for number, name in enumerate(order) if lane.startswith(name))
     parts = [(int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", lane)]
@@ -98,9 +92,7 @@ def _place(lane: str) -> tuple[int, list[tuple[int, str]]]:
 def all_spans(
     connection: sqlite3.Connection, first: int | None = None, last: int | None = None
 ) -> list[dict[str, Any]]:
-    """Every span of the steps `first` to `last`; None: of all."""
-    if not has_table(connection, "spans"):
-        return []
+    """Return every span of the steps `first` to `last`; None: of all steps."""
     rows = connection.execute(
         f"SELECT {_COLUMNS} FROM spans WHERE rollout_id BETWEEN ? AND ? ORDER BY start",
         (-1 if first is None else first, 1 << 60 if last is None else last),

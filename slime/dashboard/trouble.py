@@ -1,4 +1,4 @@
-"""What is wrong with a run, worst first: how it ended, silence, failures that metrics count, advice."""
+"""Lists the problems of a run, worst first: how it ended, silence, counted failures, advice."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import time
 from typing import Any
 
 from slime.dashboard.run_folder import LOST, RUNNING, RunFolder
-from slime.observability.wait_table import read_table
+from slime.liveness.wait_table import read_table
 
 _SILENT_S = 300.0
 _OVERDUE = 5.0  # times the usual length of a step
-# Metrics that are 0 in a healthy run -> what it means that they are not.
+# Metrics that are 0 in a healthy run, with their meaning.
 _COUNTED = {
-    "rollout/groups/failed": "prompt groups failed for good",
+    "rollout/groups/failed": "prompt groups failed",
     "rollout/groups/samples_failed": "samples came back without a result",
-    "train/nonfinite_steps": "optimizer steps were left out: something was no number",
+    "train/nonfinite_steps": "optimizer steps were skipped: a value was NaN or infinite",
     "train/empty_steps": "optimizer steps had no token to train on",
-    "perf/engines_evicted": "engines were taken out of rotation by a weight push",
+    "perf/engines_evicted": "engines were removed from the fleet by a weight push",
     "perf/engines_missed": "engines were not reached by a weight push",
 }
 
 
 def trouble_of(run: RunFolder) -> list[dict[str, Any]]:
-    """Entries of severity, title, text, and the view that shows more."""
+    """Return entries of severity, title, text and the view with details."""
     found = _ending(run)
     found += _overdue(run) + _silence(run) if run.state == RUNNING else []
     for name, words in _COUNTED.items():
@@ -58,10 +58,10 @@ def _ending(run: RunFolder) -> list[dict[str, Any]]:
             else f"Ended: {run.state}"
         )
         severity = "warning" if run.state == "interrupted" else "error"
-        found.append(_entry(severity, title, "the last lines of the log say more", "logs"))
+        found.append(_entry(severity, title, "see the last lines of the log", "logs"))
     for again in record.last.restarts[-5:] if record is not None else ():
         title = f"The trainer was lost and restarted at step {again.get('step')}: {again.get('cause')}"
-        text = f"{again.get('time')}; it began from {again.get('begins_from')}"
+        text = f"{again.get('time')}; it started from {again.get('begins_from')}"
         found.append(_entry("warning", title, text, "logs"))
     for start in record.earlier if record is not None else ():
         text = f"started {start.start}"
@@ -70,13 +70,15 @@ def _ending(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _overdue(run: RunFolder) -> list[dict[str, Any]]:
-    """Waits whose deadline has passed, and processes that give no sign of life."""
+    """Return waits whose deadline has passed, and processes without heartbeats."""
     table = read_table(run.path)
     if table is None:
         return []
-    late = [_entry("error", row.told(table.time), "its deadline has passed", "logs") for row in table.overdue]
+    late = [
+        _entry("error", row.describe(table.time), "its deadline has passed", "logs") for row in table.overdue
+    ]
     text = "its process may be stopped, or the machine overloaded"
-    return late + [_entry("warning", row.told(table.time), text, "logs") for row in table.silent]
+    return late + [_entry("warning", row.describe(table.time), text, "logs") for row in table.silent]
 
 
 def _silence(run: RunFolder) -> list[dict[str, Any]]:

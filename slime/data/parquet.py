@@ -36,7 +36,7 @@ def _check_columns(source: str, names: list[str]) -> None:
 
 
 def _batch_rows(source: str, before: int, batch: Any) -> list[Row]:
-    """The rows of a batch that begins after `before` rows; an unreadable value is told with its row."""
+    """Return the rows of a batch that follows `before` rows; errors name the row of a bad value."""
     try:
         rows: list[Row] = batch.to_pylist()
         return rows

@@ -1,4 +1,4 @@
-"""Strict JSON for the rows of prompt files: mistakes that Python takes silently are told."""
+"""Strict JSON for the rows of prompt files: mistakes that Python accepts silently are errors."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A small balancer for installs without SGLang's router: the engine with the fewest requests is next.
+"""A small load balancer for installs without SGLang's router: the engine with the fewest requests is next.
 
 It runs on the loop of the process that owns the engines. A session key pins a conversation to one engine,
 whose prefix cache knows it. A request whose engine refuses the connection, answers 5xx or is taken out of
@@ -9,9 +9,6 @@ An engine that breaks while it works on a request may have been broken by it, so
 engine, when it is there again, and to no other; when it breaks a second time the request is given up. Only
 requests that were in company, and are therefore less suspect, may go to one other engine when theirs does not
 come back for long.
-
-Requests of its own loop, which are those of the rollout where one process does both, come in by `whole` and
-`begun` (`http_utils.Forwarder`) and not through the socket: answers are then read from the engine itself.
 """
 
 from __future__ import annotations
@@ -33,16 +30,8 @@ from slime.engines.fleet import FleetServer
 from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, chain
 from slime.utils.async_utils import run
 from slime.utils.browser_guard import browser_guard, names_of_this_machine
-from slime.utils.http_utils import (
-    ANSWERED_BY,
-    ForwardedAnswer,
-    HttpError,
-    forwards_here,
-    forwards_no_more,
-    get_session,
-    with_token,
-)
-from slime.utils.machine.open_files import raise_limit, refusing_too_many, tell_of_scarcity
+from slime.utils.http_utils import ANSWERED_BY, get_session, with_token
+from slime.utils.machine.open_files import log_scarcity, raise_limit, refusing_too_many
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +79,17 @@ class _Answer:
         return cls(status, json.dumps({"error": message}).encode())
 
 
-_Told = _Answer | web.StreamResponse | ForwardedAnswer
+_Told = _Answer | web.StreamResponse
 
 
 class _Visit:
     """One request at an engine. It ends with its answer, and before that when the engine leaves."""
 
-    __slots__ = ("_opening", "_response", "_running", "url")
+    __slots__ = ("_opening", "_running", "url")
 
     def __init__(self, url: str, running: set[_Visit]):
         self.url, self._running = url, running
         self._opening = asyncio.timeout(None)
-        self._response: aiohttp.ClientResponse | None = None
         running.add(self)
 
     async def told(self, work: Awaitable[_Told]) -> _Told | None:
@@ -114,22 +102,10 @@ class _Visit:
                 return None
             raise
         finally:
-            if self._response is None:
-                self.over()
-
-    def hand_over(self, response: aiohttp.ClientResponse) -> ForwardedAnswer:
-        """Somebody else reads the rest of the answer, and says when that is over."""
-        self._response = response
-        return ForwardedAnswer(response, self.url, self.over)
-
-    def over(self) -> None:
-        self._running.discard(self)
+            self._running.discard(self)
 
     def cut(self) -> None:
-        if self._response is None:
-            self._opening.reschedule(0.0)  # long ago: at once
-        else:
-            self._response.content.set_exception(aiohttp.ClientPayloadError("the engine left the rotation"))
+        self._opening.reschedule(0.0)  # long ago: at once
 
 
 # What becomes of an answer that an engine has begun.
@@ -171,19 +147,19 @@ class Balancer:
         self._no_engine_timeout_s = no_engine_timeout_s
         self._middlewares = tuple(middlewares)
         self._runner: web.AppRunner | None = None
-        self._address = ""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Serves; returns the port that was bound."""
         raise_limit()
-        tell_of_scarcity(asyncio.get_running_loop())
+        log_scarcity(asyncio.get_running_loop())
         guard = browser_guard(known=names_of_this_machine([host]))
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[guard])
         app.router.add_get("/workers", self._workers)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/{path:.*}", refusing_too_many(self._handle, files_each=2))
-        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False)
+        # A client that hangs up cancels its handler, which ends the request at the engine.
+        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False, handler_cancellation=True)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port).start()
@@ -193,13 +169,9 @@ class Balancer:
                 "leave it out."
             ) from None
         bound: int = self._runner.addresses[0][1]
-        self._address = f"http://{host}:{bound}"
-        if not self._middlewares:
-            forwards_here(self._address, self)
         return bound
 
     async def stop(self) -> None:
-        forwards_no_more(self)
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -245,19 +217,6 @@ class Balancer:
         routed = await chain(self._middlewares, self._forward)(RouterRequest(f"/{path}", payload, headers))
         return web.json_response(routed.payload, status=routed.status)
 
-    async def whole(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes, str]:
-        """A request of this loop, and its whole answer: status, body, engine."""
-        answer = _whole_of(await self._send_somewhere(self._errand(path, body, headers, _read)))
-        return answer.status, answer.body, answer.url
-
-    async def begun(self, path: str, body: bytes, headers: dict[str, str]) -> ForwardedAnswer:
-        """A request of this loop that reads its answer itself."""
-        told = await self._send_somewhere(self._errand(path, body, headers, _hand_over))
-        if isinstance(told, ForwardedAnswer):
-            return told
-        refusal = _whole_of(told)
-        raise HttpError(refusal.status, refusal.body.decode(errors="replace"), f"{self._address}/{path}")
-
     def _errand(self, path: str, body: bytes, headers: dict[str, str], deliver: _Delivery) -> _Errand:
         return _Errand(path, body, headers, deliver, time.monotonic() + self._no_engine_timeout_s)
 
@@ -265,11 +224,12 @@ class Balancer:
         """What the innermost middleware calls."""
         body = json.dumps(request.payload).encode()
         headers = {**request.headers, "Content-Type": "application/json"}
-        status, told, _ = await self.whole(request.path.lstrip("/"), body, headers)
+        errand = self._errand(request.path.lstrip("/"), body, headers, _read)
+        answer = _whole_of(await self._send_somewhere(errand))
         try:
-            return RouterAnswer(status, json.loads(told))
+            return RouterAnswer(answer.status, json.loads(answer.body))
         except ValueError:
-            return RouterAnswer(status, {"error": told.decode(errors="replace")})
+            return RouterAnswer(answer.status, {"error": answer.body.decode(errors="replace")})
 
     async def _send_somewhere(self, errand: _Errand) -> _Told:
         if errand.path not in ENDPOINTS:
@@ -378,11 +338,6 @@ async def _read(visit: _Visit, response: aiohttp.ClientResponse) -> _Answer:
     async with response:
         kind = response.headers.get("Content-Type", "application/json")
         return _Answer(response.status, await response.read(), kind, visit.url)
-
-
-async def _hand_over(visit: _Visit, response: aiohttp.ClientResponse) -> _Told:
-    """An error stays here: another engine may do better."""
-    return await _read(visit, response) if response.status >= 400 else visit.hand_over(response)
 
 
 async def _pass_on(request: web.Request, visit: _Visit, response: aiohttp.ClientResponse) -> _Told:

@@ -1,12 +1,10 @@
-"""One engine process: launched with its log in a file, waited for with a deadline, stopped, started again."""
+"""One engine process: starts it with a log file, waits for it with a timeout, stops and restarts it."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import tempfile
 import time
@@ -14,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.engines.pulse import ENGINE_PATH
-from slime.utils import http_utils, waits
+from slime.liveness import stacks, waits
+from slime.liveness.heartbeat import ENGINE_PATH
+from slime.liveness.vital_signs import Signs, signs_of_group
+from slime.utils import http_utils
 from slime.utils.errors import RunStopped
-from slime.utils.machine import ports, stacks, warm_start
-from slime.utils.machine.processes import Child, LifePipe, open_log, stop_process
-from slime.utils.machine.vital_signs import Signs, signs_of_group
+from slime.utils.machine import ports, warm_start
+from slime.utils.machine.children import Child, LifePipe, describe_exit, kill_group, open_log, stop_process
 from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
@@ -33,11 +32,11 @@ Command = Callable[[int, Path, int], list[str]]
 
 
 class EngineStartError(RunStopped):
-    """An engine process ended, or kept silent, before it served."""
+    """An engine process ended, or did not respond, before it served."""
 
 
 class MachineLost(RunStopped):
-    """Nobody can start an engine where its devices are."""
+    """The machine with the engine's devices is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class EngineServer:
     def launch(self) -> None:
         """Start the process without waiting for it. A restart gets the port it had, which clients know."""
         if self._process is not None:
-            _kill_group(self._process)  # what an earlier life may have left
+            kill_group(self._process)  # what an earlier life may have left
         self._take_port()
         self._drop_ready_file()  # of a start that failed
         self._last_look = self._last_moved = time.monotonic()
@@ -154,7 +153,7 @@ class EngineServer:
                 interval_s=0.02,
             )
         except waits.WaitTimeout as error:
-            raise EngineStartError(f"{error} (--engine-start-timeout-s); {self._last_words()}") from None
+            raise EngineStartError(f"{error} (--timeouts engine-start); {self._last_words()}") from None
         facts = json.loads(self._ready_file.read_text())
         self.port, self.bootstrap_port = facts["port"], facts.get("bootstrap_port")
         self._drop_ready_file()
@@ -173,7 +172,7 @@ class EngineServer:
         return self.describe_end()
 
     def is_there(self) -> None:
-        """An answer is all that is asked for."""
+        """Do nothing: a caller learns from the reply that the host of this engine responds."""
 
     def _drop_ready_file(self) -> None:
         if self._ready_file is not None:
@@ -207,10 +206,9 @@ class EngineServer:
         return signs_of_group(self._process.pid) if self._process is not None else None
 
     def describe_end(self) -> str:
-        """How the process ended and what it last said."""
+        """Describe how the process ended, with the last lines of its log."""
         code = self._process.returncode if self._process else None
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-        return f"{how}; {self._last_words()}"
+        return f"{describe_exit(code)}; {self._last_words()}"
 
     def _last_words(self) -> str:
         lines = self.plan.log_path.read_text(errors="replace").splitlines()
@@ -225,20 +223,14 @@ class EngineServer:
 
     def kill(self) -> None:
         if self._process is not None:
-            _kill_group(self._process)
+            kill_group(self._process)
             self._process.wait()
 
     def stop(self) -> None:
         if self._process is not None:
             stop_process(self._process)
-            _kill_group(self._process)
+            kill_group(self._process)
         self._drop_ready_file()
         self._life.close()
         if self._held_port is not None:
             self._held_port.close()
-
-
-def _kill_group(process: Child) -> None:
-    """The process leads a group of its own (it was started in a new session): its workers go with it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

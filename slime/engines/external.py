@@ -1,4 +1,4 @@
-"""Engines that somebody else runs: checked against our model and used, never started or stopped."""
+"""External engines: servers that somebody else runs. slime checks their model and uses them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.engines.engine_process import EngineStartError, LaunchPlan
-from slime.utils import http_utils, waits
+from slime.liveness import waits
+from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.models.model_config import read_config
 from slime.wire.control import EngineControl
@@ -28,7 +29,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class ExternalEngine:
-    """An engine that answered, and what it says of itself."""
+    """An external engine that responded, and its server info."""
 
     url: str
     info: EngineInfo
@@ -44,7 +45,7 @@ class ExternalEngine:
 
 
 def read_address(address: str, flag: str = _FLAG) -> str:
-    """`host:port` or a url as a url; a ValueError names what is wrong with it."""
+    """Return the URL for `host:port` or a URL; raise a ValueError that names what is wrong with it."""
     url = address if "://" in address else f"http://{address}"
     try:
         parts = urlsplit(url)
@@ -65,7 +66,7 @@ def read_address(address: str, flag: str = _FLAG) -> str:
 
 
 def discover(addresses: Sequence[str], hf_checkpoint: str | None) -> tuple[ExternalEngine, ...]:
-    """Asks each address what it serves; one clear ValueError for the first that is wrong."""
+    """Ask each address what it serves; raise a ValueError for the first that cannot be used."""
     urls = [read_address(address) for address in addresses]
     twice = sorted({url for url in urls if urls.count(url) > 1})
     if twice:
@@ -139,7 +140,7 @@ def _check_version(engine: ExternalEngine) -> None:
 
 
 class ExternalServer:
-    """One of them in a fleet, like a process of ours. "Killed": out of use until it answers again."""
+    """An external engine as a member of the fleet. "Killed" means: not used until it responds again."""
 
     pid = None
 
@@ -156,7 +157,7 @@ class ExternalServer:
         return tuple(name for name in info.transports if local or not name.endswith("shared_memory"))
 
     def launch(self) -> None:
-        """It is not ours to start."""
+        """Do nothing: its owner starts it."""
 
     def wait_ready(self) -> str:
         """Waits until the engine makes a token."""
@@ -170,7 +171,7 @@ class ExternalServer:
                 interval_s=0.5,
             )
         except waits.WaitTimeout as error:
-            raise EngineStartError(f"{error} (--engine-start-timeout-s)") from None
+            raise EngineStartError(f"{error} (--timeouts engine-start)") from None
         self._in_use = self._answers = True
         self._last_look = time.monotonic()
         return self.url
@@ -196,10 +197,10 @@ class ExternalServer:
         return True
 
     def signs(self) -> None:
-        """Its process is not ours to look at, and may be on another machine."""
+        """Return None: its process belongs to its owner and may be on another machine."""
 
     def dump_stacks(self) -> None:
-        """It is not ours to ask."""
+        """Do nothing: its process belongs to its owner."""
 
     def describe_end(self) -> str:
         return "was taken out of use" if not self._in_use else f"takes no connection at {self.url}"
@@ -208,7 +209,7 @@ class ExternalServer:
         self._in_use = False
 
     def stop(self) -> None:
-        """It is not ours to stop."""
+        """Do nothing: its owner stops it."""
 
 
 def _no_command(port: int, ready_file: Path, life_fd: int) -> list[str]:

@@ -1,11 +1,13 @@
-"""All engines of one model: started together, watched, restarted when they die, until they die too often."""
+"""The engines of one model: started together, watched, and restarted when they die, up to a limit."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -14,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from slime.engines.engine_process import LaunchPlan, MachineLost
-from slime.engines.pulse import PulseWatch
-from slime.utils import waits
+from slime.liveness import waits
+from slime.liveness.heartbeat import HttpBeat, watch_servers
+from slime.liveness.vital_signs import Signs
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
-from slime.utils.machine.vital_signs import Signs
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 
@@ -38,9 +40,9 @@ class NoEngineLeft(RunStopped):
 class WatchPolicy:
     """When an engine counts as dead, and when the run gives up. `probe_interval_s` None: without probes.
 
-    `silence_limit_s`: how long it may give no sign of life, see `pulse`; None: for ever. `probe_failures`:
-    health questions that must fail in a row. `no_engine_timeout_s` None: a run without any engine waits for
-    as long as they are restarted.
+    `silence_limit_s`: how long it may give no sign of life, see `slime.liveness.heartbeat`; None: for ever.
+    `probe_failures`: health questions that must fail in a row. `no_engine_timeout_s` None: a run without any
+    engine waits for as long as they are restarted.
     """
 
     restart_limit: int
@@ -78,7 +80,7 @@ class FleetServer(Protocol):
 
 
 class Rotation(Protocol):
-    """Spreads requests over engines; told at once who is out, and who is back with current weights."""
+    """Spreads requests over engines. `remove` and `add` keep its list of engines current."""
 
     def add(self, server: FleetServer) -> None: ...
     def remove(self, url: str) -> None: ...
@@ -87,8 +89,8 @@ class Rotation(Protocol):
 class EngineFleet:
     """Owns the servers and the thread that watches them.
 
-    An engine that died is taken out of rotation at once and started again beside the others, which go on;
-    pushes go to those that are there. `failure` gets the exception that ends the run.
+    An engine that died leaves the rotation at once and is restarted while the others keep serving; weight
+    pushes go to the engines that serve. `failure` gets the exception that ends the run.
     """
 
     def __init__(self, servers: Sequence[FleetServer], policy: WatchPolicy):
@@ -109,15 +111,7 @@ class EngineFleet:
         self._last_probe = time.monotonic() + policy.probe_first_wait_s
         self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.num_restarts = 0
-        self._pulse = self._watch_pulse(policy.silence_limit_s) if policy.silence_limit_s else None
-
-    def _watch_pulse(self, limit_s: float) -> PulseWatch:
-        return PulseWatch(
-            self._servers,
-            limit_s,
-            is_watched=lambda place: self._serves(place) and not self.asleep,
-            on_silent=lambda place, why: self.evict(self._servers[place].url, TimeoutError(why)),
-        )
+        self._heartbeats = watch_servers(policy.silence_limit_s or math.inf, self._evict_silent)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -132,14 +126,17 @@ class EngineFleet:
         return tuple(self._servers)
 
     def is_alive(self, url: str) -> bool:
-        """Whether it serves now; one that is being started again does not."""
+        """Return whether the engine serves now; one that is being restarted does not."""
         return any(server.url == url and self._serves(i) for i, server in enumerate(self._servers))
 
     def _serves(self, place: int) -> bool:
         return place not in self._out and self._servers[place].alive()
 
+    def _owes_heartbeat(self, place: int) -> bool:
+        return self._serves(place) and not self.asleep
+
     def follow(self, rotation: Rotation) -> None:
-        """Tells the rotation from now on who leaves and who returns."""
+        """Keep this rotation informed of engines that leave and return."""
         self._rotation = rotation
 
     def keep_current(
@@ -156,13 +153,14 @@ class EngineFleet:
             server.launch()
 
     def wait_ready(self) -> tuple[str, ...]:
-        """Waits for every engine, then begins to watch them."""
+        """Wait until every engine serves, then start to watch them."""
         for server in self._servers:
             server.wait_ready()
             waits.know_as(server.url, server.plan.name)
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
-        if self._pulse is not None:
-            self._pulse.start()
+        if self._policy.silence_limit_s:
+            for place, server in enumerate(self._servers):
+                self._heartbeats.add(HttpBeat(server, functools.partial(self._owes_heartbeat, place)))
         return self.urls
 
     @contextlib.contextmanager
@@ -173,13 +171,16 @@ class EngineFleet:
             self._last_probe = time.monotonic() + self._policy.probe_first_wait_s
 
     def evict(self, url: str, cause: Exception) -> None:
-        """Kill an engine that misbehaved; the watch brings it back."""
+        """Kill an engine that misbehaved; the watch restarts it."""
         for server in self._servers:
             if server.url == url:
                 logger.error("%s is evicted: %s", server.plan.name, cause)
                 self._eviction = cause
                 self._leave_rotation(server)
                 server.kill()
+
+    def _evict_silent(self, beat: HttpBeat, cause: str) -> None:
+        self.evict(beat.server.url, TimeoutError(f"no sign of life for {cause}"))
 
     def dump_stacks(self) -> None:
         for server in self._servers:
@@ -188,8 +189,7 @@ class EngineFleet:
 
     def stop(self) -> None:
         self._stopping.set()
-        if self._pulse is not None:
-            self._pulse.stop()
+        self._heartbeats.close()
         for server in self._servers:
             server.stop()
 
@@ -215,7 +215,7 @@ class EngineFleet:
         self._check_someone_is_left()
 
     def _notice_deaths(self) -> None:
-        """Runs without the lock, which a push may hold for long: no request should meet a dead engine."""
+        """Take dead engines out of rotation, without the lock: a push may hold that for long."""
         for place, server in enumerate(self._servers):
             if place not in self._out and not server.alive() and not self._stopping.is_set():
                 self._leave_rotation(server)
@@ -225,7 +225,7 @@ class EngineFleet:
             self._rotation.remove(server.url)
 
     def _restart(self, place: int) -> None:
-        """Starts it again; a thread waits for it, so that the others are watched meanwhile."""
+        """Restart an engine; a thread waits for it, so that the others are watched meanwhile."""
         server, now = self._servers[place], time.monotonic()
         end = server.describe_end()
         self._last_end = f"{server.plan.name} {end}"
@@ -235,7 +235,7 @@ class EngineFleet:
         if len(self._deaths) > self._policy.restart_limit:
             raise EnginesKeepDying(
                 f"engines died {len(self._deaths)} times within {self._policy.restart_window_s:.0f} s "
-                f"(--engine-restart-limit {self._policy.restart_limit}){self._why_evicted}; "
+                f"(--limits engine-restarts={self._policy.restart_limit}){self._why_evicted}; "
                 f"the last one, {server.plan.name}, {end}"
             ) from self._eviction
         logger.warning("%s\nrestarting it", self._last_end)
@@ -243,7 +243,9 @@ class EngineFleet:
         try:
             server.launch()
         except MachineLost as error:
-            logger.error("%s stays out, the others go on: %s", server.plan.name, error)
+            logger.error(
+                "%s is not restarted (%s); the run continues with the other engines.", server.plan.name, error
+            )
             return
         threading.Thread(target=self._bring_back, args=(place,), name=f"restart-{place}", daemon=True).start()
 
@@ -271,7 +273,7 @@ class EngineFleet:
         return f"; the last that was evicted: {self._eviction}" if self._eviction is not None else ""
 
     def _joins(self, server: FleetServer) -> bool:
-        """False: what keeps it out is no engine's fault, and the next one would meet it too; the run ends."""
+        """Bring a restarted engine up to date; False: it failed for a reason that ends the run."""
         try:
             self._bring_up_to_date(server.url)
         except RunStopped as error:
@@ -291,7 +293,7 @@ class EngineFleet:
         self._alone_since = self._alone_since or now
         if limit is not None and now - self._alone_since > limit:
             raise NoEngineLeft(
-                f"no engine was left for {limit:g} s (--no-engine-timeout-s){self._why_evicted}; "
+                f"no engine was left for {limit:g} s (--timeouts no-engine){self._why_evicted}; "
                 f"the last to go: {self._last_end}"
             ) from self._eviction
 

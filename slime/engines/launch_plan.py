@@ -1,4 +1,4 @@
-"""From a topology to a launch plan: which engine on which GPUs, with which flags, behind which router."""
+"""Turns a topology into launch plans: each engine's GPUs and flags, and the router in front of them."""
 
 from __future__ import annotations
 

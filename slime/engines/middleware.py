@@ -1,4 +1,4 @@
-"""Middleware of the built-in balancer: a class of yours sees, changes or answers each request."""
+"""Middleware of the built-in load balancer: user classes that see, change or answer each request."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Advice while a run goes on: it works, but will not learn, or wastes its devices. Each cause is told once.
+"""Advice for runs that work but do not learn, or that waste their devices. Each cause is reported once.
 
-An `Advisor` sees the metrics as they are logged. A check looks at the history and answers with what it saw,
-what that means and which flag helps, or with nothing. Checks wait for a few steps: one odd batch is no
-pattern.
+An `Advisor` sees the metrics as they are logged. A check reads their history and returns the evidence and the
+flag that helps, or None. Checks wait for a few steps, because one odd batch is not a pattern.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ from dataclasses import dataclass, field
 from slime.catalog.metrics import is_eval_score
 from slime.utils.machine.own_command import as_typed
 
-PATIENCE = 3  # rollouts in a row that show the same before it is told
+PATIENCE = 3  # rollouts in a row that must show the same
 
 
 @dataclass(frozen=True, slots=True)
 class Advisory:
     """One piece of advice.
 
-    Example: Advisory("all_cut", "75% of the answers were cut at --rollout-max-response-len 512 in the last 3
-    rollouts", "an answer that is cut cannot be right: raise --rollout-max-response-len, or ask for shorter
-    answers").
+    Example: Advisory("truncated", "75% of the responses of the last 3 rollouts were truncated at
+    --rollout-max-response-len 512", "a truncated response is rarely right: raise it").
     """
 
-    cause: str  # a name, the same for every run
+    cause: str  # the name of the check
     evidence: str
     advice: str
 
@@ -35,20 +33,20 @@ class Advisory:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the advice depends on besides metrics. Example: Facts(8, 512, 2048, True, False, True)."""
+    """Settings that the advice depends on. Example: Facts(8, 512, 2048, True, False, True)."""
 
     samples_per_prompt: int
     max_response_len: int | None
     context_len: int | None  # of the model; None: not known
     saves: bool
-    overlapped: bool  # the next rollout is made while the trainer trains
-    by_rewards: bool  # as opposed to supervised losses, and to runs that only generate
-    has_teacher: bool = False  # which trains it where rewards say nothing
+    overlapped: bool  # the next rollout is generated during training
+    by_rewards: bool  # not by a supervised loss, and not only generating
+    has_teacher: bool = False  # trains the policy even without a reward signal
 
 
 @dataclass(slots=True)
 class MetricHistory:
-    """Values of each metric by step, in the order in which they were logged."""
+    """Values of each metric by step, in logging order."""
 
     values: dict[str, dict[int, float]] = field(default_factory=dict)
 
@@ -58,14 +56,14 @@ class MetricHistory:
                 self.values.setdefault(name, {})[step] = float(value)
 
     def last(self, name: str, count: int = PATIENCE) -> list[float]:
-        """The last `count` values; fewer at the beginning of a run."""
+        """Return the last `count` values, or fewer at the beginning of a run."""
         return list(self.values.get(name, {}).values())[-count:]
 
     def first(self, name: str, count: int = PATIENCE) -> list[float]:
         return list(self.values.get(name, {}).values())[:count]
 
     def streak(self, name: str, holds: Callable[[float], bool], count: int = PATIENCE) -> bool:
-        """Whether the last `count` values all satisfy a condition."""
+        """Return whether the last `count` values all satisfy a condition."""
         last = self.last(name, count)
         return len(last) == count and all(map(holds, last))
 
@@ -80,18 +78,18 @@ def _check(function: Check) -> Check:
 
 
 class Advisor:
-    """Tells each cause at most once in a run."""
+    """Reports each cause at most once in a run."""
 
     def __init__(self, facts: Facts):
         self._facts, self._history = facts, MetricHistory()
         self._told: set[str] = set()
 
     def at_start(self) -> list[Advisory]:
-        """What can be said before the first step."""
+        """Return the advice that follows from the settings alone."""
         return self._new(dict(start_checks(self._facts)))
 
     def observe(self, metrics: Mapping[str, object], step: int) -> list[Advisory]:
-        """What is newly wrong once these metrics are known."""
+        """Return new advice after these metrics."""
         self._history.add(metrics, step)
         untold = {name: check for name, check in CHECKS.items() if name not in self._told}
         found = {name: check(self._history, self._facts) for name, check in untold.items()}
@@ -104,11 +102,11 @@ class Advisor:
 
 
 def start_checks(facts: Facts) -> dict[str, tuple[str, str]]:
-    """Cause -> evidence and advice, from the settings alone."""
+    """Return {cause: (evidence, advice)} from the settings alone."""
     found = {}
     if not facts.saves and facts.by_rewards:
         found["no_save"] = (
-            "neither --save nor --save-hf is given: the trained weights are gone when the run ends",
+            "neither --save nor --save-hf is given: the trained weights are lost when the run ends",
             "give --save DIR --save-interval N for checkpoints, or --save-hf DIR for a model folder",
         )
     if (
@@ -120,13 +118,13 @@ def start_checks(facts: Facts) -> dict[str, tuple[str, str]]:
         found["no_room"] = (
             f"--rollout-max-response-len {facts.max_response_len} leaves no room for a prompt: the model's "
             f"context has {facts.context_len} tokens",
-            "lower it, so that prompt and answer fit together",
+            "lower it, so that prompt and response fit together",
         )
     return found
 
 
 def _zero_variance_share(history: MetricHistory, count: int = PATIENCE) -> float | None:
-    """Share of groups whose answers all have one reward, over the last rollouts; None: not known."""
+    """Return the share of groups whose responses all have one reward; None: not known yet."""
     kept = history.values.get("rollout/groups/kept", {})
     steps = list(kept)[-count:]
     if len(steps) < count:
@@ -148,8 +146,8 @@ def _reward_never_moves(history: MetricHistory, facts: Facts) -> tuple[str, str]
     if len(rewards) < PATIENCE or share != 1.0 or max(rewards) != min(rewards) or facts.has_teacher:
         return None
     return (
-        f"every answer of the last {PATIENCE} rollouts got the reward {rewards[0]:g}",
-        f"nothing can be learned from that: look at `{as_typed('samples', 'RUN')}`, the reward function and "
+        f"every response of the last {PATIENCE} rollouts got the reward {rewards[0]:g}",
+        f"nothing can be learned from that: check `{as_typed('samples', 'RUN')}`, the reward function and "
         "the labels",
     )
 
@@ -160,8 +158,8 @@ def _groups_without_difference(history: MetricHistory, facts: Facts) -> tuple[st
     if share is None or share < 0.8 or facts.samples_per_prompt < 2 or facts.has_teacher:
         return None
     return (
-        f"in {share:.0%} of the groups of the last {PATIENCE} rollouts all answers have the same reward",
-        "they train nothing: prompts of fitting difficulty, more --n-samples-per-prompt, or "
+        f"in {share:.0%} of the groups of the last {PATIENCE} rollouts all responses have the same reward",
+        "they train nothing: use prompts of suitable difficulty, more --n-samples-per-prompt, or "
         "--dynamic-sampling-filter-path "
         "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
     )
@@ -169,14 +167,14 @@ def _groups_without_difference(history: MetricHistory, facts: Facts) -> tuple[st
 
 @_check
 def _special_ending(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
-    """A reward of the user's that compares text finds no answer right because of how answers end."""
+    """A reward that compares text may find no response right because of special tokens at the end."""
     rewards = history.last("rollout/raw_reward")
     ends = history.streak("rollout/special_ending_ratio", lambda share: share >= 0.5)
     if not ends or len(rewards) < PATIENCE or max(rewards) > 0 or facts.has_teacher:
         return None
     share = history.last("rollout/special_ending_ratio")[-1]
     return (
-        f"{share:.0%} of the answers end in a special token, and the last {PATIENCE} rollouts earned nothing",
+        f"{share:.0%} of the responses end in a special token, and {PATIENCE} rollouts earned nothing",
         "does the reward compare text? Use slime.rollout.rm_hub.answer_text(args, sample), or set "
         "--rollout-skip-special-tokens",
     )
@@ -188,7 +186,7 @@ def _no_gradient(history: MetricHistory, facts: Facts) -> tuple[str, str] | None
         return None
     return (
         "the gradient was 0 in the last 2 steps",
-        "no weight moves: rewards without difference, a loss mask of zeros, or frozen parameters",
+        "no weight changes: all rewards are equal, the loss mask is zero, or parameters are frozen",
     )
 
 
@@ -198,9 +196,9 @@ def _answers_cut(history: MetricHistory, facts: Facts) -> tuple[str, str] | None
         return None
     share = sum(history.last("rollout/truncated_ratio")) / PATIENCE
     return (
-        f"{share:.0%} of the answers of the last {PATIENCE} rollouts were cut at --rollout-max-response-len "
-        f"{facts.max_response_len}",
-        "an answer that is cut is rarely right: raise it, or ask for shorter answers",
+        f"{share:.0%} of the responses of the last {PATIENCE} rollouts were truncated at "
+        f"--rollout-max-response-len {facts.max_response_len}",
+        "a truncated response is rarely right: raise it, or ask for shorter responses",
     )
 
 
@@ -214,7 +212,7 @@ def _entropy_collapse(history: MetricHistory, facts: Facts) -> tuple[str, str] |
         return None
     return (
         f"the entropy of the policy fell from {before:.3g} to {now:.3g}",
-        "it answers nearly always the same and explores no more: lower --lr, raise --entropy-coef or "
+        "it responds nearly always the same and explores no more: lower --lr, raise --entropy-coef or "
         "--eps-clip-high, or --use-kl-loss",
     )
 
@@ -224,7 +222,7 @@ def _kl_runaway(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     for name in ("train/kl_loss", "rollout/kl"):
         if history.streak(name, lambda kl: abs(kl) > 1.0):
             return (
-                f"the KL to the reference was above 1 nat a token in the last {PATIENCE} steps ({name} is "
+                f"the KL to the reference was above 1 nat per token in the last {PATIENCE} steps ({name} is "
                 f"{history.last(name)[-1]:.3g})",
                 "the policy has left its reference: lower --lr, or raise --kl-loss-coef or --kl-coef",
             )
@@ -240,7 +238,7 @@ def _length_explodes(history: MetricHistory, facts: Facts) -> tuple[str, str] | 
     if now < 3 * before or now < 0.5 * facts.max_response_len:
         return None
     return (
-        f"answers grew from {before:.0f} to {now:.0f} tokens, of at most {facts.max_response_len}",
+        f"responses grew from {before:.0f} to {now:.0f} tokens, of at most {facts.max_response_len}",
         "does the reward pay for length? --loss-reduction, an overlong penalty or a shorter limit bound it",
     )
 
@@ -269,7 +267,7 @@ def _reward_is_slow(history: MetricHistory, facts: Facts) -> tuple[str, str] | N
     return (
         f"a sample spent {sum(waits) / PATIENCE:.1f} s outside the engine, of rollouts that took "
         f"{sum(times) / PATIENCE:.1f} s",
-        "engines wait for tools or rewards: more --reward-num-workers, a faster judge, or "
+        "engines wait for tools or rewards: more --limits reward-workers, a faster judge, or "
         "--over-sampling-batch-size",
     )
 
@@ -281,7 +279,7 @@ def _trainer_waits(history: MetricHistory, facts: Facts) -> tuple[str, str] | No
         return None  # supervised runs have no engines to wait for
     share = min(sum(waits) / sum(steps), 1.0)
     return (
-        f"the trainer waited for answers in {share:.0%} of the last {PATIENCE} steps",
-        "more engines (--rollout-num-gpus), shorter answers"
+        f"the trainer waited for responses in {share:.0%} of the last {PATIENCE} steps",
+        "use more engines (--rollout-num-gpus), shorter responses"
         + ("" if facts.overlapped else f", or `{as_typed('train-async')}`, which generates while it trains"),
     )

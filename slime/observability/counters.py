@@ -1,4 +1,4 @@
-"""Zeros of counters: what happened in one step and not in the next must be 0 there, not missing."""
+"""Fills in zeros of counters: an event that did not occur in a step is logged as 0, not left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.arguments import Args
 from slime.catalog.metrics import find_metric
 from slime.observability.tracking import read_metrics
 
-# Rows of the glossary whose value is 0 where they are not reported.
+# Metrics whose value is 0 where they are not reported.
 _COUNTERS = frozenset(
     [
         "rollout/zero_std/count_<reward>",
@@ -34,7 +34,7 @@ _COUNTERS = frozenset(
         "eval/<dataset>/reward_failures",
     ]
 )
-# Those that every run has, by the kind of row they belong to: their curves begin at the first step.
+# Counters of every run, by kind of row: their curves start at the first step.
 _ALWAYS = {
     "rollout": ("rollout/answers_not_compared", "rollout/groups/of_one"),
     "train": ("train/empty_steps", "train/nonfinite_steps"),
@@ -54,10 +54,10 @@ class Counters:
 
     @classmethod
     def of_run(cls, folder: Path, start: int, args: Args) -> Counters:
-        """The counters of a run that starts at rollout `start`, with those of the rollouts before it.
+        """Return the counters of a run that starts at rollout `start`, with those of earlier rollouts.
 
-        Rows of later rollouts were written by a start that was killed: these rollouts are done again, and
-        their rows must be those of a run that nobody killed.
+        Rows of later rollouts come from a start that was killed; they are repeated, and must come out the
+        same as in a run that was not killed.
         """
 
         def is_before(row: Mapping[str, Any]) -> bool:
@@ -67,7 +67,7 @@ class Counters:
         return cls({name for row in read_metrics(folder) if is_before(row) for name in row})
 
     def fill(self, metrics: Mapping[str, Any], kind: str) -> dict[str, Any]:
-        """Return the metrics with zeros. `kind`: rollout, train or eval. No metrics: others report them."""
+        """Return the metrics with zeros added. `kind`: rollout, train or eval. Empty metrics stay empty."""
         if not metrics:
             return {}
         self._known |= {name for name in metrics if is_counter(name)}
@@ -77,6 +77,6 @@ class Counters:
 
 @functools.lru_cache(maxsize=4096)
 def is_counter(name: str) -> bool:
-    """Whether a metric that is not reported is 0."""
+    """Return whether a metric counts as 0 where it is not reported."""
     row = find_metric(name)
     return row is not None and row.name in _COUNTERS

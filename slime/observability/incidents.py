@@ -1,4 +1,4 @@
-"""Evictions, restarts and errors of a run, kept in its folder, where `slime status` reads them."""
+"""Keeps evictions, restarts and errors of a run in its folder, where `slime status` reads them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from pathlib import Path
 INCIDENTS_FILE = "incidents.jsonl"
 _MOST = 1000  # of one start; driver.log has all
 _TEXT = 2000  # characters of one
-# Their warnings tell of engines and workers that were lost and came back.
-_OF_LOSSES = ("slime.engines.fleet", "slime.runtime.heartbeat", "slime.cluster.restart")
+# Their warnings are about engines and workers that were lost or restarted.
+_OF_LOSSES = (
+    "slime.engines.fleet",
+    "slime.liveness.heartbeat",
+    "slime.runtime.worker_watch",
+    "slime.cluster.restart",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """`time`: seconds since 1970."""
+    """One log line about a loss or an error. `time`: seconds since 1970."""
 
     time: float
     level: str
@@ -48,7 +53,7 @@ class _Writer(logging.Handler):
 
 @contextlib.contextmanager
 def keeping_incidents(run_dir: Path) -> Iterator[None]:
-    """Keep what this process logs of evictions, restarts and errors, its workers' included."""
+    """Write evictions, restarts and errors that this process logs to the run folder."""
     writer = _Writer(run_dir / INCIDENTS_FILE)
     logging.getLogger().addHandler(writer)
     try:
@@ -58,7 +63,7 @@ def keeping_incidents(run_dir: Path) -> Iterator[None]:
 
 
 def read_incidents(run_dir: Path, since: float = 0.0) -> list[Incident]:
-    """Return the incidents of a run from a time on; a line that was cut short is left out."""
+    """Return the incidents of a run since a time; an incomplete line is skipped."""
     try:
         lines = (run_dir / INCIDENTS_FILE).read_text(errors="replace").splitlines()
     except OSError:
@@ -72,7 +77,7 @@ def read_incidents(run_dir: Path, since: float = 0.0) -> list[Incident]:
 
 
 def describe_incidents(incidents: list[Incident], most: int = 5, width: int = 200) -> list[str]:
-    """Return lines for a person: how many there were, and the first line of the last few."""
+    """Return lines for the terminal: the number of incidents and the first line of the last few."""
     if not incidents:
         return []
     lines = [f"evictions, restarts and errors: {len(incidents)} (all in logs/driver.log); the last:"]

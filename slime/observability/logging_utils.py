@@ -1,4 +1,4 @@
-"""Log lines of this process, and one process-wide tracker for plug-ins that report metrics of their own."""
+"""Logging of this process, and one process-wide tracker for plug-ins that report their own metrics."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _tracker: Tracker | None = None
 
 
 def configure_logger(prefix: str = "", level: str | None = None) -> None:
-    """Write log lines of this process to stderr, with time, prefix (rank, role) and place.
+    """Write log lines of this process to stderr, with time, prefix (rank, role) and source line.
 
-    `level`: of --log-level, which decides what is shown; a log holds the same lines whatever it is, and more
-    with `debug` alone.
+    `level`: --log-level, which decides what the terminal shows; only `debug` adds lines to the log.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.set_name("slime")
@@ -31,21 +30,21 @@ def configure_logger(prefix: str = "", level: str | None = None) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
-    # Every HTTP request at INFO would bury the rest.
+    # They log every HTTP request at INFO.
     for noisy in ("httpx", "aiohttp.access", "asyncio", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 class RunArgs(Protocol):
-    """What a plug-in gets as `args`, as far as metrics are concerned."""
+    """The part of a plug-in's `args` that metrics need."""
 
     run_dir: str
 
 
 def init_tracking(args: RunArgs, primary: bool = True, **kwargs: Any) -> Tracker:
-    """Open this process's tracker in `args.run_dir`; once it is open, the same one comes back.
+    """Open this process's tracker in `args.run_dir`, or return the open one.
 
-    Within a run, its driver has the trackers already, and they follow what is written here, too.
+    The trackers of an active run belong to its driver, and read what is written here, too.
     """
     global _tracker
     if _tracker is None:
@@ -56,15 +55,15 @@ def init_tracking(args: RunArgs, primary: bool = True, **kwargs: Any) -> Tracker
 def log(args: RunArgs, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
     """Record metrics; the step is `step`, or what the metrics hold under `step_key`."""
     if _tracker is None and not getattr(args, "run_dir", None):
-        return  # a namespace of a plug-in's own, outside of a run: nobody tracks it
+        return  # outside of a run nothing is tracked
     place = metrics.get(step_key)
-    if isinstance(place, RolloutStep):  # trackers count rollouts, and convert their axis themselves
+    if isinstance(place, RolloutStep):  # trackers count rollouts and convert the axis themselves
         metrics = {**metrics, step_key: place.rollout_id}
     init_tracking(args).log(metrics, step_key, step)
 
 
 class _TensorboardAdapter:
-    """How plug-ins of slime wrote to TensorBoard: `log` reaches every tracker of the run."""
+    """Compatibility with THUDM/slime plug-ins: `log` reaches every tracker of the run."""
 
     def __init__(self, args: RunArgs):
         self._args = args

@@ -1,4 +1,4 @@
-"""Metric functions with the names and signatures that plug-ins of slime call, over those of a run."""
+"""Metric functions with the names and signatures of THUDM/slime, for plug-ins."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _COMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
 
 
 class RolloutStep(int):
-    """A rollout's place among optimizer steps. Trackers count rollouts and convert their axis themselves."""
+    """A rollout's number in optimizer steps. Trackers count rollouts and convert the axis themselves."""
 
     rollout_id: int
 
@@ -95,7 +95,7 @@ def compute_pass_rate(
 def compression_ratio(
     data: str | bytes, *, encoding: str = "utf-8", algorithm: str = "zlib", level: int = 9
 ) -> tuple[float, float]:
-    """How many times smaller the data becomes, and the saving in percent; (inf, 0) of nothing."""
+    """Return the compression ratio and the saving in percent; (inf, 0) for empty data."""
     if algorithm not in _COMPRESSORS:
         raise ValueError(f"compression_ratio: algorithm is {algorithm!r}; choose {', '.join(_COMPRESSORS)}.")
     raw = data.encode(encoding) if isinstance(data, str) else data
@@ -106,7 +106,7 @@ def compression_ratio(
 
 
 def compute_rollout_step(args: Any, rollout_id: int) -> int:
-    """Where a rollout lies on the axis: its id, or with --wandb-always-use-train-step in optimizer steps."""
+    """Return a rollout's x-value: its id, or with --wandb-always-use-train-step its optimizer steps."""
     if not getattr(args, "wandb_always_use_train_step", False):
         return rollout_id
     samples = args.rollout_batch_size * args.n_samples_per_prompt
@@ -116,7 +116,7 @@ def compute_rollout_step(args: Any, rollout_id: int) -> int:
 
 
 def compute_metrics_from_samples(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
-    """What the samples have, without a prefix: lengths, truncation, repetition, groups of equal rewards."""
+    """Return lengths, truncation, repetition and groups of equal rewards, without a prefix."""
     flat = flatten_samples(samples)
     metrics = sample_metrics(flat, getattr(args, "log_reward_category", None))
     row = ESTIMATORS.get(getattr(args, "advantage_estimator", "grpo"))
@@ -128,6 +128,6 @@ def compute_metrics_from_samples(args: Any, samples: Sequence[Sample]) -> dict[s
 def compute_perf_metrics_from_samples(
     args: Any, samples: Sequence[Sample], rollout_time: float
 ) -> dict[str, float]:
-    """How fast the samples were generated, without a prefix: time, tokens per second, other waits."""
+    """Return generation time, tokens per second and other waits, without a prefix."""
     num_gpus = max(1, getattr(args, "rollout_num_gpus", None) or 1)
     return perf_metrics(flatten_samples(samples), rollout_time, num_gpus=num_gpus)

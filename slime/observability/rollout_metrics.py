@@ -1,4 +1,4 @@
-"""The arithmetic of rollout and evaluation metrics: pure functions from samples to a flat dict of numbers."""
+"""Rollout and evaluation metrics: pure functions from samples to a flat dict of numbers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from typing import Any, Protocol
 import numpy as np
 
 from slime.catalog.estimators import ESTIMATORS
+from slime.observability.tracer import sample_spans
 from slime.utils.misc import group_by
 from slime.utils.types import Sample, flatten_samples, version_number
 
-# In Sample.metadata: why an answer counts as wrong although nobody compared it (it was too large to be).
+# In Sample.metadata: why a response counts as wrong without a comparison (it was too large).
 NOT_COMPARED_KEY = "answer_not_compared"
-# In Sample.metadata: what an episode cost, as numbers by the names of `rollout/agent/<name>`.
+# In Sample.metadata: costs of an episode, by the names of `rollout/agent/<name>`.
 AGENT_KEY = "agent"
-LAGS = 5  # ages of tokens that are told apart, in weight pushes; the last stands for itself and all above
+LAGS = 5  # classes of token age in weight pushes; the last one includes all older tokens
 _REPETITION_TAIL_CHARS = 10_000
 _REPETITION_RATIO = 10.0
 _EMPTY_BYTES = len(zlib.compress(b""))
 
 
 class MetricArgs(Protocol):
-    """The flags that decide which metrics there are; any `args` has them."""
+    """The flags that select metrics; any `args` has them."""
 
     reward_key: str | None
     advantage_estimator: str
@@ -44,7 +45,7 @@ def rollout_metrics(
     *,
     current_version: str | int | None = None,
 ) -> dict[str, float]:
-    """`rollout/*`, `perf/*` and `passrate/*` of one rollout. Samples may be nested (groups, fan-out lists).
+    """Return `rollout/*`, `perf/*` and `passrate/*` of one rollout. Samples may be nested lists.
 
     `current_version` is the weight version the batch will train; with it, staleness is reported too.
     """
@@ -73,7 +74,7 @@ def rollout_metrics(
 
 
 def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Whole responses, and what of them others wrote: tokens between two stretches that the policy wrote."""
+    """Return lengths of whole responses and of observations (tokens that others wrote), and turns."""
     masks = [sample.loss_mask or [1] * sample.response_length for sample in samples]
     turns = [sum(now and not before for before, now in zip([0, *mask], mask, strict=False)) for mask in masks]
     foreign = [len(mask) - sum(mask) for mask in masks]
@@ -83,7 +84,7 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def eval_metrics(args: MetricArgs, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """`eval/*` of all datasets: {name: {"rewards": [...], "truncated": [...], "samples": [...]}}.
+    """Return `eval/*` of all datasets: {name: {"rewards": [...], "truncated": [...], "samples": [...]}}.
 
     A reward that could not be computed is None: no part of the mean, and counted as `eval/{name}-failed`.
     """
@@ -109,7 +110,7 @@ def eval_metrics(args: MetricArgs, data: Mapping[str, Mapping[str, Any]]) -> dic
 
 
 def sample_metrics(samples: Sequence[Sample], reward_category: str | None = None) -> dict[str, float]:
-    """What any set of samples has: lengths, truncation, repetition, cache hits, reward failures."""
+    """Return lengths, truncation, repetition, cache hits and reward failures of any set of samples."""
     if not samples:
         return {}
     metrics = _with_prefix("response_len", distribution([s.effective_response_length for s in samples]))
@@ -135,7 +136,7 @@ def sample_metrics(samples: Sequence[Sample], reward_category: str | None = None
 
 
 def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """What episodes cost, each on average; nothing where there are none."""
+    """Return the mean costs of agent episodes; nothing where there are none."""
     episodes = [s.metadata[AGENT_KEY] for s in samples if isinstance(s.metadata.get(AGENT_KEY), Mapping)]
     if not episodes:
         return {}
@@ -151,14 +152,14 @@ def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that k of the samples, drawn without replacement, contain a correct one: unbiased pass@k."""
+    """Return unbiased pass@k: the chance that k samples drawn without replacement hold a correct one."""
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, there are {num_samples}")
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def pass_rates(rewards_by_group: Iterable[Sequence[float]]) -> dict[str, float]:
-    """{"pass@1", "pass@2", "pass@4", ...} up to the smallest group, mean over groups; reward 1 is correct."""
+    """Return pass@1, pass@2, pass@4, ... up to the smallest group, averaged; reward 1 is correct."""
     groups = [group for group in rewards_by_group if group]
     rates: dict[str, float] = {}
     k = 1
@@ -170,10 +171,10 @@ def pass_rates(rewards_by_group: Iterable[Sequence[float]]) -> dict[str, float]:
 
 
 def has_repetition(text: str) -> bool:
-    """Whether the end of the text compresses more than tenfold: the mark of a model that loops."""
+    """Return whether the end of the text compresses more than tenfold, as text of a looping model does."""
     tail = text[-_REPETITION_TAIL_CHARS:].encode(errors="replace")
     if len(tail) <= _EMPTY_BYTES * _REPETITION_RATIO:
-        return False  # whatever it says: nothing is compressed to less
+        return False  # too short to compress that much
     return len(tail) / len(zlib.compress(tail)) > _REPETITION_RATIO
 
 
@@ -187,9 +188,9 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def version_metrics(samples: Sequence[Sample], current_version: str | int | None) -> dict[str, float]:
-    """Which weights made the tokens, and how many versions behind they are: mean over tokens, and worst."""
-    weights: Counter[Any] = Counter()  # tokens by version: there are few, and many samples
-    wrote: list[int] = []  # versions that each sample's tokens come from
+    """Return the weight versions of the tokens and their staleness: mean over tokens, and maximum."""
+    weights: Counter[Any] = Counter()  # tokens by version
+    wrote: list[int] = []  # number of versions in each sample
     for sample in samples:
         spans = sample.version_spans
         for version, start, end in spans:
@@ -220,12 +221,12 @@ def version_metrics(samples: Sequence[Sample], current_version: str | int | None
 
 
 def lag_name(lag: int) -> str:
-    """How an age in weight pushes is called in metrics; the last name stands for all above."""
+    """Return the metric name of a token age in weight pushes; the last name includes all older ones."""
     return f"lag_{lag}" if lag < LAGS - 1 else f"lag_{LAGS - 1}_or_more"
 
 
 def zero_std_counts(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """Groups in which all rewards are equal, by that reward."""
+    """Count the groups in which all rewards are equal, by that reward."""
     counts: Counter[str] = Counter()
     for rewards in _rewards_by_group(samples, reward_key):
         if len(set(rewards)) == 1:
@@ -234,7 +235,7 @@ def zero_std_counts(samples: Sequence[Sample], reward_key: str | None) -> dict[s
 
 
 def _groups_of_one(samples: Sequence[Sample]) -> dict[str, float]:
-    """Groups with one rollout left: estimators that compare within a group give them advantage 0."""
+    """Count groups of one rollout: estimators that compare within a group give them advantage 0."""
     rollouts: dict[Any, set[int]] = {}
     for sample in samples:
         own = id(sample) if sample.rollout_id is None else sample.rollout_id
@@ -244,7 +245,7 @@ def _groups_of_one(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _reward_components(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean of each number in rewards that are dicts, over the samples that have it."""
+    """Return the mean of each number in dict rewards, over the samples that have it."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.reward.items() if isinstance(sample.reward, dict) else ():
@@ -264,7 +265,7 @@ def _group_key(sample: Sample) -> Any:
 
 
 def perf_metrics(samples: Sequence[Sample], rollout_time: float, num_gpus: int) -> dict[str, float]:
-    """How fast samples were generated: tokens per second, time spent elsewhere, latencies of requests."""
+    """Return tokens per second, time outside the engine and latencies of requests."""
     metrics: dict[str, float] = {"rollout_time": rollout_time}
     if not samples or rollout_time <= 0:
         return metrics
@@ -283,7 +284,7 @@ def perf_metrics(samples: Sequence[Sample], rollout_time: float, num_gpus: int) 
 
 
 def _request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Latencies that the engine reported, read from the traces of the samples that have one."""
+    """Return latencies that engines reported in the spans of samples."""
     names = {
         "e2e_latency": "request/e2e_latency",
         "queue_time": "request/queue_time",
@@ -291,13 +292,10 @@ def _request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
     seen: dict[str, list[float]] = {}
     for sample in samples:
-        for event in (sample.__dict__.get("trace") or {}).get("events", ()):
-            attrs = event.get("attrs") if event.get("type") == "span_end" else None
-            if not attrs:
-                continue
+        for span in sample_spans(sample):
             for key, name in names.items():
-                if isinstance(attrs.get(key), (int, float)):
-                    seen.setdefault(name, []).append(attrs[key])
+                if isinstance(span["about"].get(key), (int, float)):
+                    seen.setdefault(name, []).append(span["about"][key])
     metrics: dict[str, float] = {}
     for name, values in seen.items():
         metrics.update(_with_prefix(name, distribution(values)))
@@ -310,7 +308,7 @@ def _reward_categories(key: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean number of ids that a token was drawn from, over tokens that come with them."""
+    """Return the mean number of ids that a token was sampled from, where it is known."""
     bounds = [
         np.asarray(s.rollout_top_p_token_offsets)
         for s in samples

@@ -1,4 +1,4 @@
-"""Where metrics go: one JSON object per line in the run folder, which trackers follow when asked.
+"""Metrics of a run: one JSON object per line in metrics.jsonl, which trackers read.
 
 A line holds every metric of one report, its step axis and the wall time:
     {"time": 1754820000.1, "run": "3f9c01aa", "start": 1, "step_key": "rollout/step", "step": 3,
@@ -14,23 +14,23 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.catalog.trackers import TRACKERS, chosen_trackers, missing_package, tracker_options
-from slime.observability.metric_lines import whole_rows
-from slime.observability.trackers.feed import Feed
+from slime.catalog.trackers import FEED, TRACKERS, chosen_trackers, missing_package, tracker_options
 from slime.utils.errors import RunStopped
 from slime.utils.files.run_file import METRICS_FILE, read_run
-from slime.utils.misc import is_installed
+from slime.utils.misc import is_installed, load_function
+
+Row = dict[str, Any]
 
 
 class Tracker:
-    """Takes metrics from any thread; each report is on disk when `log` returns.
+    """Writes metrics from any thread; each report is on disk when `log` returns.
 
-    Trackers that the flags ask for read that file in processes of their own. `feeds` False: somebody else has
-    started these, as the driver of a run has for the plug-ins of all its processes.
+    Trackers such as W&B read that file in processes of their own. `feeds` False: do not start them, because
+    the driver of the run has.
     """
 
     def __init__(self, args: object, run_dir: str | Path, *, feeds: bool = True):
@@ -46,7 +46,7 @@ class Tracker:
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         _cut_torn_line(self._fd)
         options = tracker_options(args)
-        self._feeds = [Feed(name, self.path.parent.absolute(), options) for name in names]
+        self._feeds = [load_function(FEED)(name, self.path.parent.absolute(), options) for name in names]
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
         """Record metrics at a step of the axis `step_key`; without `step` they hold it under that key."""
@@ -63,7 +63,7 @@ class Tracker:
             # One write per line: lines of several processes never mix, and a crash cannot split one.
             self._write(self._fd, (json.dumps(_finite(line), allow_nan=False) + "\n").encode())
             for feed in self._feeds:
-                feed.look()
+                feed.check()
 
     def _write(self, fd: int, line: bytes) -> None:
         try:
@@ -94,17 +94,28 @@ class Tracker:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file (or of the one in a run folder),
-    in order; not one that is being written.
-    """
+    """Read the complete lines of a metrics file, or of the one in a run folder."""
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
     with path.open("rb") as lines:
         return whole_rows(lines)
 
 
+def whole_rows(lines: Iterable[bytes]) -> list[Row]:
+    """Parse complete lines; skip one that is being written, and what a full disk left damaged."""
+    parsed = (_parsed(line) for line in lines if line.endswith(b"\n"))
+    return [row for row in parsed if isinstance(row, dict)]
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
 def plain_value(key: str, value: Any) -> Any:
-    """A JSON value: numbers out of 0-d tensors and arrays, everything else only if JSON knows it."""
+    """Convert a metric to a JSON value; 0-d tensors and arrays become numbers."""
     if hasattr(value, "item") and hasattr(value, "dtype"):
         try:
             value = value.item()
@@ -122,7 +133,7 @@ def plain_value(key: str, value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN; as text ("nan", "inf") it stays visible and `float()` reads it back."""
+    """Write NaN and infinity as text, because JSON has neither; `float()` reads it back."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -131,7 +142,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_torn_line(fd: int) -> None:
-    """Remove a last line without newline: what a machine that lost power left behind."""
+    """Remove an incomplete last line, which a power failure may leave."""
     size = os.fstat(fd).st_size
     keep = size
     while keep > 0:

@@ -1,7 +1,7 @@
-"""Weights & Biases as plug-ins of slime set it up. The run's own tracker is the only one that opens a run.
+"""The W&B functions of THUDM/slime, for plug-ins. Only the run's own tracker opens a W&B run.
 
-What a plug-in reports with `logging_utils.log` is in the run's metrics, which that tracker follows. A plug-in
-that calls `wandb.log` itself has to open a run of its own with `wandb.init`.
+`logging_utils.log` writes to the run's metrics, which that tracker reads. A plug-in that calls `wandb.log`
+itself has to open its own run with `wandb.init`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def reinit_wandb_primary_with_open_metrics(args: Any, router_addr: str | None = 
 
 
 def wandb_run_id(args: Any) -> str | None:
-    """The id that the run has at Weights & Biases: --wandb-run-id, or the run's own id."""
+    """Return the id of the run at Weights & Biases: --wandb-run-id, or slime's own."""
     given: str | None = getattr(args, "wandb_run_id", None)
     record = read_run(Path(args.run_dir)) if given is None and getattr(args, "run_dir", None) else None
     return given or (record.id if record is not None else None)

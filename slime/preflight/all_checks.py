@@ -1,87 +1,69 @@
-"""The checks in their order. One that needs what another found missing is left out, and says nothing."""
+"""Runs the checks before the start of a run. A check that needs what another found missing is left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from slime.arguments import Args
+from slime.catalog.checks import CHECKS, MODEL_FILES, PLUGINS, PREDICT, CheckRow
 from slime.preflight.findings import Finding, Report, error_of
-from slime.preflight.machine import check_machine, check_memory, plan_of
-from slime.preflight.models import check_model_files, check_tokenizer, check_weights
-from slime.preflight.packages import check_packages
-from slime.preflight.prompts import check_lengths, check_rows
-from slime.preflight.reward import check_reward
-from slime.preflight.settings import check_loop, check_plugin_functions
-from slime.preflight.stored import check_hub_login, check_megatron_folders, check_served
-
-Check = Callable[[Args], Iterator[Finding]]
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """One check. `needs`: the checks that must have found no error before it."""
-
-    group: str
-    subject: str  # of what it raises
-    check: Check
-    needs: tuple[Check, ...] = ()
-    skip: str | None = None  # word of --skip-preflight that leaves it out
-
-
-LOOKS = (
-    Look("settings", "plug-ins", check_plugin_functions),
-    Look("packages", "packages", check_packages),
-    Look("model", "--hf-checkpoint", check_model_files),
-    Look("model", "--hf-checkpoint", check_weights, (check_model_files,)),
-    Look("model", "--hf-checkpoint", check_tokenizer, (check_model_files,)),
-    Look("model", "checkpoint", check_megatron_folders, (check_model_files,)),
-    Look("model", "--rollout-engine", check_served, (check_model_files,)),
-    Look("model", "--push-to-hub", check_hub_login),
-    Look("data", "--prompt-data", check_rows),
-    Look("data", "--prompt-data", check_lengths, (check_tokenizer, check_rows), "lengths"),
-    Look(
-        "reward",
-        "reward",
-        check_reward,
-        (check_plugin_functions, check_tokenizer),  # without rows it looks at less
-        "reward",
-    ),
-    Look("machine", "machine", check_machine, (), "machine"),
-)
+from slime.utils.machine.own_command import as_typed
+from slime.utils.misc import load_function
 
 
 def preflight(args: Args, *, overlapped: bool = False) -> Report:
-    """Everything that is wrong, all at once. Starts no engine and no trainer, and writes nothing.
+    """Report all problems at once. Starts no engine and no trainer, and writes nothing.
 
     `overlapped`: the asynchronous loop will run these settings.
     """
     findings = list(check_loop(args, overlapped=overlapped))
-    failed: set[Check] = set()
-    for look in LOOKS:
-        if look.skip is not None and look.skip in args.skip_preflight:
+    failed: set[str] = set()
+    for name, row in CHECKS.items():
+        if row.skip is not None and row.skip in args.skip_preflight:
             continue
-        if failed.intersection(look.needs):
-            failed.add(look.check)  # and so what needs this one is left out, too
+        if failed.intersection(row.needs):
+            failed.add(name)  # and so what needs this one is left out, too
             continue
-        found = [replace(finding, group=look.group) for finding in _guarded(look, args)]
+        found = [replace(finding, group=row.group) for finding in _guarded(row, args)]
         if any(finding.kind == "error" for finding in found):
-            failed.add(look.check)
+            failed.add(name)
         findings += found
-        if check_plugin_functions in failed and args.custom_rm_path:
-            args = args.replace(custom_rm_path=None)  # rows are read for what a reward asks for; told already
-    plan = None if check_model_files in failed else plan_of(args)
-    if plan is not None and "machine" not in args.skip_preflight:
-        findings += [replace(finding, group="machine") for finding in check_memory(args, plan)]
+        if PLUGINS in failed and args.custom_rm_path:
+            args = args.replace(custom_rm_path=None)  # reported already
+    plan = None
+    if MODEL_FILES not in failed:
+        plan, found = load_function(PREDICT)(args)
+        findings += [replace(finding, group="machine") for finding in found]
     return Report(tuple(findings), plan)
 
 
-def _guarded(look: Look, args: Args) -> Iterator[Finding]:
-    """A user's mistake is a finding. A defect of a check is told, and keeps no run from starting."""
+def check_loop(args: Args, *, overlapped: bool) -> Iterator[Finding]:
+    """Report flags that only the other loop obeys."""
+    if overlapped and args.colocate:
+        yield Finding(
+            "error",
+            "--colocate",
+            "it makes engines and trainer take turns, so nothing can overlap: use train.py "
+            f"({as_typed('train')})",
+            "settings",
+        )
+    if not overlapped and args.update_weights_interval != 1:
+        yield Finding(
+            "error",
+            "--update-weights-interval",
+            f"it needs train_async.py ({as_typed('train-async')}): here engines get weights after every "
+            "rollout",
+            "settings",
+        )
+
+
+def _guarded(row: CheckRow, args: Args) -> Iterator[Finding]:
+    """Yield the findings of a check. A defect of the check itself is a warning: the run can start."""
     try:
-        yield from look.check(args)
+        yield from load_function(row.check)(args)
     except (ValueError, FileNotFoundError) as error:
-        yield error_of(look.subject, error)
+        yield error_of(row.subject, error)
     except Exception as error:  # of a library, of a template, of ours
-        text = f"this could not be looked at before the start ({type(error).__name__}: {error})."
-        yield Finding("warning", look.subject, text)
+        text = f"this could not be checked before the start ({type(error).__name__}: {error})."
+        yield Finding("warning", row.subject, text)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from slime.preflight.run_plan import RunPlan
 from slime.utils.errors import NotStarted
 from slime.utils.printable import printable
 
@@ -32,12 +31,19 @@ class Finding:
         return printable(f"{self.subject}: {self.text}")
 
 
+class Prediction(Protocol):
+    """What a step will take, see `slime.preflight.run_plan.RunPlan`."""
+
+    def against(self, seconds: float, trainer_bytes: float | None, response_tokens: float | None) -> str:
+        """Return one line that compares the prediction with the measured step, memory and response length."""
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """All findings, in the order of the checks: what a run shows at its start, and `slime doctor` prints."""
 
     findings: tuple[Finding, ...]
-    plan: RunPlan | None = None  # what the run will cost; None: its model is not here to be read
+    plan: Prediction | None = None  # what the run will cost; None: its model is not here to be read
 
     def of(self, kind: Kind) -> list[Finding]:
         return [finding for finding in self.findings if finding.kind == kind]

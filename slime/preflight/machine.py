@@ -121,8 +121,16 @@ def plan_of(args: Args) -> RunPlan | None:
         return None
 
 
+def predict(args: Args) -> tuple[RunPlan | None, list[Finding]]:
+    """Predict memory and time of a step; None where the model's configuration is missing or unknown."""
+    plan = plan_of(args)
+    if plan is None or "machine" in args.skip_preflight:
+        return plan, []
+    return plan, [*check_memory(args, plan)]
+
+
 def check_memory(args: Args, plan: RunPlan) -> Iterator[Finding]:
-    """An estimate keeps no run from starting."""
+    """Report what a step needs; an estimate keeps no run from starting."""
     device = Device.here()
     for line in plan.lines(device.room if device.is_gpu else None):
         yield Finding("warning" if line.startswith("does not fit") else "note", COST, line)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.agent.rendering import Renderer
 from slime.arguments import Args
 from slime.backends.families import COMPUTED_AS
 from slime.catalog.engines import ENGINES
 from slime.catalog.families import is_verified, refusal
+from slime.catalog.tool_formats import TEMPLATE_REPORT
 from slime.preflight.findings import Finding, error_of
 from slime.rollout.prompt_formats import is_conversation
 from slime.utils.files.safetensors_files import model_files, why_not_whole
@@ -69,7 +69,7 @@ def check_weights(args: Args) -> Iterator[Finding]:
     resumes = args.load is not None and Path(args.load).is_dir()
     if args.hf_checkpoint is None or args.start_from != args.hf_checkpoint or resumes or not folder.is_dir():
         return
-    of_their_own = args.rollout_external_engine_addrs or ENGINES[args.rollout_engine].find_python is not None
+    of_their_own = args.rollout_external_engine_addrs or ENGINES[args.rollout_engine].own_python
     if args.debug_rollout_only and of_their_own:
         return  # engines may have them from elsewhere
     files = model_files(folder)
@@ -154,7 +154,7 @@ def _check_tools(path: str, model: str, tokenizer: Any) -> Iterator[Finding]:
     """Refuse an agent with tools where the template leaves them out, which would end every episode."""
     if not getattr(tokenizer, "chat_template", None) or not _hands_out_tools(path):
         return
-    if "tools" in Renderer(tokenizer).report().refuses:
+    if "tools" in load_function(TEMPLATE_REPORT)(tokenizer).refuses:
         yield Finding(
             "error",
             "--custom-generate-function-path",
@@ -184,7 +184,7 @@ def template_notes(tokenizer: Any) -> Iterator[Finding]:
     """Notes on talking in turns: whether the template keeps what was said, and where history forks."""
     if not getattr(tokenizer, "chat_template", None):
         return
-    report = Renderer(tokenizer).report()
+    report = load_function(TEMPLATE_REPORT)(tokenizer)
     if not report.extends:
         text = (
             "new messages cannot be rendered behind an answer; every turn of a session is a sample of its own"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slime.agent.sandbox.base import SandboxUnavailable
-from slime.agent.sandbox.isolation import best_isolation, limits_that_hold
 from slime.arguments import Args
 from slime.catalog.backends import BACKENDS
 from slime.catalog.datasets import format_of
@@ -13,7 +11,7 @@ from slime.catalog.rewards import find_reward
 from slime.catalog.sandboxes import SANDBOXES
 from slime.catalog.trackers import TRACKERS, chosen_trackers
 from slime.preflight.findings import Finding
-from slime.utils.misc import is_installed, why_no_models
+from slime.utils.misc import is_installed, load_function, why_no_models
 
 
 def check_packages(args: Args) -> Iterator[Finding]:
@@ -25,12 +23,11 @@ def check_packages(args: Args) -> Iterator[Finding]:
         if not is_installed(module):
             yield Finding("error", flag, f"needs the package {module}, which is not installed: {install}")
     row = None if args.custom_rm_path else find_reward(args.rm_type)
-    if row is not None and row.runs_programs and args.sandbox == "local":
+    protection = SANDBOXES[args.sandbox].protection
+    if row is not None and row.runs_programs and protection is not None:
         try:
-            kind = best_isolation()
-            text = f"programs of the model are isolated by {kind}. {limits_that_hold(kind)}"
-            yield Finding("note", "--sandbox", text)
-        except SandboxUnavailable as error:
+            yield Finding("note", "--sandbox", load_function(protection)())
+        except RuntimeError as error:  # no sandbox of this kind starts here
             yield Finding("error", "--sandbox", f"{error}")
 
 

@@ -111,7 +111,8 @@ class _Trial:
     def __init__(self, args: Args, scratch: str):
         given = plugin_args(args, RunInfo(run_id="preflight", run_dir=scratch))
         # One call is one call: no retries, and no failure ends anything.
-        changes = {"reward_retries": 0, "reward_failure_action": "drop", "reward_failure_limit": 1 << 30}
+        limits = {**args.limits, "reward-retries": 0, "reward-failures": 1 << 30}
+        changes = {"limits": limits, "reward_failure_action": "drop"}
         self.args = _Watched(**vars(given) | changes)
         self.subject = "--custom-rm-path" if args.custom_rm_path else "--rm-type"
         self._deadline = time.monotonic() + (DEADLINE_S if args.custom_rm_path else WORKER_DEADLINE_S)

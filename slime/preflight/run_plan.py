@@ -24,6 +24,7 @@ from slime.batch.flops import ModelShape
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 from slime.catalog.gpus import closest_gpu
+from slime.catalog.limits import limit
 from slime.preflight.step_costs import EnginePlan, Model, Work, push_seconds, train_plan
 from slime.preflight.trainer_plan import (
     GIB,
@@ -280,9 +281,9 @@ def _engine_memory(args: Args, model: dict[str, Any], device: Device) -> dict[st
     row = 2 * layers * item * width * (model.get("num_key_value_heads") or heads)
     context = model.get("max_position_embeddings") or 0
     budget = _KV_SHARE * max(0.0, device.room - weights) if device.is_gpu else float(_KV_ON_CPU)
-    most = args.embedded_max_running_requests * context * row
+    most = limit(args, "embedded-requests") * context * row
     cache = (
-        args.embedded_max_total_tokens * row if args.embedded_max_total_tokens else max(budget, context * row)
+        limit(args, "embedded-tokens") * row if limit(args, "embedded-tokens") else max(budget, context * row)
     )
     return {"weights": weights, "KV cache": float(min(cache, most))}
 
@@ -315,7 +316,7 @@ def _running(args: Args) -> int:
     """Return the most requests that one engine computes at a time."""
     if ENGINES[args.rollout_engine].takes_sglang_flags:
         return args.sglang_server_concurrency
-    return args.embedded_max_running_requests
+    return limit(args, "embedded-requests")
 
 
 def _micro_batches(args: Args, work: Work) -> float:

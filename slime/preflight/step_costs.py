@@ -287,7 +287,7 @@ def train_plan(
 
 
 def layouts(model: Model, gpu: GpuRow, ranks: int, work: Work) -> Iterator[Sizes]:
-    """Those whose weights and gradients alone fit, and that have a sample for every replica in every step."""
+    """Keep layouts whose weights and gradients fit and that have a sample per replica in every step."""
     dense = model.parameters - model.expert_parameters
     replicas = work.samples // work.optimizer_steps
     contexts = (1, 2, 4, 8) if max(work.lengths()) > _LONG else (1,)

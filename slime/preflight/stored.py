@@ -13,7 +13,6 @@ from slime.backends.torch_dist.reading import TorchDistFolder
 from slime.catalog.engines import ENGINES
 from slime.preflight.findings import Finding, error_of
 from slime.utils.files.torch_dist_folder import is_release, is_torch_dist
-from slime.utils.misc import load_function
 from slime.utils.models.model_config import read_config
 from slime.utils.models.model_files import why_no_upload
 
@@ -50,10 +49,12 @@ def check_served(args: Args) -> Iterator[Finding]:
     """The embedded engine computes attention; models with other layers need another engine."""
     if args.debug_train_only or args.rollout_external_engine_addrs:
         return
-    path = ENGINES[args.rollout_engine].why_unserved
-    for model in args.engine_topology.models if path is not None else ():
+    kind = ENGINES[args.rollout_engine]
+    if kind.own_python:
+        return  # its own version of transformers decides, when it starts
+    for model in args.engine_topology.models:
         config = _config(model.model_path) if model.num_engines else None
-        why = load_function(path)(config) if path is not None and config is not None else None
+        why = kind.rules.why_unserved(config) if config is not None else None
         if config is not None and config.model_type in COMPUTED_AS:
             why = f"transformers has no model of type {config.model_type}; use --rollout-engine sglang"
         if why is not None:

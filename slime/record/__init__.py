@@ -1,8 +1,8 @@
-"""The record of a run: one SQLite file in its folder with every prompt, answer, reward and decision."""
+"""The record of a run: one SQLite file with every prompt, response, reward and decision."""
 
-from slime.record.entries import Entry, group_entries
 from slime.record.ledger_rows import LedgerReader
 from slime.record.reader import Answer, Kind, Record, Select, open_record
+from slime.record.samples import Entry, group_entries
 from slime.record.schema import RECORD_FILE, RecordError
 from slime.record.writer import RecordWriter
 

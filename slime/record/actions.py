@@ -1,4 +1,4 @@
-"""What somebody asks of a run: a row that the loop reads between two steps and answers in place."""
+"""Requests to a running run: rows that the loop reads between two steps and responds to in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLUMNS = "id, time, name, value, who, state, answered, rollout_id, answer"
 
 @dataclass(frozen=True, slots=True)
 class ActionRow:
-    """One thing that was asked. `answered`, `rollout_id` and `answer` None: not yet answered.
+    """One request. `answered`, `rollout_id` and `answer` are None until the run responds.
 
     Example: ActionRow(3, 1754820000.1, "lr", 5e-7, "page", "done", 1754820003.0, 12, "1e-06 -> 5e-07").
     """
@@ -34,7 +34,7 @@ class ActionRow:
 
 
 def ask(run_dir: str | Path, name: str, value: float | None, who: str) -> int:
-    """Write a row for a run to find; its number. ValueError: nobody could answer that."""
+    """Write a request for a run to find, and return its number. ValueError: it is not a valid request."""
     run_dir = Path(run_dir)
     if name not in ACTIONS:
         raise ValueError(f"{name!r} is no action; there are {', '.join(ACTIONS)}")
@@ -54,9 +54,7 @@ def ask(run_dir: str | Path, name: str, value: float | None, who: str) -> int:
 
 
 def read_actions(connection: sqlite3.Connection, state: str | None = None) -> list[ActionRow]:
-    """Oldest first; none of a record that knows no actions."""
-    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'actions'").fetchone():
-        return []
+    """Return the actions, the oldest first; `state`: only those in this state."""
     where, values = ("WHERE state = ?", (state,)) if state else ("", ())
     rows = connection.execute(f"SELECT {_COLUMNS} FROM actions {where} ORDER BY id", values)
     return [ActionRow(*row) for row in rows]

@@ -1,7 +1,7 @@
-"""Conservation of samples, proven from the ledger: every group has one fate, no step trains what another did.
+"""Proves from the ledger that no sample was lost or trained twice.
 
-The history that counts is that of the run as it went on: what happened after the point where a later start
-went on was lost with its process, and happened again.
+Only the history that the run continued counts. What happened after the point from which a later start resumed
+was lost with its process, and happened again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime.record.ledger_rows import LedgerReader, LedgerRow
-from slime.record.missed import EVENTS, missed_steps
 from slime.record.reader import Record, Select
 from slime.record.schema import RecordError, unusable
 from slime.utils.types import version_number
@@ -26,7 +25,7 @@ _MANY = 10_000  # missing groups or steps that are looked for
 
 @dataclass
 class Audit:
-    """What was found. `violations` empty: nothing was lost and nothing was trained twice."""
+    """The result of an audit. `violations` is empty if nothing was lost and nothing was trained twice."""
 
     num_events: int = 0
     num_starts: int = 0
@@ -34,25 +33,25 @@ class Audit:
     committed: int = -1  # the last step that a checkpoint covers
     groups: Counter[str] = field(default_factory=Counter)
     num_samples: int = 0  # trained
-    redone: int = 0  # steps that were lost and taken again
+    redone: int = 0  # steps that were lost and repeated
     recalled: int = 0  # samples that were taken from the ledger instead of generated again
     unrecorded: list[int] = field(default_factory=list)  # steps whose samples could not be written
     unnumbered: list[int] = field(default_factory=list)  # steps whose samples belong to no group
-    digest: str = ""  # of all that was trained, dropped and evaluated
+    digest: str = ""  # of everything that was trained, dropped and evaluated
     violations: list[str] = field(default_factory=list)
 
 
 def audit(path: Path, *, finished: bool, run_id: str | None = None, saved: Iterable[int] = ()) -> Audit:
-    """`finished`: the run came to its end, so that no group may still be on its way.
+    """Audit the record of a run. RecordError: it cannot be read.
 
-    `run_id`: the run whose folder it is; None: not known. `saved`: the steps after which checkpoints of that
-    run are on the disk.
+    `finished`: the run has ended, so no group may still be in flight. `run_id`: the run that owns the folder;
+    None: not known. `saved`: the steps after which checkpoints of that run are on the disk.
     """
     try:
         return _audit(path, finished, run_id, saved)
     except RecordError:
         raise
-    except (ValueError, TypeError) as error:  # a row holds what nobody wrote there
+    except (ValueError, TypeError) as error:  # a row that nobody wrote so
         raise unusable(path, "read", error) from error
 
 
@@ -62,17 +61,18 @@ def _audit(path: Path, finished: bool, run_id: str | None, saved: Iterable[int])
         if run_id is not None and owner != run_id:
             raise RecordError(f"{path} is the record of run {owner}, and its folder is that of run {run_id}.")
         reader.check_structure()
-        rows, missed, noted = reader.events(), reader.meta(EVENTS), missed_steps(reader.meta)
+        rows, missed = reader.events(), reader.meta("missed_events")
+        noted = set(json.loads(reader.meta("missed_steps") or "[]"))
     found = Audit(num_events=len(rows), num_starts=len({row.start for row in rows}))
     if missed:
         found.violations.append(f"{missed} events could not be written (a full disk?): nothing can be proven")
     trained = {row.rollout for row in rows if row.event == "consumed"}
     last_load = max((row.rollout for row in rows if row.event == "resumed"), default=-1)
     unknown = sorted(step for step in saved if step not in trained and step > last_load)
-    if unknown:  # a checkpoint waits until all before it is written
+    if unknown:  # a checkpoint waits until everything before it is written
         found.violations.append(
             f"there are checkpoints after steps {unknown[:5]}, and the ledger does not say that these were "
-            "trained: its last events are lost (is record.db-wal whole, and beside it?)"
+            "trained: its last events are lost (is record.db-wal complete, and in the same folder?)"
         )
     if not rows:  # a start that was killed before its first event has nothing to lose
         if finished:
@@ -85,21 +85,21 @@ def _audit(path: Path, finished: bool, run_id: str | None, saved: Iterable[int])
         _compare_with_samples(record, kept, noted, found)
         _find_unknown_samples(record, {row.rollout for row in rows if row.event == "kept"}, found)
         for kind, number in record.changed():
-            found.violations.append(f"the samples of {kind} {number} are not those that were written")
+            found.violations.append(f"the samples of {kind} {number} differ from what was written")
         found.digest = digest(record, found.steps, rows)
     return found
 
 
 def _history_of_groups(rows: list[LedgerRow], found: Audit) -> list[LedgerRow]:
-    """Events of groups and samples, without those that a later start did not go on from."""
+    """Return the events of groups and samples, without the ones that a later start did not resume from."""
     history: list[LedgerRow] = []
-    ends: dict[int, int] = {}  # rollout -> how much of the history is known when it is complete
+    ends: dict[int, int] = {}  # rollout -> length of the history when it was complete
     for row in rows:
         if row.event == "resumed":
             last_made = int(row.value or -1)
             if last_made >= 0 and history and last_made not in ends:
                 found.violations.append(
-                    f"start {row.start} went on behind rollout {last_made}, which the ledger does not have"
+                    f"start {row.start} resumed after rollout {last_made}, which the ledger does not have"
                 )
             del history[ends.get(last_made, 0) :]
             ends = {rollout: end for rollout, end in ends.items() if rollout <= last_made}
@@ -112,7 +112,7 @@ def _history_of_groups(rows: list[LedgerRow], found: Audit) -> list[LedgerRow]:
 
 
 def _walk_groups(history: list[LedgerRow], found: Audit, finished: bool) -> dict[int, list[LedgerRow]]:
-    """Follows each group through its states; the groups of each rollout's batch."""
+    """Follow each group through its states, and return the groups of each rollout's batch."""
     state: dict[int, str] = {}
     kept: dict[int, list[LedgerRow]] = {}
     generated: set[int] = set()
@@ -120,7 +120,7 @@ def _walk_groups(history: list[LedgerRow], found: Audit, finished: bool) -> dict
     resumed_in_middle = False
     for row in history:
         group = row.group_index
-        if row.event == "resumed":  # what was in flight is in the buffer of the cursor
+        if row.event == "resumed":  # groups in flight are in the buffer of the saved cursor
             state = {g: "buffer" if s == "in flight" else s for g, s in state.items()}
             resumed_in_middle |= row.rollout >= 0 and not kept
         elif group is None:
@@ -156,12 +156,12 @@ def _walk_groups(history: list[LedgerRow], found: Audit, finished: bool) -> dict
 
 
 def _missing(known: set[int], first: int, last: int) -> list[int]:
-    """The lowest numbers from `first` to `last` that are not known: what is damaged may be anything."""
+    """Return the lowest numbers from `first` to `last` that are not known (at most `_MANY`)."""
     return list(itertools.islice((n for n in range(first, last + 1) if n not in known), _MANY))
 
 
 def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: Audit) -> None:
-    """Each step consumes the batch of its rollout once; a lost step is consumed again by the redone one."""
+    """Check that each step consumes the batch of its rollout once; only lost steps are repeated."""
     consumed: set[int] = set()
     base = 0
     for row in rows:
@@ -171,9 +171,9 @@ def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
             if not consumed:
                 base = row.rollout + 1
             lost = _missing(consumed, base, row.rollout)
-            if lost:  # told once: each later checkpoint would miss them as well
+            if lost:  # reported once: each later checkpoint would miss them as well
                 found.violations.append(
-                    f"start {row.start} went on from the checkpoint after step {row.rollout}, but the ledger "
+                    f"start {row.start} resumed from the checkpoint after step {row.rollout}, but the ledger "
                     f"does not say that steps {lost[:5]} were trained: could it not be written (a full disk)?"
                 )
                 consumed |= set(lost)
@@ -203,9 +203,9 @@ def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
 def _compare_with_samples(
     record: Record, kept: dict[int, list[LedgerRow]], noted: set[int], found: Audit
 ) -> None:
-    """The samples of a step that are still in the record are those that the ledger says were kept.
+    """Check that the record has exactly the samples of each step that the ledger says were kept.
 
-    `noted`: steps whose samples the run could not write, and said so in the record.
+    `noted`: steps whose samples the run could not write, as the record says.
     """
     rows = [row for row in record.rollouts() if row.kind == "train"]
     absent = set(found.steps) - {row.rollout_id for row in rows}
@@ -221,35 +221,35 @@ def _compare_with_samples(
         answers = record.answers(select)
         if step not in kept:
             if answers and all(answer.group_index is None for answer in answers):
-                found.unnumbered.append(step)  # of a user's source: there is nothing to follow
+                found.unnumbered.append(step)  # of a user's source, which numbers no groups
                 continue
             found.violations.append(f"step {step} was trained, and no group was kept for it")
         if step in pruned or step in absent:
             continue
         there = {a.sample_index for a in answers if a.sample_index is not None}
-        told = {sample for row in kept.get(step, []) for sample in json.loads(row.value or "[]")}
-        if there != told:
-            odd = sorted(there ^ told)[:5]
+        expected = {sample for row in kept.get(step, []) for sample in json.loads(row.value or "[]")}
+        if there != expected:
+            odd = sorted(there ^ expected)[:5]
             found.violations.append(
                 f"step {step}: samples {odd} are in its batch or in the ledger, not in both"
             )
 
 
 def _find_unknown_samples(record: Record, kept: set[int], found: Audit) -> None:
-    """`kept`: rollouts of which any start of the run kept a group."""
+    """Find rollouts with samples but no events. `kept`: rollouts of which some start kept a group."""
     for row in record.rollouts():
         if row.kind == "train" and not row.pruned and row.rollout_id not in kept:
             select = Select(kind="train", rollout_id=row.rollout_id, outcome="trained", limit=_MOST)
             numbers = [answer.group_index for answer in record.answers(select)]
             if any(number is not None and number >= 0 for number in numbers):
                 found.violations.append(
-                    f"the samples of rollout {row.rollout_id} are in the record, and the ledger knows "
-                    "nothing of it: events are lost"
+                    f"the samples of rollout {row.rollout_id} are in the record, but the ledger has no "
+                    "event of it: events are lost"
                 )
 
 
 def digest(record: Record, steps: list[int], rows: list[LedgerRow]) -> str:
-    """A digest that is equal for two runs exactly when they trained on the same tokens in the same steps."""
+    """Return a digest that two runs share exactly if they trained on the same tokens in the same steps."""
     made = hashlib.blake2b(digest_size=16)
     for step in steps:
         for answer in record.answers(Select(kind="train", rollout_id=step, limit=_MOST)):

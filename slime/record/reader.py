@@ -1,4 +1,4 @@
-"""Questions to a run's record: its rollouts, the answers of one, the same prompt early and late."""
+"""Reads a run's record: its rollouts, the samples of one, the same prompt early and late."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.record.additions import Advantage, read_advantage
-from slime.record.checksums import checksum_in
-from slime.record.entries import prompt_hash
-from slime.record.numbers import TokenReader, Tokens
+from slime.record.samples import Tokens, checksum, read_tokens
 from slime.record.schema import READ_ERRORS, RECORD_FILE, open_for_reading, unusable
+from slime.record.texts import prompt_hash
 
 _COLUMNS = (
     "r.kind, r.rollout_id, g.dataset, g.group_index, g.prompt, g.label, g.outcome, g.reason, "
@@ -25,7 +24,7 @@ _JOINED = "samples s JOIN groups g ON g.id = s.group_row JOIN rollouts r ON r.id
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One sample as it is shown.
+    """One sample as it is shown to people.
 
     Example: Answer("train", 12, None, 3, "2+2=", "4", "trained", None, 25, "completed", 1.0, {}, None,
     "4<|im_end|>", 2, 77).
@@ -51,20 +50,20 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """Which answers: all conditions hold together; None is no condition. Newest rollouts come first."""
+    """Selects samples that meet all conditions; None is no condition. The newest rollouts come first."""
 
     kind: Kind | None = None
     rollout_id: int | None = None
     dataset: str | None = None
     outcome: str | None = None
-    contains: str | None = None  # in the prompt, the answer or the label; case does not count
+    contains: str | None = None  # in the prompt, the response or the label; case does not count
     order: Literal["made", "worst", "best"] = "made"
     limit: int = 20
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """A rollout or an evaluation as a whole. `pruned`: its answers were removed for their size."""
+    """A rollout or an evaluation as a whole. `pruned`: its samples were removed for their size or age."""
 
     kind: Kind
     rollout_id: int
@@ -77,11 +76,10 @@ class RolloutRow:
 
 
 class Record:
-    """A reader of one record; may stay open while the run goes on. Close it, or use it in a `with`."""
+    """A reader of one record, which may stay open during the run. Close it, or use it in a `with`."""
 
     def __init__(self, path: Path):
         self._path, self._connection = path, open_for_reading(path)
-        self._numbers = TokenReader(self._connection)
 
     def __enter__(self) -> Record:
         return self
@@ -105,7 +103,7 @@ class Record:
             raise unusable(self._path, "read", error) from error
 
     def rollouts(self, since: float = 0.0) -> list[RolloutRow]:
-        """Every rollout and evaluation that ended after a time, oldest first."""
+        """Return every rollout and evaluation that ended after a time, oldest first."""
         rows = self._ask(
             "SELECT kind, rollout_id, time, version, num_groups, num_samples, mean_reward, pruned "
             "FROM rollouts WHERE time > ? ORDER BY time, id",
@@ -114,16 +112,14 @@ class Record:
         return [RolloutRow(*row) for row in rows]
 
     def changed(self) -> list[tuple[Kind, int]]:
-        """Rollouts and evaluations whose groups and answers are not those that were written."""
-        known = self._ask("SELECT 1 FROM pragma_table_info('rollouts') WHERE name = 'checksum'")
-        checksum = "checksum" if known else "NULL"  # of an earlier schema
+        """Return rollouts and evaluations whose groups or samples differ from what was written."""
         rows = self._ask(
-            f"SELECT kind, rollout_id, id, num_groups, num_samples, {checksum} FROM rollouts "
+            "SELECT kind, rollout_id, id, num_groups, num_samples, checksum FROM rollouts "
             "WHERE NOT pruned ORDER BY id"
         )
         return [(kind, number) for kind, number, row, *about in rows if self._is_changed(row, *about)]
 
-    def _is_changed(self, row: int, num_groups: int, num_samples: int, checksum: int | None) -> bool:
+    def _is_changed(self, row: int, num_groups: int, num_samples: int, stored: int | None) -> bool:
         there = self._ask(
             "SELECT count(DISTINCT g.id), count(s.id) FROM groups g "
             "LEFT JOIN samples s ON s.group_row = g.id WHERE g.rollout = ?",
@@ -132,12 +128,12 @@ class Record:
         if there != [(num_groups, num_samples)]:
             return True
         try:
-            return checksum is not None and checksum_in(self._connection, row) != checksum
+            return stored is not None and checksum(self._connection, row) != stored
         except (*READ_ERRORS, TypeError, AttributeError) as error:
             raise unusable(self._path, "read", error) from error
 
     def datasets(self, kind: str, rollout_id: int) -> list[str | None]:
-        """Names of the datasets of an evaluation; of a rollout, which has no name, [None]."""
+        """Return the names of the datasets of an evaluation; for a rollout, which has no name, [None]."""
         rows = self._ask(
             "SELECT g.dataset FROM groups g JOIN rollouts r ON r.id = g.rollout "
             "WHERE r.kind = ? AND r.rollout_id = ? GROUP BY g.dataset ORDER BY min(g.id)",
@@ -146,7 +142,7 @@ class Record:
         return [name for (name,) in rows]
 
     def answers(self, select: Select) -> list[Answer]:
-        """Returns at most `select.limit` answers. With an order by reward, those without one are left out."""
+        """Return at most `select.limit` samples. An order by reward leaves out samples without a reward."""
         where, values = _conditions(select)
         order = {
             "made": "r.time DESC, r.id DESC, g.group_index, s.sample_index",
@@ -157,21 +153,21 @@ class Record:
         return self._ask_answers(query, (*values, select.limit))
 
     def tokens(self, row: int) -> Tokens:
-        """The tokens of the answer whose `row` this is."""
+        """Return the tokens of the sample with this `row`."""
         try:
-            return self._numbers.read(row)
+            return read_tokens(self._connection, row)
         except (sqlite3.Error, ValueError, TypeError) as error:
             raise unusable(self._path, "read", error) from error
 
     def advantage(self, row: int) -> Advantage | None:
-        """What the trainer made of the answer whose `row` this is; None: it is not in the record."""
+        """Return the advantage of the sample with this `row`; None: it is not in the record."""
         try:
             return read_advantage(self._connection, row)
         except (sqlite3.Error, ValueError, TypeError) as error:
             raise unusable(self._path, "read", error) from error
 
     def prompts_of_both(self, kind: str, early: int, late: int, limit: int) -> list[str]:
-        """Prompts that two rollouts (or evaluations) have in common, in the order of the first."""
+        """Return prompts that two rollouts (or evaluations) share, in the order of the first one."""
         rows = self._ask(
             "SELECT DISTINCT a.prompt FROM groups a JOIN rollouts ra ON ra.id = a.rollout "
             "WHERE ra.kind = ?1 AND ra.rollout_id = ?2 AND EXISTS ("
@@ -183,7 +179,7 @@ class Record:
         return [prompt for (prompt,) in rows]
 
     def answers_to(self, kind: str, rollout_id: int, prompt: str) -> list[Answer]:
-        """All answers to a prompt in one rollout or evaluation."""
+        """Return all samples of a prompt in one rollout or evaluation."""
         query = (
             f"SELECT {_COLUMNS} FROM {_JOINED} WHERE r.kind = ? AND r.rollout_id = ? AND g.prompt_hash = ? "
             "ORDER BY s.sample_index"
@@ -191,7 +187,7 @@ class Record:
         return self._ask_answers(query, (kind, rollout_id, prompt_hash(prompt)))
 
     def why_no_step(self, step: int) -> str:
-        """Why there are no samples of a training step: they were removed, or it was never made."""
+        """Explain why there are no samples of a training step: they were removed, or it was never made."""
         rows = [row for row in self.rollouts() if row.kind == "train"]
         if any(row.rollout_id == step and row.pruned for row in rows):
             return f"the samples of step {step} were removed for their size or age."
@@ -202,12 +198,12 @@ class Record:
 
 
 def open_record(run_dir: str | Path) -> Record:
-    """The record in the folder of a run; a RecordError says why there is none."""
+    """Open the record in the folder of a run. RecordError: there is none; the message says why."""
     return Record(Path(run_dir) / RECORD_FILE)
 
 
 def _within(value: object) -> object:
-    """A number that SQLite can hold: no row has the outermost ones."""
+    """Limit a number to what SQLite can hold: no row has the outermost values."""
     return max(-(1 << 63), min(value, (1 << 63) - 1)) if isinstance(value, int) else value
 
 

@@ -1,146 +1,130 @@
-"""The small samples of a group in one piece of bytes: a header of JSON, then their numbers behind each other.
+"""The tables of `record.db`.
 
-Fields that all of them have in common are written once. To pack a sample takes some microseconds, a tenth of
-what `plain_bytes.dumps` takes for each by itself, and the bytes are a quarter.
+    rollouts   one row per rollout and per evaluation: time, weight version, number of samples, mean reward
+    groups     one row per prompt group: the prompt, its label, the outcome of the group and its reason
+    samples    one row per response: text, reward and its parts, and the token-level numbers
+    advantages one row per response: the advantage that the trainer computed
+    pieces     the text of every token id that occurred
+    spans      what took how long in which lane: the loop, engines, rewards, trainer ranks, weight pushes
+    actions    what a user asked of the run, and how the run responded between two steps
+    ledger     one row per event of a group, a sample or a step, in the order they happened; never changed
+    ledger_finished, ledger_rollouts
+               whole samples and batches that no checkpoint covers yet; a killed run resumes with them
+
+When the file reaches its limit, the oldest rollouts lose their groups and samples; their own rows stay.
+`forget_groups` removes what refers to a removed row. SQLite could do that too, but would then look up the
+group of every sample that is written.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
-import struct
-import sys
-from array import array
-from typing import Any
+import sqlite3
 
-import numpy as np
-
-from slime.record.packed import pack_numbers
-
-_SAME = frozenset({type(None), bool, int, str})  # equal ones are the same, unlike 0.0 and -0.0
-_CODES = "BHIqfd"
-_SCALARS = frozenset({type(None), bool, int, float, str})  # what JSON gives back as it was
-_STRINGS, _TUPLES = frozenset({str}), frozenset({tuple})
-_as_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
-
-
-def pack_table(rows: list[dict[str, Any]]) -> bytes | None:
-    """Dicts with the same names. None: their names differ, or they hold more than JSON does.
-
-    Example: [{"a": 1, "b": [2, 3]}, {"a": 1, "b": [4]}] has the header {"names": ["a", "b"], "count": 2,
-    "columns": [["=", 1], ["B", [2, 1]]]}, and the bytes 2, 3 and 4.
-    """
-    names = list(rows[0])
-    if names and all([list(row) == names for row in rows]):  # of most: in the same order, too
-        columns = map(list, zip(*[row.values() for row in rows], strict=True))
-        return pack_columns(dict(zip(names, columns, strict=True)), len(rows))
-    if not names or any(row.keys() != rows[0].keys() for row in rows):
-        return None
-    return pack_columns({name: [row[name] for row in rows] for name in names}, len(rows))
-
-
-def pack_columns(values_of: dict[str, list[Any]], count: int) -> bytes | None:
-    """The same of what is given by names: the values of all rows for each."""
-    columns, blobs = [], []
-    try:
-        for values in values_of.values():
-            column, blob = _pack_column(values)
-            if column is None:
-                return None
-            columns.append(column)
-            blobs.append(blob)
-        text = _as_json({"names": list(values_of), "count": count, "columns": columns})
-    except (ValueError, RecursionError):  # an integer of thousands of digits; what holds itself
-        return None
-    header = text.encode("utf-8", "surrogatepass")
-    return b"".join((struct.pack("<I", len(header)), header, *blobs))
-
-
-def _pack_column(values: list[Any]) -> tuple[list[Any] | None, bytes]:
-    first, kinds = values[0], set(map(type, values))
-    is_plain = _SCALARS.issuperset(kinds)
-    if len(kinds) == 1:
-        if type(first) in _SAME and values.count(first) == len(values):
-            return ["=", first], b""
-        if type(first) is list:
-            flat = list(itertools.chain.from_iterable(values))
-            within = set(map(type, flat))
-            if (numbers := _pack_numbers(flat, within)) is not None:
-                return [numbers[0], list(map(len, values))], numbers[1]
-            if within == _TUPLES and _SCALARS.issuperset(map(type, itertools.chain.from_iterable(flat))):
-                return ["(", values], b""  # JSON writes them as lists
-            is_plain = _SCALARS.issuperset(within)
-        elif type(first) is dict:  # those of all at once: by itself each takes longer
-            items = itertools.chain.from_iterable(map(dict.values, values))
-            is_plain = _STRINGS.issuperset(map(type, itertools.chain.from_iterable(values)))
-            is_plain = is_plain and _SCALARS.issuperset(map(type, items))
-    return (["", values] if is_plain or is_json(values) else None), b""
-
-
-def _pack_numbers(flat: list[Any], kinds: set[type]) -> tuple[str, bytes] | None:
-    """All entries as narrow as they fit; None: there are others than whole numbers or floats, or none."""
-    if kinds == {float}:
-        whole = pack_numbers("d", flat)
-        with np.errstate(over="ignore"):  # rounds what is too large to infinity, which `struct` refuses
-            singles = np.frombuffer(whole, "<f8").astype("<f4")
-        exact = singles.astype("<f8").tobytes() == whole
-        return ("f", singles.tobytes()) if exact else ("d", whole)
-    if kinds != {int}:
-        return None
-    with contextlib.suppress(ValueError):  # some are larger, or below 0
-        return "B", bytes(flat)
-    low, high = min(flat), max(flat)
-    if low >= 0 and high < 1 << 32:
-        code = "H" if high < 1 << 16 else "I"
-        return code, pack_numbers(code, flat)
-    return ("q", pack_numbers("q", flat)) if low >= -(1 << 63) and high < 1 << 63 else None
-
-
-def unpack_table(data: bytes) -> list[dict[str, Any]]:
-    """Inverse of `pack_table`. ValueError: it did not write these bytes, or not all of them are there."""
-    try:
-        (size,) = struct.unpack_from("<I", data)
-        header, at = json.loads(data[4 : 4 + size].decode("utf-8", "surrogatepass")), 4 + size
-        count, lists = header["count"], []
-        for kind, value in header["columns"]:
-            if kind == "=":
-                values = list(itertools.repeat(value, min(count, len(data))))
-            elif kind in ("", "("):
-                values = value if kind == "" else [list(map(tuple, entry)) for entry in value]
-            else:
-                values, at = _unpack_numbers(kind, value, data, at)
-            lists.append(values)
-        if at != len(data):
-            raise ValueError("there are too many")
-        return [dict(zip(header["names"], row, strict=True)) for row in zip(*lists, strict=True)]
-    except Exception as error:
-        said = f"{type(error).__name__}: {str(error)[:200]}"
-        raise ValueError(f"these are not the bytes of samples ({said})") from error
+SCHEMA_NUMBER = 6
+TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rollouts (
+    id INTEGER PRIMARY KEY,
+    kind TEXT NOT NULL,             -- train or eval
+    rollout_id INTEGER NOT NULL,
+    time REAL NOT NULL,             -- seconds since 1970, when it ended
+    version TEXT,                   -- weights that the engines held when it started
+    num_groups INTEGER NOT NULL,
+    num_samples INTEGER NOT NULL,
+    mean_reward REAL,
+    pruned INTEGER NOT NULL DEFAULT 0,
+    checksum INTEGER,               -- of its samples, NULL: none was computed
+    UNIQUE (kind, rollout_id)
+);
+CREATE TABLE IF NOT EXISTS groups (
+    id INTEGER PRIMARY KEY,
+    rollout INTEGER NOT NULL REFERENCES rollouts ON DELETE CASCADE,
+    dataset TEXT,                   -- of an evaluation
+    group_index INTEGER,
+    prompt TEXT NOT NULL,
+    prompt_hash INTEGER NOT NULL,
+    label TEXT,
+    outcome TEXT NOT NULL,          -- trained, filtered, failed or evaluated
+    reason TEXT,
+    spread REAL                     -- highest minus lowest reward, NULL: fewer than two
+);
+CREATE TABLE IF NOT EXISTS samples (
+    id INTEGER PRIMARY KEY,
+    group_row INTEGER NOT NULL REFERENCES groups ON DELETE CASCADE,
+    sample_index INTEGER,
+    execution INTEGER,              -- siblings of one fan-out share it
+    status TEXT NOT NULL,
+    reward REAL,
+    reward_parts TEXT,              -- JSON, where the reward is more than a number
+    failure TEXT,                   -- why there is no reward
+    response TEXT NOT NULL,
+    num_tokens INTEGER NOT NULL,    -- of the response
+    numbers BLOB                    -- slime.record.samples.encode_numbers
+);
+CREATE TABLE IF NOT EXISTS advantages (
+    sample INTEGER PRIMARY KEY REFERENCES samples ON DELETE CASCADE,
+    value REAL NOT NULL,            -- mean over the trained tokens
+    tokens BLOB                     -- float32, one per response token, NULL: all are `value`
+);
+CREATE TABLE IF NOT EXISTS pieces (token INTEGER PRIMARY KEY, text TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS spans (
+    id INTEGER PRIMARY KEY,
+    rollout_id INTEGER NOT NULL,    -- the step it belongs to
+    lane TEXT NOT NULL,             -- loop, engines, reward, trainer-0, ...
+    name TEXT NOT NULL,
+    start REAL NOT NULL,            -- seconds since 1970
+    end REAL NOT NULL,
+    about TEXT                      -- JSON
+);
+CREATE TABLE IF NOT EXISTS actions (
+    id INTEGER PRIMARY KEY,
+    time REAL NOT NULL,             -- when it was requested
+    name TEXT NOT NULL,             -- a row of slime.catalog.actions
+    value REAL,
+    who TEXT NOT NULL,              -- page, command line, ...
+    state TEXT NOT NULL,            -- asked, done or refused
+    answered REAL,
+    rollout_id INTEGER,             -- the step after which the run responded
+    answer TEXT
+);
+CREATE TABLE IF NOT EXISTS ledger (
+    id INTEGER PRIMARY KEY,         -- the order of events, because clocks may go backwards
+    time REAL NOT NULL,
+    start INTEGER NOT NULL,         -- which start of the run wrote it
+    event TEXT NOT NULL,            -- slime.record.ledger_rows.Event
+    rollout INTEGER NOT NULL,       -- that was being made, or that the event is about
+    group_index INTEGER,
+    sample_index INTEGER,
+    attempt INTEGER,
+    value TEXT                      -- reason, status, or numbers as JSON
+);
+CREATE TABLE IF NOT EXISTS ledger_finished (
+    id INTEGER PRIMARY KEY,
+    group_index INTEGER,
+    settings TEXT NOT NULL,         -- digest of the settings that the sample was made with
+    sample_index INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    started INTEGER NOT NULL,       -- response tokens that it had when generation started
+    version INTEGER,                -- newest weights that it was generated with
+    payload BLOB NOT NULL           -- slime.utils.codec
+);
+CREATE TABLE IF NOT EXISTS ledger_rollouts (
+    rollout_id INTEGER PRIMARY KEY,
+    settings TEXT NOT NULL,
+    payload BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS groups_of_rollout ON groups (rollout);
+CREATE INDEX IF NOT EXISTS groups_of_prompt ON groups (prompt_hash);
+CREATE INDEX IF NOT EXISTS groups_by_spread ON groups (spread);
+CREATE INDEX IF NOT EXISTS samples_of_group ON samples (group_row);
+CREATE INDEX IF NOT EXISTS samples_by_reward ON samples (reward);
+CREATE INDEX IF NOT EXISTS samples_by_length ON samples (num_tokens);
+CREATE INDEX IF NOT EXISTS spans_of_rollout ON spans (rollout_id);
+CREATE INDEX IF NOT EXISTS ledger_finished_of_group ON ledger_finished (group_index);
+"""
 
 
-def _unpack_numbers(code: str, lengths: list[int], data: bytes, at: int) -> tuple[list[Any], int]:
-    if code not in _CODES or any(length < 0 for length in lengths):
-        raise ValueError("no list of numbers")
-    numbers = array(code)
-    end = at + sum(lengths) * numbers.itemsize
-    if end > len(data):
-        raise ValueError("it ends early")
-    numbers.frombytes(data[at:end])
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    ends = itertools.accumulate(lengths)
-    return [numbers[end - length : end].tolist() for length, end in zip(lengths, ends, strict=True)], end
-
-
-def is_json(value: Any) -> bool:
-    """Whether JSON gives it back as it is. To look at types is faster than to read the JSON again."""
-    kind = type(value)
-    if kind in _SCALARS:
-        return True
-    if kind is list:
-        return _SCALARS.issuperset(map(type, value)) or all(map(is_json, value))
-    if kind is not dict or not _STRINGS.issuperset(map(type, value)):
-        return False
-    items = value.values()
-    return _SCALARS.issuperset(map(type, items)) or all(map(is_json, items))
+def create_tables(connection: sqlite3.Connection) -> None:
+    """Create the tables that the file does not have yet."""
+    for statement in TABLES.split(";")[:-1]:
+        connection.execute(statement)

@@ -41,15 +41,30 @@ def call_rollout_fn(
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Call `fn(args, rollout_id, data_source, evaluation=...)`; a bare list or dict it returns is wrapped."""
     output = fn(*args, **kwargs, evaluation=evaluation)
-    if evaluation and isinstance(output, dict):
-        return RolloutFnEvalOutput(output)
-    if not evaluation and isinstance(output, list):
+    return _eval_output(fn, output) if evaluation else train_output(fn, output)
+
+
+def train_output(fn: Callable[..., Any], output: Any) -> RolloutFnTrainOutput:
+    """Return what a rollout function made for training; a bare list of samples is wrapped."""
+    if isinstance(output, list):
         return RolloutFnTrainOutput(output)
-    wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
-    if isinstance(output, wanted):
+    if isinstance(output, RolloutFnTrainOutput):
         return output
-    name = getattr(fn, "__qualname__", repr(fn))
     raise TypeError(
-        f"rollout function {name} returned {type(output).__name__} with evaluation={evaluation}; "
-        f"expected {wanted.__name__} or a plain {'dict' if evaluation else 'list'}."
+        _wrong_output(fn, output, "evaluation=False; expected RolloutFnTrainOutput or a plain list.")
     )
+
+
+def _eval_output(fn: Callable[..., Any], output: Any) -> RolloutFnEvalOutput:
+    if isinstance(output, dict):
+        return RolloutFnEvalOutput(output)
+    if isinstance(output, RolloutFnEvalOutput):
+        return output
+    raise TypeError(
+        _wrong_output(fn, output, "evaluation=True; expected RolloutFnEvalOutput or a plain dict.")
+    )
+
+
+def _wrong_output(fn: Callable[..., Any], output: Any, rest: str) -> str:
+    name = getattr(fn, "__qualname__", repr(fn))
+    return f"rollout function {name} returned {type(output).__name__} with {rest}"

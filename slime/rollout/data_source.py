@@ -1,4 +1,4 @@
-"""Where prompt groups come from: the dataset, epoch after epoch, and a buffer of groups that came back.
+"""Gives out prompt groups: from the dataset, epoch after epoch, and from a buffer of returned groups.
 
 The order is: buffer first (partial and finished-but-unused groups), then the dataset. `state_dict` holds all
 of it in plain types, so a resumed run hands out exactly what the interrupted one would have.
@@ -18,12 +18,12 @@ from slime.rollout.prompt_formats import training_format
 from slime.rollout.prompt_groups import (
     Group,
     check_groups,
-    copies_of,
+    copy_sample,
     describe,
     group_from_plain,
     group_to_plain,
 )
-from slime.utils.files.plain_files import load_plain
+from slime.utils.files.torch_files import load_torch_file
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -35,11 +35,11 @@ STATE_FORMAT = 1
 
 
 class DataSource(abc.ABC):
-    """What a rollout function may ask of a data source. `settle` is optional to override."""
+    """The interface of a data source. Overriding `settle` is optional."""
 
     @abc.abstractmethod
     def get_samples(self, num_samples: int) -> list[Group]:
-        """`num_samples` prompt groups, each with n_samples_per_prompt samples."""
+        """Return `num_samples` prompt groups, each with n_samples_per_prompt samples."""
 
     @abc.abstractmethod
     def add_samples(self, samples: list[Group]) -> None:
@@ -55,12 +55,12 @@ class DataSource(abc.ABC):
     def __len__(self) -> int: ...
 
     def settle(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
-        """Told by the rollout function what became of groups that will not come back."""
+        """Record the outcome of groups that will not return."""
         return
 
 
 class RolloutDataSource(DataSource):
-    """Groups from the dataset, in the order of each epoch, for as many epochs as are asked for."""
+    """Gives out groups from the dataset in the order of each epoch, without an end."""
 
     def __init__(self, args: PluginArgs, journal: Journal | None = None):
         self.args = with_defaults(args)
@@ -107,7 +107,7 @@ class RolloutDataSource(DataSource):
             self.dataset.shuffle(self.epoch_id)
 
     def _make_group(self, prompt: Sample) -> Group:
-        group = copies_of(prompt, self.args.n_samples_per_prompt)
+        group = [copy_sample(prompt) for _ in range(self.args.n_samples_per_prompt)]
         for index, sample in enumerate(group, self.sample_index):
             sample.group_index, sample.index = self.sample_group_index, index
         self.sample_index += len(group)
@@ -115,7 +115,7 @@ class RolloutDataSource(DataSource):
         return list(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor in plain types; a checkpoint saves the one of the batch that was trained."""
+        """Return the cursor in plain types; a checkpoint saves that of the trained batch."""
         state = {
             "format": STATE_FORMAT,
             "sample_offset": self.sample_offset,
@@ -131,21 +131,21 @@ class RolloutDataSource(DataSource):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`. States without `format` are those of older runs: they hold no buffer."""
+        """Restore what `state_dict` returned. A state without `format` (older runs) has no buffer."""
         if state.get("format", STATE_FORMAT) > STATE_FORMAT:
             raise ValueError(
                 f"data source state has format {state['format']}; this version reads up to {STATE_FORMAT}."
             )
         if self.dataset is not None and state.get("num_prompts", len(self)) != len(self):
             logger.warning(
-                "--prompt-data has %d prompts now, the saved run had %d: the rest of the epoch is another "
+                "--prompt-data has %d prompts now, the saved run had %d: the rest of the epoch has another "
                 "order",
                 len(self),
                 state["num_prompts"],
             )
         elif self.dataset is not None and state.get("prompts", self.dataset.digest) != self.dataset.digest:
             logger.warning(
-                "--prompt-data holds other prompts than when the run was saved: it goes on with these"
+                "--prompt-data holds other prompts than when the run was saved: the run continues with these"
             )
         self.sample_offset = state["sample_offset"]
         self.epoch_id = state["epoch_id"]
@@ -173,11 +173,11 @@ class RolloutDataSource(DataSource):
         if not path.exists():
             logger.info("no data source state at %s: prompts start from the first", path)
             return
-        self.load_state_dict(load_plain(path))
+        self.load_state_dict(load_torch_file(path))
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """The dataset behind a buffer of groups that came back: those go out first, by --buffer-filter-path."""
+    """Gives out returned groups first (in the order of --buffer-filter-path), then the dataset."""
 
     def __init__(self, args: PluginArgs, journal: Journal | None = None):
         super().__init__(args, journal)
@@ -230,7 +230,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return self.metadata
 
     def state_dict(self, held: Sequence[Group] = ()) -> dict[str, Any]:
-        """The cursor with the buffer, `held` first: groups a rollout function keeps beyond its batch."""
+        """Return the cursor with the buffer. `held`: groups that a rollout function keeps; they go first."""
         state = super().state_dict()
         if "counts" in state and held:
             state["counts"]["returned"] = state["counts"].get("returned", 0) + len(held)
@@ -244,7 +244,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
 
 def take_groups(data_source: Any, args: PluginArgs, num_groups: int) -> list[Group]:
-    """`get_samples` of any data source; one of a user's own that makes a mistake is named with its line."""
+    """Call `get_samples` of any data source; a mistake in a user's own is reported with its line."""
     if isinstance(data_source, RolloutDataSource) and type(data_source).__module__.startswith("slime."):
         return data_source.get_samples(num_groups)
     with plugin_call("--data-source-path", args.data_source_path, lambda: f"get_samples({num_groups})"):
@@ -252,7 +252,7 @@ def take_groups(data_source: Any, args: PluginArgs, num_groups: int) -> list[Gro
 
 
 def pop_first(args: PluginArgs, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
-    """The default buffer filter: oldest first. It takes the groups out of the buffer."""
+    """Remove and return the oldest groups of the buffer; this is the default buffer filter."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
@@ -263,7 +263,7 @@ def state_path(folder: str, rollout_id: int) -> Path:
 
 
 def build_dataset(args: PluginArgs) -> Dataset:
-    """The training prompts that the flags describe."""
+    """Read the training prompts that the flags describe."""
     if args.prompt_data is None:
         raise ValueError(
             f"--prompt-data is not set: name a {ENDINGS} file, or give --disable-rollout-global-dataset."

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.utils.files.plain_files import load_plain
+from slime.utils.files.torch_files import load_torch_file
 from slime.utils.types import Sample, flatten_samples
 
 
@@ -39,7 +39,7 @@ def load_rollout_dump(
     path = dump_path(path_template, rollout_id)
     if not path.exists():
         raise FileNotFoundError(f"--load-debug-rollout-data: {path} does not exist (rollout {rollout_id}).")
-    content = load_plain(path)
+    content = load_torch_file(path)
     if not isinstance(content, dict) or "samples" not in content:
         raise ValueError(f"--load-debug-rollout-data: {path} is not a rollout dump (no 'samples' in it).")
     try:

@@ -1,7 +1,7 @@
-"""Evaluation: every dataset at the same time, each prompt sampled as its dataset says, rewards kept apart.
+"""Evaluation: all datasets at the same time, each with its own sampling and rewards.
 
 A sample without a score is left out of the averages and counted in the metrics: a failed reward is not a
-zero. A weight push meanwhile ends no sample: each goes on, and its version spans say which token is whose.
+zero. A weight push aborts no sample: each continues, and its version spans say which token is whose.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from slime.arguments import PluginArgs
 from slime.arguments.groups.eval_config import EvalDatasetConfig
 from slime.data.dataset import Dataset
 from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.collection.together import all_or_none
 from slime.rollout.prompt_formats import evaluation_format
 from slime.rollout.prompt_groups import Group, copy_sample, index_of
+from slime.utils.async_utils import all_or_none
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.reward_failure import infra_error
 from slime.utils.types import Sample, flatten_samples
@@ -37,7 +37,7 @@ async def evaluate(args: PluginArgs, run_group: RunGroup) -> RolloutFnEvalOutput
         versions = {version for sample in result["samples"] for version, _, _ in sample.version_spans}
         if len(versions) > 1:
             logger.warning(
-                "evaluation %s went on over a weight push: it is of %s", config.name, sorted(versions)
+                "evaluation %s overlapped a weight push: its tokens are of %s", config.name, sorted(versions)
             )
             metrics[f"eval/{config.name}/weight_versions"] = len(versions)
     return RolloutFnEvalOutput(data=data, metrics=metrics or None)
@@ -46,7 +46,7 @@ async def evaluate(args: PluginArgs, run_group: RunGroup) -> RolloutFnEvalOutput
 async def _evaluate_dataset(
     args: PluginArgs, config: EvalDatasetConfig, run_group: RunGroup
 ) -> tuple[dict[str, Any], int]:
-    # On this thread, although it holds up the loop once: fast tokenizers must not be used by two threads.
+    # On this thread, although it blocks the loop once: fast tokenizers must not be used by two threads.
     groups = make_groups(config, load_eval_dataset(args, config))
     params = eval_sampling_params(args, config)
 
@@ -89,7 +89,7 @@ async def _evaluate_dataset(
 
 
 def make_groups(config: EvalDatasetConfig, dataset: Dataset) -> list[Group]:
-    """One group per prompt with this dataset's metadata, reward and generate function on each sample."""
+    """Return one group per prompt, with the dataset's metadata, reward and generate function."""
     count = config.n_samples_per_eval_prompt or 1
     groups: list[Group] = []
     for number, prompt in enumerate(dataset.origin_samples):
@@ -107,7 +107,7 @@ def make_groups(config: EvalDatasetConfig, dataset: Dataset) -> list[Group]:
 
 
 def eval_sampling_params(args: PluginArgs, config: EvalDatasetConfig) -> dict[str, Any]:
-    """The dataset's sampling parameters; what it leaves open is not sent."""
+    """Return the dataset's sampling parameters without the ones it leaves open."""
     params = {
         "temperature": config.temperature,
         "top_p": config.top_p,
@@ -125,13 +125,13 @@ def eval_sampling_params(args: PluginArgs, config: EvalDatasetConfig) -> dict[st
 
 
 def load_eval_dataset(args: PluginArgs, config: EvalDatasetConfig) -> Dataset:
-    """Read once per process: evaluation comes back to the same files many times."""
+    """Read a dataset once per process: evaluation uses the same files many times."""
     key = (*config.cache_key, args.hf_checkpoint, args.eval_max_prompt_len)
     return _load(_Key(key, args, config))
 
 
 class _Key:
-    """Hashes by what decides the dataset's content and carries what is needed to read it."""
+    """A cache key that also carries what is needed to read the dataset."""
 
     def __init__(self, key: tuple[Any, ...], args: PluginArgs, config: EvalDatasetConfig):
         self.key, self.args, self.config = key, args, config

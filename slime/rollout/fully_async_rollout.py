@@ -2,15 +2,14 @@
 
     --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async
 
-A call takes the oldest finished groups out of the pool; the pool fills itself up again. Two rules bound how
-old a trained token may be (--max-weight-staleness, in weight pushes up to the weights that it trains): no
-more groups are started than the rollouts within that bound can use, and a group that became older all the
-same is generated again.
-Everything runs on the process's one loop; the data source is only touched there while the pool is open.
+A call takes the oldest finished groups out of the pool, which then fills itself again. Two rules bound the
+age of a trained token (--max-weight-staleness, in weight pushes): no more groups start than the rollouts
+within the bound can use, and a group that is too old nevertheless is generated again. Everything runs on the
+process's one event loop, and only that loop uses the data source while the pool is open.
 
-With --deterministic-mode nothing depends on timing: groups are decided in the order they were started, as
-many start as the bound allows whatever is busy, and a rollout ends when all of them are finished, so that
-each is made by the weights it began with. Generation and training still overlap in train_async.py.
+With --deterministic-mode nothing depends on timing: groups are decided in order of issue, as many start as
+the bound allows, and a rollout ends when all of them are finished, so that each has tokens of one version.
+Generation and training still overlap in train_async.py.
 """
 
 import asyncio
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.catalog.limits import limit
+from slime.liveness import waits
 from slime.rollout import ledger, sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collection.batch_collector import DISCARD_GRACE_S
@@ -39,7 +40,6 @@ from slime.rollout.prompt_groups import (
     without_response,
 )
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.utils import waits
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.machine.garbage import searching_new_only
@@ -51,9 +51,9 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncRolloutWorker:
-    """The pool: tickets by number of issue, those that are done, and how many more may start.
+    """The pool of groups in flight or done. It lives on the event loop.
 
-    Lives on the loop. `open_for` begins the collection of a rollout, `close` ends it and takes its cursor.
+    `open_for` starts the collection of a rollout; `close` ends it and returns its cursor.
     """
 
     def __init__(self, args: PluginArgs, data_source: Any):
@@ -61,10 +61,10 @@ class AsyncRolloutWorker:
         self.args, self.data_source = args, data_source
         self.tickets: dict[int, Ticket] = {}  # in flight or done, not decided; in order of issue
         self._scope = RequestScope(args.rollout_max_context_len)  # of all that is in flight
-        self.rollout_id = args.start_rollout_id - 1  # the last one that was asked for
+        self.rollout_id = args.start_rollout_id - 1  # the last one that was requested
         self._plan = push_plan(args)
         self.num_kept = 0  # of the batch being collected; set by the collector
-        self.version: int | None = None  # what the engines held when the rollout began
+        self.version: int | None = None  # the engines' version at the start of the rollout
         self._started_at: dict[int, int | None] = {}  # ticket number -> weight version at its start
         self._newest: int | None = None  # the newest version seen: a push may come between two rollouts
         self.num_issued = 0  # over all rollouts
@@ -78,13 +78,13 @@ class AsyncRolloutWorker:
 
     @property
     def concurrency(self) -> int:
-        """Groups in flight that keep the engines busy."""
+        """Return how many groups in flight keep the engines busy."""
         running = sglang_rollout.GenerateState(self.args).semaphore.limit
         return -(-running // self.args.n_samples_per_prompt)
 
     @property
     def room(self) -> int:
-        """How many groups may start now.
+        """Return how many groups may start now.
 
         A group at position p (of all that are not decided, the current batch included) is used p // batch
         rollouts from now: by then the trainer must not be further ahead than the bound.
@@ -92,15 +92,15 @@ class AsyncRolloutWorker:
         args, size = self.args, self.args.rollout_batch_size
         first = self.rollout_id if self._collecting else self.rollout_id + 1
         last = self._plan.last_within(self.rollout_id, args.max_weight_staleness)
-        last = min(last, last_rollout_id(args))  # nobody uses what comes after it
+        last = min(last, last_rollout_id(args))  # later groups would never be used
         kept = self.num_kept if self._collecting else 0
         allowed = max(0, last - first + 1) * size - kept - len(self.tickets)
         if args.deterministic_mode:
-            return allowed  # requests wait for their turn before the engines
+            return allowed  # the semaphore in front of the engines limits requests
         return min(allowed, self.concurrency - self.num_in_flight)
 
-    def take_up_held(self) -> None:
-        """The groups that the pool held at the checkpoint are in it again, and are not counted as issued."""
+    def restore_held(self) -> None:
+        """Start the groups that the pool held at the checkpoint; they are not counted as issued."""
         num_held = min(getattr(self.data_source, "num_held", 0), len(getattr(self.data_source, "buffer", ())))
         if num_held:
             self.data_source.num_held = 0
@@ -108,7 +108,7 @@ class AsyncRolloutWorker:
                 self._start(group)
 
     def fill(self) -> None:
-        """Start groups, those that came back to the buffer first, until there is no room."""
+        """Start groups until there is no room, returned ones from the buffer first."""
         if self._paused:
             return
         room = self.room
@@ -120,7 +120,7 @@ class AsyncRolloutWorker:
         number, self.num_issued = self.num_issued, self.num_issued + 1
         origin, scope = copy_group(group), self._scope.child()
         set_current_rollout_id(self.rollout_id)
-        with scope.entered():  # the task inherits it: this group can be ended without touching another
+        with scope.entered():  # the task inherits it, so this group can be aborted alone
             params = sglang_rollout.GenerateState(self.args).sampling_params
             task = asyncio.ensure_future(sglang_rollout.start_group(self.args, group, params))
         self.tickets[number] = Ticket(number, origin, task, scope)
@@ -160,7 +160,7 @@ class AsyncRolloutWorker:
         self._collecting = True
 
     async def next_done(self) -> Ticket:
-        """The oldest ticket that is done; in deterministic mode the oldest, when it is done."""
+        """Return the oldest finished ticket; in deterministic mode wait for the oldest of all."""
         while True:
             self._news.clear()
             if self.args.deterministic_mode:
@@ -172,19 +172,19 @@ class AsyncRolloutWorker:
                 if number in self.tickets:
                     return self.tickets[number]
             if not self.tickets:
-                raise RunStopped("the data source gave no groups: let get_samples go on with a new epoch.")
+                raise RunStopped("the data source gave no groups: let get_samples continue with a new epoch.")
             with waits.waiting("a group of the pool", owner="rollout"):
                 await self._news.wait()
 
     async def all_done(self) -> None:
-        """Waits until nothing is in flight: weights may change then, and every group is of one version."""
+        """Wait until nothing is in flight, so that every group has tokens of one version."""
         tasks = [ticket.task for ticket in self.tickets.values()]
         if tasks:
             with waits.waiting(f"{len(tasks)} groups of the pool", owner="rollout"):
                 await asyncio.wait(tasks)
 
     def expired(self) -> list[Ticket]:
-        """Groups in flight since before the bound: whatever they end with, their first tokens are too old."""
+        """Return groups in flight whose first tokens are already too old."""
         return [
             ticket
             for number, ticket in self.tickets.items()
@@ -192,14 +192,14 @@ class AsyncRolloutWorker:
         ]
 
     def is_stale(self, version: int | None) -> bool:
-        """Whether weights of this version are too old for what the trainer will have in this rollout."""
+        """Return whether this weight version is too old for the trainer in this rollout."""
         if version is None or self.version is None:
             return False
         trained = self.version + self._plan.until(self.rollout_id, self.rollout_id)
         return trained - version > self.args.max_weight_staleness
 
     async def end(self, ticket: Ticket) -> None:
-        """Cancel one group at the engines, which answer with what they made of it, and here."""
+        """Abort one group at the engines and cancel its task."""
         await self._end(ticket.scope, [ticket.task])
 
     async def _end(self, scope: RequestScope, tasks: list[asyncio.Task[Group]]) -> None:
@@ -213,21 +213,21 @@ class AsyncRolloutWorker:
         await asyncio.gather(*tasks, abort, return_exceptions=True)
 
     def pause(self) -> None:
-        """No new groups, until `close`: hooks may use the data source from another thread."""
+        """Start no groups until `close`: hooks may use the data source from another thread."""
         self._paused, self._collecting, self.num_kept = True, False, 0
 
     async def close(self) -> dict[str, Any] | None:
-        """The rollout is over: the cursor that holds all of the pool, and the pool goes on filling itself."""
+        """End the rollout: return the cursor with all groups of the pool, which fills itself again."""
         cursor = self._cursor()
         if (durable := ledger.current()) is not None:
             durable.cut(self.rollout_id)  # what is started from here on belongs to later rollouts
-        if not self.args.deterministic_mode:  # there it goes on with the next rollout
+        if not self.args.deterministic_mode:  # there the next rollout fills it
             self._paused = False
             self.fill()
         return cursor
 
     def held(self) -> list[Group]:
-        """What the pool would return, oldest first: finished groups as they are, others as fresh prompts."""
+        """Return the groups of the pool, oldest first: finished ones as they are, others as fresh prompts."""
         return [_as_returned(ticket) for ticket in self.tickets.values()]
 
     def _cursor(self) -> dict[str, Any] | None:
@@ -238,7 +238,7 @@ class AsyncRolloutWorker:
         return cursor
 
     async def stop(self) -> list[Group]:
-        """End all work; what is to be returned to the data source."""
+        """End all work, and return the groups for the data source."""
         self._paused = True
         groups, scope = self.held(), self._scope
         running = [ticket.task for ticket in self.tickets.values() if not ticket.task.done()]
@@ -261,7 +261,7 @@ def last_rollout_id(args: PluginArgs) -> int:
 
 
 def _check(args: PluginArgs, data_source: Any) -> None:
-    """Refuse what contradicts a pool that never stands still."""
+    """Refuse settings that contradict a pool that never stops."""
     state_dict = getattr(data_source, "state_dict", None)
     if state_dict is not None and "held" not in inspect.signature(state_dict).parameters:
         raise ValueError(
@@ -270,15 +270,17 @@ def _check(args: PluginArgs, data_source: Any) -> None:
         )
     name = "--rollout-function-path ...generate_rollout_fully_async"
     if args.colocate:
-        raise ValueError(f"{name} with --colocate: engines that give up the device cannot go on generating.")
+        raise ValueError(
+            f"{name} with --colocate: engines that give up the device cannot continue to generate."
+        )
     if args.partial_rollout:
         raise ValueError(
-            f"{name} with --partial-rollout: nothing is cut off, so nothing is continued; remove it."
+            f"{name} with --partial-rollout: nothing is aborted, so nothing is continued; remove it."
         )
 
 
 class PoolCollector(Collector):
-    """One batch out of the pool: decisions as in the default rollout, plus the one about age."""
+    """Collects one batch from the pool: like the default rollout, with a bound on age."""
 
     def __init__(
         self, worker: AsyncRolloutWorker, rollout_id: int, dynamic_filter: Callable[..., Any] | None
@@ -299,7 +301,7 @@ class PoolCollector(Collector):
             self._decide(await self.worker.next_done())
             self.worker.num_kept = len(self.kept)
         if self.rollout_id >= last_rollout_id(self.args):
-            self._give_back(await self._end_all())  # nobody will ask for it
+            self._give_back(await self._end_all())  # no rollout will use it
         elif self.args.deterministic_mode:
             await self.worker.all_done()
         self.counts["issued"] = self.worker.num_issued - self._issued_before
@@ -317,7 +319,7 @@ class PoolCollector(Collector):
             super()._decide(ticket)
 
     def _on_stale(self, ticket: Ticket) -> None:
-        """Generate the group again, counted as an attempt; one that is too slow every time leaves the run."""
+        """Generate the group again, which counts as an attempt; drop it after too many attempts."""
         self.counts["stale"] += 1
         task = ticket.task
         if task.done() and not task.cancelled() and task.exception() is None and is_scored(task.result()):
@@ -326,7 +328,7 @@ class PoolCollector(Collector):
             self.waste.begun("stale", ticket.origin, ticket.origin, ticket.scope)
         self._forget(ticket)
         attempts = attempt_of(first_sample(ticket.origin)) + 1
-        if attempts >= self.args.group_max_attempts:
+        if attempts >= limit(self.args, "group-attempts"):
             logger.warning(
                 "given up: %s was too old for --max-weight-staleness %d times",
                 describe(ticket.origin),
@@ -350,7 +352,7 @@ class PoolCollector(Collector):
 
 
 def _from_prompt(origin: Group) -> Group:
-    """The origin without a response: one that came out of the buffer finished would be as old again."""
+    """Return the origin without responses: a finished one from the buffer would be as old again."""
     return [without_response(first_sample([entry])) for entry in origin]
 
 
@@ -361,7 +363,7 @@ def _worker_for(args: PluginArgs, data_source: Any) -> AsyncRolloutWorker:
     worker = _workers.get(id(data_source))
     if worker is None:
         worker = _workers[id(data_source)] = AsyncRolloutWorker(args, data_source)
-        worker.take_up_held()
+        worker.restore_held()
     return worker
 
 
@@ -399,7 +401,7 @@ def stop_pool(data_source: Any) -> None:
 
 
 def restart_pool(data_source: Any) -> None:
-    """What was begun with other settings, in the pool and in the buffer, begins again from its prompts."""
+    """Restart all groups of the pool and the buffer from their prompts, after a change of settings."""
 
     async def restart() -> None:
         worker = _workers.pop(id(data_source), None)
@@ -417,7 +419,7 @@ def restart_pool(data_source: Any) -> None:
 def generate_rollout_fully_async(
     args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The plug-in point --rollout-function-path. Evaluation goes beside the pool and is not part of it."""
+    """Make one batch from the pool (--rollout-function-path). Evaluation does not use the pool."""
     if evaluation:
         return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
     with searching_new_only():

@@ -1,4 +1,4 @@
-"""What became of every prompt group: the events a data source reports, and a journal that counts them.
+"""The outcome of every prompt group: the events a data source reports, and a journal that counts them.
 
 Each group that is handed out (`issued`) comes back once: into the buffer (`returned`), into a training batch
 (`consumed`, outcome "trained"), or out of the run with a reason ("filtered", "failed"). The durable journal
@@ -41,11 +41,11 @@ class CountingJournal:
 
     def __init__(self, counts: dict[str, int] | None = None):
         self.counts: Counter[str] = Counter(counts or {})
-        self.follower: Journal | None = None  # is told the same
+        self.follower: Journal | None = None  # receives the same events
         self._dropped: deque[Settled] = deque(maxlen=_MAX_DROPPED)
 
     def restore(self, counts: dict[str, int] | None) -> None:
-        """Go on from the totals of a checkpoint."""
+        """Continue from the totals of a checkpoint."""
         self.counts = Counter(counts or {})
         self._dropped.clear()
 
@@ -66,13 +66,13 @@ class CountingJournal:
         if self.follower is not None:
             self.follower.consumed(groups, outcome, reason)
 
-    def take_dropped(self) -> list[Settled]:
-        """The groups that were dropped since the last call."""
+    def drain_dropped(self) -> list[Settled]:
+        """Return the groups that were dropped since the last call."""
         taken = [self._dropped.popleft() for _ in range(len(self._dropped))]
         return taken
 
     @property
     def in_flight(self) -> int:
-        """Groups handed out whose fate is not known yet."""
+        """Return the number of groups without an outcome yet."""
         c = self.counts
         return c["new"] + c["reissued"] - c["returned"] - c["trained"] - c["filtered"] - c["failed"]

@@ -1,9 +1,8 @@
-"""The durable side of the data buffer: reports every event of groups and samples to the record of the run.
+"""Reports every event of groups and samples to the record of the run, and restores finished samples.
 
-After a crash it gives back what was finished: `recall` answers with the sample as it was generated and
-scored, so that only unfinished ones are generated again. The data source reports through its journal, the
-generate functions through `recall` and `finished`; whatever a rollout function returns is accounted for by
-the rollout manager, also if that function and its data source know nothing of this file.
+After a crash `recall` returns samples as they were generated and scored, so that only unfinished ones are
+generated again. The data source reports through its journal, and the rollout through `recall` and `finished`.
+The rollout manager reports whatever else a user's rollout function returns.
 """
 
 from __future__ import annotations
@@ -15,34 +14,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slime.record.any_json import any_json, plain_or_text
 from slime.record.ledger_rows import (
     Event,
     Finished,
     FinishedEntry,
     ForgetEntries,
-    JustFinished,
-    Kept,
     Note,
+    encode_or_skip,
     forget_rollouts,
     keep_rollout,
 )
+from slime.record.texts import json_text
 from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
 from slime.rollout.journal import CountingJournal, Outcome
-from slime.rollout.kept_samples import (
-    Alike,
-    Seen,
-    as_they_are,
-    columns_of,
-    find_alike,
-    from_kept,
-    is_alone,
-    is_whole,
-    look_at,
-)
 from slime.rollout.prompt_groups import (
-    ATTEMPT_KEY,
+    FINISHED,
     Entry,
     Group,
     attempt_of,
@@ -55,19 +42,19 @@ from slime.utils.types import Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)
 
-Fields = dict[str, Any]  # of a sample, by their names
 Key = tuple[int, int, int]  # sample index, attempt, response tokens at the start
-_encode = json.JSONEncoder(default=plain_or_text).encode  # `json.dumps` makes one for each call
-_SAMPLES, _INTS = frozenset({Sample}), frozenset({int})
+_NEW = vars(Sample())  # what a stored sample leaves out
+_NOT_STORED = ("multimodal_inputs", "trace")
+_UNCHANGING = frozenset({type(None), bool, int, float, str})
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
 
 
 class Ledger:
-    """One for each run. `settings`: digest of what samples depend on; others' samples are not taken.
+    """Reports the events of one run. `settings`: digest of what samples depend on; others' are not recalled.
 
-    `keeps`: finished samples are kept whole until a checkpoint covers them (without checkpoints nothing goes
-    on). `any_version`: samples of other weights than the engines hold may be used (the pool judges their
-    age). `private`: no function of the user's gets finished samples in hand: it might change them in place.
+    `keeps`: store finished samples until a checkpoint covers them (a run without checkpoints never resumes).
+    `any_version`: samples of other weights than the engines hold may be used (the pool judges their age).
+    `private`: no user function holds finished samples, which it could change in place.
     """
 
     def __init__(
@@ -85,7 +72,6 @@ class Ledger:
         self._known = dict(known or {})
         self._rollout = 0  # that events belong to
         self._version: int | None = None  # of the engines when it began
-        self._sort = functools.partial(self._sort_seen, None)
         self._open: dict[int, Group] = {}  # groups handed out and not decided
         self._decided: list[int] = []  # since the last cut
         self._cut: dict[int, list[int]] = {}  # rollout -> groups decided in it, until its batch is kept
@@ -107,7 +93,7 @@ class Ledger:
         self._writer.note(Note(time.time(), event, number, group, sample, attempt, value, also))
 
     def _of_group(self, event: Event, group: tuple[int, int], value: str | None = None) -> Note:
-        """`group`: index and attempt."""
+        """Return an event of a group, given by its index and attempt."""
         return Note(time.time(), event, self._rollout, group[0], None, group[1], value)
 
     def _tell(self, notes: Sequence[Note]) -> None:
@@ -120,7 +106,7 @@ class Ledger:
         self._issued(groups, "buffer" if from_buffer else "new")
 
     def issued_by_users_source(self, groups: Sequence[Group]) -> None:
-        """By one that keeps no journal: how it counts, and what it gives out again, is its own."""
+        """Report groups of a user's data source that keeps no journal."""
         self._issued(groups, "own")
 
     def _issued(self, groups: Sequence[Group], source: str) -> None:
@@ -144,7 +130,7 @@ class Ledger:
             self._tell([self._of_group("dropped", at, why) for at, _ in found])
 
     def _as_issued(self, groups: Sequence[Group]) -> list[tuple[tuple[int, int], Group]]:
-        """Each with the number it was handed out by and its attempt: a function may have given it another."""
+        """Return each group with its attempt and the index it was issued with; functions may change it."""
         found = [(at, group) for group in groups if (at := _group(group)) is not None]
         if all([at[0] in self._open for at, _ in found]):
             return found
@@ -165,13 +151,8 @@ class Ledger:
 
     # -- samples
 
-    @property
-    def may_recall(self) -> bool:
-        """Whether anything is left of what was finished before a crash."""
-        return bool(self._known)
-
     def recall(self, entry: Entry) -> Entry | None:
-        """The entry as it was finished before the crash; None: it was not."""
+        """Return the entry as it was finished before the crash; None: it was not finished."""
         key = _key(entry)
         found = self._known.get(key) if key is not None else None
         if found is None or not (self._any_version or found.version == self._version):
@@ -179,7 +160,8 @@ class Ledger:
         assert isinstance(entry, Sample)
         del self._known[key]  # type: ignore[arg-type]
         try:
-            samples, is_fan_out = [from_kept(fields) for fields in found.samples()], found.is_fan_out
+            stored, is_fan_out = found.load()
+            samples = [Sample.from_dict(fields) for fields in stored]
         except (ValueError, TypeError, LookupError) as error:
             logger.warning("%s is damaged in the ledger, and generated again: %s", describe(entry), error)
             return None
@@ -190,116 +172,46 @@ class Ledger:
         return samples if is_fan_out else samples[0]
 
     def finished(self, origin: Entry, made: Entry) -> None:
-        """`origin` was generated (and scored, where rewards are not those of groups)."""
+        """Record that `origin` was generated, and scored unless rewards are computed for whole groups."""
         key = _key(origin)
         if key is not None and not is_finished(origin):
-            assert isinstance(origin, Sample), "only these have a key"
-            if isinstance(made, Sample):
-                [fields] = as_they_are([made])
-                about = (self._version, time.time(), self._rollout, origin.group_index)
-                self._writer.note(self._finished(*about, [(key, fields)]))
-            else:
-                self._writer.note(self._fanned_out(origin.group_index, key, flatten_samples(made)))
-
-    def finished_from_prompt(self, samples: Sequence[Sample]) -> None:
-        """The same of samples that began with their prompts and are one each still; nobody else has them."""
-        if self._private:
-            fields = [sample.__dict__ for sample in samples]
-            seen = look_at(fields)
-            if seen is not None:  # of most
-                self._writer.note(JustFinished(time.time(), self._rollout, (seen, fields), self._sort))
-                return
-        several = as_they_are(samples)
-        if self._private and not any([fields["generate_function_path"] for fields in several]):
-            sort = functools.partial(self._sort_out, self._version)
-            self._writer.note(JustFinished(time.time(), self._rollout, several, sort))
-        elif notes := self._sort_out(self._version, time.time(), self._rollout, several):
-            self._writer.note(*notes)
-
-    def _sort_seen(
-        self, version: int | None, time: float, rollout: int, seen_of: tuple[Seen, Sequence[Fields]]
-    ) -> list[Finished]:
-        """What there is to write of samples that nobody else has in hand. `version`: of the engines.
-
-        Nearly all that end together are alike.
-        """
-        seen, several = seen_of
-        alike = find_alike(seen, several)
-        if alike is None:
-            return self._sort_out(version, time, rollout, seen.fields_of(several))
-        rewards = dict(zip(alike.indices, alike.rewards, strict=True))
-        if None in alike.rewards:
-            rewards = {index: reward for index, reward in rewards.items() if reward is not None}
-        kept = functools.partial(_kept_alike, alike, seen, several, version) if self._keeps else None
-        about = (time, rollout, alike.group_index, 0, self.settings)
-        return [Finished(*about, {alike.status: alike.indices}, rewards, kept)]
-
-    def _sort_out(
-        self, version: int | None, time: float, rollout: int, several: Sequence[Fields]
-    ) -> list[Finished]:
-        """The same of any samples that began with their prompts: by groups, large ones by themselves."""
-        together: dict[tuple[int | None, int, int | None], list[tuple[Key, Fields]]] = {}
-        for fields in several:
-            index, metadata = fields["index"], fields["metadata"]
-            if index is not None and not metadata.get(_GREEDY):
-                attempt = int(metadata.get(ATTEMPT_KEY, 0))
-                at = (fields["group_index"], attempt, index if is_alone(fields) else None)
-                together.setdefault(at, []).append(((index, attempt, 0), fields))
-        return [self._finished(version, time, rollout, at[0], made) for at, made in together.items()]
+            assert isinstance(origin, Sample), "only samples have a key"
+            self._finished(
+                key, origin.group_index, flatten_samples([made]), is_fan_out=isinstance(made, list)
+            )
 
     def _finished(
-        self,
-        version: int | None,
-        time: float,
-        rollout: int,
-        group_index: int | None,
-        made: Sequence[tuple[Key, Fields]],
-    ) -> Finished:
-        """Of samples that are kept in one piece, each with its key."""
-        statuses: dict[str, list[int]] = {}
-        rewards: dict[int, Any] = {}
-        for (index, _, _), fields in made:
-            statuses.setdefault(fields["status"]._value_, []).append(index)
-            if (failure := fields["reward_failure"]) is not None:
-                rewards[index] = failure.kind
-            elif (reward := fields["reward"]) is not None:
-                rewards[index] = reward
-        kept: Callable[[], Kept] | None = None
-        if self._keeps:
-            kept = functools.partial(_kept, made, version)
-            # Whoever else has them in hand may still change them.
-            if not self._private or any(fields["generate_function_path"] for _, fields in made):
-                kept = _given(kept())
-        about = (time, rollout, group_index, made[0][0][1], self.settings)
-        return Finished(*about, statuses, rewards, kept)
-
-    def _fanned_out(self, group_index: int | None, key: Key, siblings: Sequence[Sample]) -> Finished:
-        """The same of an entry that became several samples."""
-        kept: Callable[[], Kept] | None = None
-        if self._keeps and all(is_whole(vars(sample)) for sample in siblings):
-            version = newest_version(list(siblings))
-            found = [(*key, self._version if version is None else version)]
-            kept = _given(Kept(found, [columns_of([vars(sample)]) for sample in siblings], is_fan_out=True))
-        return Finished(
+        self, key: Key, group_index: int | None, samples: list[Sample], *, is_fan_out: bool = False
+    ) -> None:
+        keep: Callable[[], bytes | None] | None = None
+        if self._keeps and all(map(_is_whole, samples)):
+            # The copies share lists of numbers with the samples, which nobody but a user's function changes.
+            copies = [{**vars(sample), "metadata": dict(sample.metadata)} for sample in samples]
+            keep = functools.partial(_encode_samples, copies, is_fan_out)
+            if not (self._private and all(map(_is_unchanging, samples))):
+                keep = functools.partial(_given, keep())
+        version = newest_version([*samples])
+        note = Finished(
             time.time(),
             self._rollout,
             group_index,
-            key[1],
             self.settings,
-            {siblings[-1].status._value_: [key[0]]},
-            {key[0]: _rewards(siblings)} if any(map(_is_scored, siblings)) else {},
-            kept,
+            (*key, self._version if version is None else version),
+            samples[-1].status.value,
+            _own(_rewards(samples)) if any(map(_is_scored, samples)) else None,
+            keep,
         )
+        self._writer.note(note)
 
     def scored(self, group: Group) -> None:
-        """The samples of a group got their rewards together."""
-        value = any_json(_encode, _rewards(flatten_samples(group)))
+        """Record the rewards of a group whose samples were scored together."""
+        value = json_text(_rewards(flatten_samples(group)))
         self._tell([self._of_group("scored", at, value) for at in _groups([group])])
 
     # -- rollouts and steps
 
     def resumed(self, committed: int, last_made: int) -> None:
-        """This start goes on after step `committed` (-1: anew) and has rollouts up to `last_made`."""
+        """Record that the run resumes after step `committed` (-1: none), with rollouts up to `last_made`."""
         self._rollout = last_made + 1
         self._last_commits = [committed]
         self._note("resumed", committed, value=str(last_made), also=forget_rollouts(after=last_made))
@@ -307,10 +219,9 @@ class Ledger:
     def begin(self, rollout_id: int, version: str | None) -> None:
         self._rollout = max(self._rollout, rollout_id)
         self._version = version_number(version)
-        self._sort = functools.partial(self._sort_seen, self._version)
 
     def cut(self, rollout_id: int) -> None:
-        """Everything until now belongs to this rollout or one before: its cursor is being taken."""
+        """Assign all events until now to this rollout or earlier ones: its cursor is being taken."""
         if rollout_id < self._rollout:
             return
         self._cut[rollout_id] = self._decided
@@ -319,7 +230,7 @@ class Ledger:
         self._rollout = rollout_id + 1
 
     def account_for(self, rollout_id: int, samples: Sequence[Sample]) -> None:
-        """What the rollout function returned and nobody reported: groups of its own, of its own source."""
+        """Report groups that the rollout function returned without reporting them."""
         if rollout_id < self._rollout:
             return  # a rollout function that cuts reports too
         if self._kept.keys() >= {sample.group_index for sample in samples}:  # of nearly all rollouts
@@ -336,7 +247,7 @@ class Ledger:
             self.consumed([list(group)], "trained")
 
     def made(self, rollout_id: int, value: Mapping[str, Any]) -> None:
-        """The batch is whole: a run that is killed from now on trains on this very one."""
+        """Store a complete batch: a run that is killed later trains on this very batch."""
         keep = keep_rollout(rollout_id, self.settings, dict(value)) if self._keeps else None
         done = [number for number in self._cut if number <= rollout_id]
         decided = [group for number in done for group in self._cut.pop(number)]
@@ -346,7 +257,7 @@ class Ledger:
         self._note("consumed", rollout_id)
 
     def committed(self, rollout_id: int) -> None:
-        """What the checkpoint before covers is not needed whole any more; of this one's it is: damage."""
+        """Drop what the previous checkpoint covers; keep what this one covers, in case it is damaged."""
         before = self._last_commits[-1] if self._last_commits else -1
         self._last_commits = [before, rollout_id]
         self._note("committed", rollout_id, also=forget_rollouts(up_to=before))
@@ -356,7 +267,7 @@ class Ledger:
 
 
 def follow(data_source: Any, ledger: Ledger) -> None:
-    """Have any data source report to the ledger: by its journal, or by the calls it gets."""
+    """Make any data source report to the ledger: through its journal, or through wrapped methods."""
     journal = getattr(data_source, "journal", None)  # a user's source may have none
     if isinstance(journal, CountingJournal):
         journal.follower = ledger
@@ -382,7 +293,7 @@ _current: Ledger | None = None
 
 
 def use(ledger: Ledger | None) -> None:
-    """The ledger that the rollout functions of this process report to."""
+    """Set the ledger that the rollout functions of this process report to."""
     global _current
     _current = ledger
 
@@ -392,12 +303,12 @@ def current() -> Ledger | None:
 
 
 def _groups(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """Index and attempt of those that have an index."""
+    """Return index and attempt of each group that has an index."""
     return [at for at in map(_group, groups) if at is not None]
 
 
 def _group(group: Group) -> tuple[int, int] | None:
-    """Its index and attempt; None: it has no index, or no sample."""
+    """Return the group's index and attempt; None: it has no index, or no sample."""
     first = group[0] if isinstance(group, list) and group else group
     if not isinstance(first, Sample):
         samples = flatten_samples([group])
@@ -408,17 +319,12 @@ def _group(group: Group) -> tuple[int, int] | None:
 
 
 def _indices(group: Group) -> str:
-    """Of its samples, as JSON, which whole numbers are written as by Python."""
-    are_single = _SAMPLES.issuperset(map(type, group))  # as most are
-    samples: Sequence[Any] = group if are_single else flatten_samples(group)
-    indices = {sample.index for sample in samples}
-    if not _INTS.issuperset(map(type, indices)):
-        indices = {int(index) for index in indices if index is not None}
-    return str(sorted(indices))
+    """Return the indices of a group's samples as JSON."""
+    return json.dumps(sorted({int(s.index) for s in flatten_samples(group) if s.index is not None}))
 
 
 def _key(entry: Entry) -> Key | None:
-    """What a sample is known by; None where it cannot be told from others, or is not for training."""
+    """Return the key of a sample; None if it has no index or is not for training."""
     if isinstance(entry, list) or entry.index is None:
         return None
     if not entry.metadata:  # of most
@@ -426,28 +332,40 @@ def _key(entry: Entry) -> Key | None:
     return None if entry.metadata.get(_GREEDY) else (entry.index, attempt_of(entry), entry.response_length)
 
 
-@functools.lru_cache(maxsize=1024)
-def _newest_of(spans: tuple[tuple[str, int, int], ...]) -> int | None:
-    """Most samples of a rollout have the same."""
-    return newest_version([Sample(version_spans=list(spans))])
+def _is_whole(sample: Sample) -> bool:
+    """Return whether a sample is finished and its reward did not fail."""
+    return sample.status in FINISHED and sample.reward_failure is None
 
 
-def _kept(made: Sequence[tuple[Key, Fields]], version: int | None) -> Kept:
-    """Of samples that are whole; `version`: of the engines, for those that name none."""
-    whole = [(key, fields) for key, fields in made if is_whole(fields)]
-    versions = [_newest_of(tuple(fields["version_spans"])) for _, fields in whole]
-    keys = [(*key, version if v is None else v) for (key, _), v in zip(whole, versions, strict=True)]
-    return Kept(keys, [columns_of([fields for _, fields in whole])] if whole else [])
+def _is_unchanging(sample: Sample) -> bool:
+    """Return whether slime changes nothing in place that a shallow copy shares with the sample."""
+    return not sample.metadata and not sample.generate_function_path and type(sample.reward) in _UNCHANGING
 
 
-def _kept_alike(alike: Alike, seen: Seen, several: Sequence[Fields], version: int | None) -> Kept:
-    fields = seen.fields_of(several)
-    return _kept([((index, 0, 0), one) for index, one in zip(alike.indices, fields, strict=True)], version)
+def _encode_samples(several: list[dict[str, Any]], is_fan_out: bool) -> bytes | None:
+    """Encode the fields of samples for `Sample.from_dict`, without media and what every new sample has."""
+    value = {"fan_out": is_fan_out, "samples": [_stored_fields(fields) for fields in several]}
+    return encode_or_skip(value, f"sample {several[0]['index']}")
 
 
-def _given(kept: Kept) -> Callable[[], Kept]:
-    """What is copied already: nobody changes it any more."""
-    return lambda: kept
+def _stored_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    stored = {
+        name: value for name, value in fields.items() if name not in _NOT_STORED and not _is_new(name, value)
+    }
+    stored["status"] = fields["status"].value
+    for name in ("spec_info", "prefix_cache_info"):
+        stored[name] = vars(fields[name])
+    return stored
+
+
+def _is_new(name: str, value: Any) -> bool:
+    """Return whether every new sample has this value, by identity: 0.0 equals -0.0, and 1 equals True."""
+    new = _NEW.get(name, _NEW)
+    return value is new or (type(value) in (list, dict) and type(value) is type(new) and not value)
+
+
+def _given(data: bytes | None) -> bytes | None:
+    return data
 
 
 def _is_scored(sample: Sample) -> bool:
@@ -456,6 +374,11 @@ def _is_scored(sample: Sample) -> bool:
 
 def _reward(sample: Sample) -> Any:
     return sample.reward if sample.reward_failure is None else sample.reward_failure.kind
+
+
+def _own(reward: Any) -> Any:
+    """Return a reward that nobody changes any more."""
+    return reward if type(reward) in _UNCHANGING else json.loads(json_text(reward))
 
 
 def _rewards(samples: Sequence[Sample]) -> Any:

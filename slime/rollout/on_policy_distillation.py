@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.catalog.deadlines import timeout_s
 from slime.utils.http_utils import HttpError, post
 from slime.utils.reward_failure import RewardFailure, infra_error, invalid
 from slime.utils.types import Sample
@@ -30,7 +31,7 @@ async def reward_func(args: PluginArgs, sample: Sample, **kwargs: Any) -> float 
         "logprob_start_len": 0,
     }
     try:
-        answer = await post(args.rm_url, payload, max_retries=9, timeout_s=args.generate_timeout_s)
+        answer = await post(args.rm_url, payload, max_retries=9, timeout_s=timeout_s(args, "generate"))
     except HttpError as error:
         return infra_error(f"teacher at --rm-url: {error}")
     try:

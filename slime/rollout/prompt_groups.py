@@ -1,4 +1,4 @@
-"""Small questions about a prompt group, and copies of it.
+"""Helpers for prompt groups: queries, descriptions for messages, and copies.
 
 A group is a list with one entry per execution of its prompt: a Sample or, when a generate function fanned
 out, the list of samples that execution made. `flatten_samples` of slime.utils.types gives its samples.
@@ -17,10 +17,9 @@ Group: TypeAlias = list[Entry]
 
 _OF_PLAIN_TUPLES = ("version_spans", "image_spans", "turn_rewards")  # fields whose entries never change
 _MEDIA = ("multimodal_inputs", "multimodal_train_inputs")
-_UNCHANGING = frozenset({int, float, str, bool, type(None), Sample.Status})
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _EXCERPT = 80  # characters of either end
-# In Sample.metadata: how often this sample's generation was thrown away and begun again.
+# In Sample.metadata: how often this sample was discarded and generated again.
 ATTEMPT_KEY = "attempt"
 
 
@@ -29,18 +28,18 @@ def first_sample(group: Group) -> Sample:
 
 
 def index_of(sample: Sample) -> int:
-    """The sample's number within the run; 0 where a data source gave none."""
+    """Return the sample's number within the run; 0 if the data source gave none."""
     return sample.index or 0
 
 
 def describe(group: Group | Sample) -> str:
-    """How messages name a group or sample."""
+    """Name a group or sample in messages."""
     sample = group if isinstance(group, Sample) else first_sample(group)
     return f"sample {sample.index} (group {sample.group_index})"
 
 
 def describe_fully(samples: Sample | Sequence[Sample]) -> str:
-    """How messages name a sample, or the samples of a group, to somebody who looks for a mistake."""
+    """Name samples in messages, with excerpts of prompt and response."""
     if not isinstance(samples, Sample):
         return f"{len(samples)} samples, the first: {describe_fully(samples[0])}" if samples else "no samples"
     prompt = samples.prompt if isinstance(samples.prompt, str) else str(samples.prompt)
@@ -53,21 +52,21 @@ def _excerpt(text: str) -> str:
 
 
 def is_finished(entry: Entry) -> bool:
-    """Generation is over for every sample of the entry."""
+    """Return whether generation is over for every sample of the entry."""
     return all(sample.status in FINISHED for sample in flatten_samples([entry]))
 
 
 def is_scored(group: Group) -> bool:
-    """Finished, and every sample has its reward: the group could be trained on as it is."""
+    """Return whether every sample is finished and has its reward, so the group could be trained."""
     return all(is_finished(entry) for entry in group) and all(
         s.reward is not None for s in flatten_samples(group)
     )
 
 
 def check_groups(groups: Any) -> list[Group]:
-    """What a data source of a user's own gave out, as lists of samples with whole numbers.
+    """Check the groups of a user's data source; raise ValueError for anything but lists of samples.
 
-    ValueError: it is something else. Numbers of numpy are made ints: seeds are computed with them.
+    Indices of numpy become ints, because seeds are computed from them.
     """
     wanted = "return a list of groups, each a list of slime.utils.types.Sample that share their prompt"
     if not isinstance(groups, Iterable) or isinstance(groups, (str, Mapping)):
@@ -104,32 +103,19 @@ def attempt_of(sample: Sample) -> int:
 
 
 def copy_sample(sample: Sample) -> Sample:
-    """An independent copy; media are shared, since nothing writes to them."""
-    return copies_of(sample, 1)[0]
-
-
-def copies_of(sample: Sample, count: int) -> list[Sample]:
-    """So many copies, each as independent of the others as of the sample."""
-    # Every sample is copied several times: most of its fields hold what needs no copy.
-    changing = [
-        (name, value, name not in _OF_PLAIN_TUPLES and _is_nested(value))
-        for name, value in vars(sample).items()
-        if type(value) not in _UNCHANGING and isinstance(value, (list, dict)) and name not in _MEDIA
-    ]
-    made = []
-    for _ in range(count):
-        new = _bare_copy(sample)
-        fields = new.__dict__
-        for name, value, is_nested in changing:
-            fields[name] = copy.deepcopy(value) if is_nested else value.copy()
-        new.spec_info = _bare_copy(sample.spec_info)
-        new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
-        made.append(new)
-    return made
+    """Return an independent copy; media are shared, since nothing writes to them."""
+    new = _bare_copy(sample)
+    for name, value in vars(sample).items():
+        if isinstance(value, (list, dict)) and name not in _MEDIA:
+            nested = name not in _OF_PLAIN_TUPLES and _is_nested(value)
+            vars(new)[name] = copy.deepcopy(value) if nested else value.copy()
+    new.spec_info = _bare_copy(sample.spec_info)
+    new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
+    return new
 
 
 def _bare_copy(value: T) -> T:
-    """What `copy.copy` does for a plain object, many times faster: every sample is copied several times."""
+    """Copy a plain object faster than `copy.copy` does: every sample is copied several times."""
     new = object.__new__(type(value))
     new.__dict__ = value.__dict__.copy()
     return new
@@ -147,7 +133,7 @@ def copy_group(group: Group) -> Group:
 
 
 def without_response(sample: Sample) -> Sample:
-    """A copy that starts from the prompt."""
+    """Return a copy that starts from the prompt."""
     new = copy_sample(sample)
     if new.response_length:
         new.tokens = new.tokens[: -new.response_length]
@@ -161,14 +147,14 @@ def without_response(sample: Sample) -> Sample:
 
 
 def mask_earlier_tokens(sample: Entry) -> None:
-    """What it has so far is not trained."""
+    """Exclude the tokens that the sample has so far from training."""
     for one in flatten_samples([sample]):
         if one.response_length > 0:
             one.loss_mask = [0] * one.response_length
 
 
 def _drop_later_images(sample: Sample) -> None:
-    """Images that observations brought go with them; those of the prompt are encoded again."""
+    """Drop images of observations; images of the prompt are encoded again."""
     spans = sample.image_spans or []
     kept = [span for span in spans if span[1] <= len(sample.tokens)]
     if len(kept) < len(spans):
@@ -180,14 +166,14 @@ def _drop_later_images(sample: Sample) -> None:
 
 
 def begin_again(group: Group) -> Group:
-    """Prepares the samples for another attempt, which is counted and changes their seeds."""
+    """Count another attempt of the samples, which changes their seeds."""
     for sample in flatten_samples(group):
         sample.metadata[ATTEMPT_KEY] = attempt_of(sample) + 1
     return group
 
 
 def group_to_plain(group: Group) -> list[Any]:
-    """Nested lists of `Sample.to_dict()`, independent of the live samples; not when they were worked on."""
+    """Return nested lists of `Sample.to_dict()` without traces, independent of the live samples."""
     return [[_to_plain(s) for s in entry] if isinstance(entry, list) else _to_plain(entry) for entry in group]
 
 

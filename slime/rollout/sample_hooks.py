@@ -6,9 +6,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
+from slime.liveness.loop_watch import loop_watch
 from slime.rollout.generation.returned import keep_identity, wrong_identity
 from slime.rollout.prompt_groups import describe_fully
-from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import Sample

@@ -6,19 +6,21 @@ call and replace these names, so each is looked up in this module when it is use
 
 import asyncio
 import copy
-import functools
 import inspect
-import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.engines import ENGINES
 from slime.catalog.estimators import ESTIMATORS
-from slime.observability.trace_utils import trace_span
+from slime.catalog.limits import limit
+from slime.liveness import waits
+from slime.liveness.loop_watch import loop_watch
+from slime.observability.tracer import trace_span
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -27,7 +29,6 @@ from slime.rollout.collection.collector import GroupFailed, is_permanent
 from slime.rollout.collection.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.collection.greedy_baseline import with_greedy_baseline
 from slime.rollout.collection.spares import first_to_end, is_fresh
-from slime.rollout.collection.together import all_or_none
 from slime.rollout.collection.versions import name_versions
 from slime.rollout.generation.generate_request import (
     PromptError,
@@ -39,9 +40,8 @@ from slime.rollout.generation.generate_request import (
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.generation.returned import CUSTOM_GENERATE, check_returned, without_a_score
 from slime.rollout.generation.scope import RequestScope
-from slime.rollout.generation.siblings import Ways, generate_siblings, go_together
 from slime.rollout.generation.state import GenerateState, get_model_url
-from slime.rollout.generation.turnstile import call_or_wait, can_be_kept
+from slime.rollout.generation.turn_gate import call_or_wait, can_be_kept
 from slime.rollout.prompt_groups import (
     Entry,
     Group,
@@ -51,34 +51,29 @@ from slime.rollout.prompt_groups import (
     describe_fully,
     is_finished,
     mask_earlier_tokens,
-    without_response,
 )
 from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.rm_hub.hub import waits_for_group
-from slime.rollout.rm_hub.scoring import score_one
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
-from slime.utils import http_utils, waits
-from slime.utils.async_utils import run, side_by_side
+from slime.utils import http_utils
+from slime.utils.async_utils import all_or_none, run
 from slime.utils.errors import EpisodeEnded, RunStopped
 from slime.utils.machine.garbage import searching_new_only
-from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import Sample, flatten_samples
-from slime.wire.grouped import MAX_MEMBERS
 
 __all__ = ["GenerateState", "abort", "eval_rollout", "generate", "generate_and_rm", "generate_and_rm_group"]
 __all__ += ["generate_rollout", "get_model_url"]
 
 logger = logging.getLogger(__name__)
-_TELL_AFTER_S = 0.1  # the ledger, of samples that ended while others of their group go on
 
 ABORT_DEADLINE_S = 20.0
-MAX_IDLE_RESUBMITS = 60  # answers without a token from an engine that is paused, a second apart
+MAX_IDLE_RESUBMITS = 60  # responses without a token from a paused engine, a second apart
 
 
 async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Continue the sample until it stops, is full, or the rollout is aborted; what was generated is kept."""
+    """Continue the sample until it stops, is full, or the rollout is aborted; keep what was generated."""
     state = GenerateState(args)
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise ValueError(
@@ -95,7 +90,9 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
             return sample
         request = build_request(args, sample, sampling_params, budget)
         with trace_span(sample, "generate") as span:
-            answer = await state.send(request)
+            async with state.sending(request) as note_tokens:
+                answer = await state.client.generate(request)
+                note_tokens(len(answer.ids))
             span.update({"tokens": len(answer.ids), **state.engine_of(answer)})
         check_answer(args, request, answer)
         sample.append_response_tokens(
@@ -107,7 +104,7 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
         )
         if answer.finish != "abort" or state.aborted:
             return sample
-        # Not our abort: the engine let go of its requests, for a weight push say. Continue from what it made.
+        # Not our abort: the engine ended its requests, for example for a weight push. Continue from there.
         idle = 0 if answer.ids else idle + 1
         if idle > MAX_IDLE_RESUBMITS:
             raise GroupFailed(
@@ -125,7 +122,7 @@ async def generate_and_rm(
     if not evaluation and args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         mask_earlier_tokens(sample)
     if not is_finished(sample):
-        assert isinstance(sample, Sample), "a fan-out that was cut short begins again from its prompt"
+        assert isinstance(sample, Sample), "a fan-out that was aborted starts again from its prompt"
         state = GenerateState(args)
         async with state.semaphore:
             if state.aborted:
@@ -135,7 +132,7 @@ async def generate_and_rm(
                 with not_trained():
                     made = await _call_until_ended(args, sample, sampling_params)
             else:
-                made = await _call_generate(args, sample, sampling_params, evaluation=False)
+                made = await _generate_call(args, sample, sampling_params, evaluation=False)
         sample = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
     if not waits_for_group(args):
         await _score(args, flatten_samples([sample]), evaluation)
@@ -143,17 +140,17 @@ async def generate_and_rm(
 
 
 async def _call_until_ended(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Entry:
-    """Evaluate a sample, again from its prompt where a generate function gave up on it during a weight push.
+    """Evaluate a sample; start again from its prompt if a generate function aborted it in a weight push.
 
-    In training such a group comes back with the next rollout. Evaluation has no next one.
+    In training such a group returns with the next rollout. An evaluation has no next one.
     """
     origin = copy_sample(sample)
     for attempt in range(1, MAX_IDLE_RESUBMITS + 1):
-        made = await _call_generate(args, sample, dict(sampling_params), evaluation=True)
-        cut_short = any(s.status is Sample.Status.ABORTED for s in flatten_samples([made]))
-        if not cut_short or GenerateState(args).aborted:
+        made = await _generate_call(args, sample, dict(sampling_params), evaluation=True)
+        was_aborted = any(s.status is Sample.Status.ABORTED for s in flatten_samples([made]))
+        if not was_aborted or GenerateState(args).aborted:
             return made
-        logger.info("evaluation: %s was cut short and begins again", describe(origin))
+        logger.info("evaluation: %s was aborted and starts again", describe(origin))
         sample = copy_sample(origin)
         await asyncio.sleep(min(1.0, 0.05 * 2**attempt))
     raise GroupFailed(
@@ -161,16 +158,15 @@ async def _call_until_ended(args: PluginArgs, sample: Sample, sampling_params: d
     )
 
 
-async def _call_generate(
+def _generate_call(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> Entry:
+) -> Coroutine[Any, Any, Entry]:
+    """Return the call of the sample's generate function: `generate`, or one that the user brings."""
     path = sample.generate_function_path or args.custom_generate_function_path
     if path is None:
-        return await generate(args, sample, sampling_params)
+        return generate(args, sample, sampling_params)
     call = _call_function(args, path, sample, sampling_params, evaluation)
-    if evaluation or not can_be_kept(args):
-        return await call
-    return await call_or_wait(sample, call)
+    return call if evaluation or not can_be_kept(args) else call_or_wait(sample, call)
 
 
 async def _call_function(
@@ -196,8 +192,8 @@ async def _call_function(
 
 
 async def _within_deadline(args: PluginArgs, path: str, call: Awaitable[Any]) -> Any:
-    """The result of a user's generate function; one that does not return in time fails its group."""
-    name, limit_s = f"{CUSTOM_GENERATE} {path}", args.custom_generate_timeout_s
+    """Return the result of a user's generate function; a timeout fails the group."""
+    name, limit_s = f"{CUSTOM_GENERATE} {path}", timeout_s(args, "custom-generate")
     try:
         with waits.waiting(name, owner="rollout", deadline_s=limit_s):
             async with asyncio.timeout(limit_s) as deadline:
@@ -206,23 +202,23 @@ async def _within_deadline(args: PluginArgs, path: str, call: Awaitable[Any]) ->
         if not deadline.expired():
             raise  # a timeout of the function's own
         raise GroupFailed(
-            f"{name} did not return within --custom-generate-timeout-s {limit_s:g}: give what it waits for a "
+            f"{name} did not return within --timeouts custom-generate={limit_s:g}: give what it waits for a "
             "timeout, or raise the limit if its episodes take longer."
         ) from None
 
 
 async def _score(args: PluginArgs, samples: Sequence[Sample], evaluation: bool) -> None:
-    """Rewards for those that have none and were not cut off; what cannot be scored carries its failure."""
+    """Score samples that have no reward and were not aborted; a failed reward is stored on its sample."""
     ended = [s for s in samples if s.status is not Sample.Status.ABORTED and s.reward_failure is None]
     if any(s.reward is None for s in ended):
-        with not_trained():  # a reward may ask the policy itself
+        with not_trained():  # a reward may send requests to the policy itself
             await score_samples(args, ended, evaluation=evaluation)
 
 
 async def generate_and_rm_group(
     args: PluginArgs, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Group:
-    """All samples of a group at once; with --group-rm their rewards are computed together."""
+    """Generate and score all samples of a group; with --group-rm their rewards are computed together."""
     if GenerateState(args).aborted:
         return group
     for sample in flatten_samples(group):
@@ -241,6 +237,8 @@ async def generate_and_rm_group(
 async def _generate_group(
     args: PluginArgs, group: Group, sampling_params: dict[str, Any], evaluation: bool
 ) -> Group:
+    """Generate all entries at once. The flags decide what happens when one of them is slow or fails."""
+
     def attempt(entry: Entry, spare: bool = False) -> Coroutine[Any, Any, Entry]:
         return _generate_with_retries(args, entry, sampling_params, evaluation, spare)
 
@@ -248,79 +246,20 @@ async def _generate_group(
         return await first_to_end(
             group, args.spare_samples_per_prompt, attempt, lambda scope: abort_scope(args, scope, None)
         )
+    tasks = [asyncio.ensure_future(attempt(entry)) for entry in group]
     if args.group_failure_action == "keep" and not evaluation:
-        return await keep_the_rest(group, [attempt(entry) for entry in group])
-    state = GenerateState(args)
-    if not evaluation and _usual_way() and go_together(group, args, sampling_params, state.semaphore):
-        ways = Ways(state.client, state.semaphore, state.scope, state.engine_of)
-        finish = functools.partial(_finish_siblings, args, attempt)
-        work = [
-            generate_siblings(args, part, sampling_params, state.tokenizer, ways, finish, attempt)
-            for part in _requests_of(group)
-        ]
-        return await work[0] if len(work) == 1 else [*itertools.chain(*await all_or_none(work))]
-    return await all_or_none([attempt(entry) for entry in group])
-
-
-def _requests_of(group: list[Sample]) -> list[list[Sample]]:
-    """The samples by the request that they go with: as few as may be, of like sizes, all of them at once."""
-    count = -(-len(group) // MAX_MEMBERS)
-    edges = [len(group) * number // count for number in range(count + 1)]
-    return [group[start:end] for start, end in itertools.pairwise(edges)]
-
-
-def _usual_way() -> bool:
-    """Whether groups are generated as this file does it, and none waits in the ledger since a crash."""
-    durable = ledger.current()
-    return (generate, generate_and_rm) == _OWN and not (durable is not None and durable.may_recall)
-
-
-def _lacks_reward(sample: Sample) -> bool:
-    unscored = sample.reward is None and sample.reward_failure is None
-    return unscored and sample.status is not Sample.Status.ABORTED
-
-
-async def _finish_siblings(
-    args: PluginArgs, again: Callable[[Sample], Coroutine[Any, Any, Entry]], samples: list[Sample]
-) -> list[Entry]:
-    scores, durable = not waits_for_group(args), ledger.current()
-    loop = asyncio.get_running_loop()
-    done: list[Sample] = []  # and not told yet
-
-    def tell() -> None:
-        if done and durable is not None:
-            durable.finished_from_prompt(done)
-            done.clear()
-
-    async def finish(sample: Sample) -> Entry:
-        try:
-            if scores and _lacks_reward(sample):
-                with not_trained():  # a reward may ask the policy itself
-                    await score_one(args, sample)
-        except Exception as error:
-            if is_permanent(error) or isinstance(error, (RunStopped, RewardConfigError)):
-                raise
-            logger.warning("%s begins again (%s: %s)", describe(sample), type(error).__name__, error)
-            return await again(without_response(sample))
-        if not done:
-            loop.call_later(_TELL_AFTER_S, tell)
-        done.append(sample)
-        return sample
-
-    try:
-        return await side_by_side(finish, samples)
-    finally:
-        tell()  # before anybody gets them
+        return await keep_the_rest(group, tasks)
+    return await all_or_none(tasks)
 
 
 async def _generate_with_retries(
     args: PluginArgs, entry: Entry, sampling_params: dict[str, Any], evaluation: bool, spare: bool
 ) -> Entry:
-    """Failures that may pass are tried again from the sample as it was, with the same seed."""
-    origin, allowed = copy_group([entry]), args.group_max_attempts
+    """Generate one entry; retry temporary failures from its original state, with the same seed."""
+    origin, allowed = copy_group([entry]), limit(args, "group-attempts")
     durable = None if evaluation or spare else ledger.current()
     if durable is not None and (found := durable.recall(entry)) is not None:
-        return found  # finished before a crash; a reward of its group is all that may lack
+        return found  # finished before a crash; only a reward of its group may be missing
     for attempt in range(1, allowed + 1):
         try:
             made = await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
@@ -332,26 +271,25 @@ async def _generate_with_retries(
                 raise
             cause = f"generating {describe(origin)} failed ({type(error).__name__}: {error})"
             if attempt == allowed:
-                raise GroupFailed(f"{cause}; {attempt} attempts were made (--group-max-attempts).") from error
+                raise GroupFailed(
+                    f"{cause}; {attempt} attempts were made (--limits group-attempts)."
+                ) from error
             logger.warning("attempt %d of %d: %s", attempt, allowed, cause)
             entry = copy_group(origin)[0]
     raise AssertionError("the last attempt either returns or raises")
 
 
-_OWN = (generate, generate_and_rm)  # before any plug-in put its own in their place
-
-
 async def abort(args: PluginArgs, rollout_id: int) -> None:
-    """End the requests of the current rollout, by their ids, at every worker. Evaluation has another scope.
+    """Abort the requests of the current rollout, by their ids, at every worker. Evaluation has another scope.
 
-    Each request then answers with the tokens made so far. A worker that cannot be reached is only
-    noted: it holds nothing the batch needs.
+    Each request then returns the tokens generated so far. A worker that cannot be reached is only logged: it
+    holds nothing the batch needs.
     """
     await abort_scope(args, GenerateState(args).scope, rollout_id)
 
 
 async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int | None) -> None:
-    """End the requests of one scope; None: spares of a group, which nobody needs to hear of."""
+    """Abort the requests of one scope. `rollout_id` None: spares of a group, which are not logged."""
     scope.abort()
     rids = sorted(scope.rids.copy())  # threads of adapters change it
     if not rids:
@@ -368,11 +306,12 @@ async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int | N
 
 
 async def _cancel(args: PluginArgs, urls: list[str], scope: str, rids: list[str]) -> None:
-    """One call to each engine for all ids of the scope, where engines know that; others are named one by one:
-    those that a generate function chose, and those of calls that came from another scope.
+    """Abort by the scope's prefix where engines can, and one by one all ids without that prefix.
+
+    Ids without the prefix were chosen by a generate function, or belong to calls of an earlier scope.
     """
     client = GenerateState(args).client
-    # Who is behind given addresses is not known here.
+    # The kind of external engines is not known here.
     by_scope = (
         ENGINES[args.rollout_engine].dialect.aborts_by_prefix and not args.rollout_external_engine_addrs
     )
@@ -383,7 +322,7 @@ async def _cancel(args: PluginArgs, urls: list[str], scope: str, rids: list[str]
 
 
 async def _worker_urls(args: PluginArgs) -> list[str]:
-    """The workers as the router knows them now (restarted ones may have moved), else those of start-up."""
+    """Return the workers that the router knows now; restarted ones may have new addresses."""
     try:
         answer = await http_utils.get(get_model_url(args, "default", "/workers"), timeout_s=5.0)
         return [worker["url"] for worker in answer["workers"]]
@@ -391,11 +330,13 @@ async def _worker_urls(args: PluginArgs) -> list[str]:
         return list(args.engine_urls)
 
 
-async def start_group(args: PluginArgs, group: Group, sampling_params: dict[str, Any]) -> Group:
-    """What training asks of a group: its samples, and the greedy answer that some are compared with."""
+def start_group(
+    args: PluginArgs, group: Group, sampling_params: dict[str, Any]
+) -> Coroutine[Any, Any, Group]:
+    """Return the work on one training group: its samples, and a greedy response if the estimator needs it."""
     if not ESTIMATORS[args.advantage_estimator].needs_greedy_answer:
-        return await generate_and_rm_group(args, group, sampling_params)
-    return await with_greedy_baseline(
+        return generate_and_rm_group(args, group, sampling_params)
+    return with_greedy_baseline(
         args, group, sampling_params, lambda entries, params: generate_and_rm_group(args, entries, params)
     )
 
@@ -403,7 +344,7 @@ async def start_group(args: PluginArgs, group: Group, sampling_params: dict[str,
 async def generate_rollout_async(
     args: PluginArgs, rollout_id: int, data_source: Any
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
-    """One training batch, and all groups that were decided about (see BatchCollector)."""
+    """Return one training batch, and all groups that reached the filter (see BatchCollector)."""
     state = GenerateState(args)
     set_current_rollout_id(rollout_id)
     path = args.dynamic_sampling_filter_path
@@ -423,7 +364,7 @@ async def generate_rollout_async(
 def call_batch_hooks(
     args: PluginArgs, kept: Sequence[Group | Sample], decided: Sequence[Group], data_source: Any
 ) -> None:
-    """The plug-ins that see the whole rollout; fan-out siblings stand in their group as single samples."""
+    """Call the plug-ins that see the whole rollout; fan-out siblings appear as single samples."""
     path = args.rollout_sample_filter_path
     if path is not None:
         with plugin_call("--rollout-sample-filter-path", path):
@@ -435,7 +376,7 @@ def call_batch_hooks(
 
 
 async def eval_rollout(args: PluginArgs, rollout_id: int) -> RolloutFnEvalOutput:
-    """All evaluation datasets at once, each with its own reward, sampling and generate function."""
+    """Evaluate all datasets at once, each with its own reward, sampling and generate function."""
     set_current_rollout_id(rollout_id)
     engines = EVALUATION_ENGINES if EVALUATION_ENGINES in args.sglang_model_routers else "default"
     with RequestScope(args.eval_max_context_len or args.rollout_max_context_len, engines).entered():
@@ -445,7 +386,7 @@ async def eval_rollout(args: PluginArgs, rollout_id: int) -> RolloutFnEvalOutput
 def generate_rollout(
     args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The plug-in point --rollout-function-path, as called for training (a batch) and for evaluation."""
+    """Make one training batch, or evaluate; this is the default of --rollout-function-path."""
     if evaluation:
         return run(eval_rollout(args, rollout_id))
     with searching_new_only():

@@ -1,5 +1,4 @@
-"""A generate function that reads the answer as it is made, so that a broken
-stream costs only what was not yet read.
+"""A generate function that streams the response, so that a broken stream loses only what was not yet read.
 
     --custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming
 
@@ -57,14 +56,14 @@ async def generate_streaming(args: PluginArgs, sample: Sample, sampling_params: 
         if idle > MAX_BREAKS:
             raise error or GroupFailed(f"the engine aborted {describe(sample)} {idle} times without a token")
         logger.info(
-            "%s goes on after %d tokens: %s", describe(sample), sample.response_length, error or "paused"
+            "%s continues after %d tokens: %s", describe(sample), sample.response_length, error or "paused"
         )
         if idle:
             await asyncio.sleep(min(5.0, 0.05 * 2 ** min(idle, 10)))
 
 
 async def _read_onto(args: PluginArgs, sample: Sample, request: GenerateRequest) -> HttpError | None:
-    """One stream; its last event ends up on the sample. Returns why it broke, when that may pass."""
+    """Read one stream and write its last event onto the sample; return a temporary error, if any."""
     state = GenerateState(args)
     last: dict[str, Any] | None = None
     try:
@@ -86,7 +85,7 @@ async def _read_onto(args: PluginArgs, sample: Sample, request: GenerateRequest)
 
 
 def _write(args: PluginArgs, sample: Sample, event: dict[str, Any] | None) -> None:
-    sample.status = Sample.Status.ABORTED  # unless the event says how it ended
+    sample.status = Sample.Status.ABORTED  # unless the event has a finish reason
     if event is None:
         return
     made = _read(event)

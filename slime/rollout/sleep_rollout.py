@@ -6,7 +6,7 @@ import time
 from typing import Any, NoReturn
 
 from slime.arguments import PluginArgs
-from slime.utils import waits
+from slime.liveness import waits
 
 logger = logging.getLogger(__name__)
 _SLEEP_S = 60.0

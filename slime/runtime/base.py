@@ -1,9 +1,9 @@
-"""Handles, futures and references: all that the cluster needs to know about where its parts run.
+"""Defines handles, futures and references: all that the cluster needs to know about where its parts run.
 
 A call names the method itself, `handle.call(TrainActor.save, path)`, so that editors and type checkers follow
-it; what travels is the method's name and its arguments, never code. A handle has two lanes: calls on one lane
-run one after another, and lanes do not wait for each other, so that a health question never queues behind a
-long generation.
+it; only the method's name and its arguments are sent, never code. A handle has two lanes: calls on one lane
+run one after another, and lanes do not wait for each other, so that a health check never queues after a long
+generation.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from slime.runtime.notes import Notes
+from slime.liveness import waits
+from slime.liveness.notes import Notes
 from slime.runtime.placement import Placement, Slot
 from slime.runtime.worker_main import CONTROL, WORK
-from slime.utils import waits
-from slime.utils.errors import RunStopped
+from slime.utils.errors import WorkerDied
 
 _LOOK_S = 0.25
 
@@ -31,13 +31,9 @@ R_co = TypeVar("R_co", covariant=True)
 P = ParamSpec("P")
 
 
-class WorkerDied(RunStopped):
-    """A process of the run ended while somebody waited for it."""
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """How one object is placed. `slot` None: on the driver's machine, without a device.
+    """Where and how one object runs. `slot` None: on the driver's machine, without a device.
 
     `near_driver`: it may live in the driver's own process, where a debugger works; it then sees every device.
     """
@@ -49,20 +45,20 @@ class WorkerSpec:
 
 
 class Future(Protocol[R_co]):
-    """The answer to a call, later. A `concurrent.futures.Future` is one too.
+    """The result of a call, available later. A `concurrent.futures.Future` is one too.
 
-    Those of a runtime have a `name`, `worker.method`, and a `target`, the worker.
+    Futures of a runtime have a `name`, `worker.method`, and a `target`, the worker.
     """
 
     def done(self) -> bool: ...
 
     def result(self, deadline_s: float | None = None, /) -> R_co:
-        """The answer, or the exception the call raised; `WorkerDied` if the process ended."""
+        """Return the result, or raise the exception of the call; `WorkerDied` if the process ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready(Generic[R]):
-    """A future whose answer is there."""
+    """A future whose result is there."""
 
     value: R
 
@@ -79,26 +75,26 @@ class Handle(ABC, Generic[T]):
     name: str
 
     def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Runs on the work lane, after the calls before it."""
+        """Run a method on the work lane, after earlier calls."""
         return self.send(WORK, method.__name__, args, kwargs)
 
     def call_control(
         self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[R]:
-        """Runs on the control lane, beside whatever the work lane does."""
+        """Run a method on the control lane, whatever the work lane does."""
         return self.send(CONTROL, method.__name__, args, kwargs)
 
     def part(self, owner: Callable[[T], S]) -> Handle[S]:
-        """What the method `owner` of the object returns, as an object to call: it stays where it is."""
+        """Return a handle on the object that the method `owner` returns; that object stays where it is."""
         return _Part(self, owner.__name__)
 
     @abstractmethod
     def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        """Begins a call in the form that travels; see `slime.runtime.worker_main.invoke`."""
+        """Start a call in the form that is sent; see `slime.runtime.worker_main.invoke`."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Ends the process of the object, if it has one of its own."""
+        """End the process of the object, if it has one of its own."""
 
 
 class _Part(Handle[S]):
@@ -115,7 +111,7 @@ class _Part(Handle[S]):
 
 
 class Renewable(Handle[T]):
-    """An object that may be made anew in another process; whoever holds the handle need not know."""
+    """A handle whose object may be recreated in another process; users of the handle need not know."""
 
     def __init__(self, current: Handle[T]):
         self.name, self._current = current.name, current
@@ -136,7 +132,7 @@ class Ref(Protocol[R_co]):
     def load(self) -> R_co: ...
 
     def drop(self) -> None:
-        """The value is no longer needed."""
+        """Free the value: it is no longer needed."""
 
 
 class Runtime(Protocol):
@@ -144,51 +140,51 @@ class Runtime(Protocol):
 
     @property
     def num_machines(self) -> int:
-        """How many a plan may use."""
+        """The number of machines that a plan may use."""
 
     def claim(self, placement: Placement) -> Placement:
-        """Takes machines and devices for a plan, until `close`; returns it with their real names."""
+        """Reserve machines and devices for a plan until `close`; return the plan with their real names."""
 
     def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
-        """Claimed places once more, on other machines where theirs are gone; None: there is none."""
+        """Return claimed places, on other machines where theirs are gone; None: there is none."""
 
     @property
     def other_hosts(self) -> tuple[str, ...]:
-        """The hosts of the run beside the driver's, by name and address; known once devices are claimed."""
+        """Name and address of the hosts of the run other than the driver's, once devices are claimed."""
 
     def ask_others(
         self, question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> dict[str, R | Exception]:
-        """Call a function on each of `other_hosts`; the answers by host, or why there is none."""
+        """Call a function on each of `other_hosts`; return the results by host, or why there is none."""
 
     @property
     def failure(self) -> concurrent.futures.Future[None]:
-        """Gets the error of a worker that died, or is silent for too long, whether or not somebody waits."""
+        """Receives the error of a worker that died or is silent for too long, even if nobody waits."""
 
-    def before_silence(self, tell: Callable[[WorkerDied], None]) -> None:
-        """`tell` is called with the error of a silent worker while everybody still waits for it."""
+    def before_silence(self, explain: Callable[[WorkerDied], None]) -> None:
+        """Call `explain` with the error of a silent worker while everybody still waits for it."""
 
     def forget_failure(self) -> None:
-        """Whoever was lost has been replaced: `failure` is another future from now on."""
+        """Replace `failure` by a new future: the lost worker has been replaced."""
 
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        """Makes an object of the class `cls` where `spec` says; returns at once."""
+        """Create an object of class `cls` where `spec` says; return at once."""
 
     def notes(self) -> dict[str, Notes]:
-        """What each worker last told of its waits."""
+        """Return the last notes of each worker on its waits."""
 
     def dump_stacks(self) -> list[str]:
-        """Asks every worker to write where it stands to its log; returns who was asked."""
+        """Ask every worker to write its stacks to its log; return the names of those asked."""
 
     def put(self, value: R) -> Ref[R]:
-        """Stores a value where every worker can load it."""
+        """Store a value where every worker can load it."""
 
     def close(self) -> None:
-        """Ends every worker; safe to call twice."""
+        """End every worker; safe to call twice."""
 
 
 def gather(futures: Sequence[Future[R]], deadline_s: float | None = None) -> list[R]:
-    """All answers, or the first failure: ranks that wait in a collective for a failed one never answer."""
+    """Return all results, or raise the first failure: ranks that wait for a failed rank never answer."""
     name, target = _titles(futures)
     with waits.waiting(name, deadline_s=deadline_s, target=target), waits.quietly():
         _wait_for_all(futures, deadline_s)
@@ -196,7 +192,7 @@ def gather(futures: Sequence[Future[R]], deadline_s: float | None = None) -> lis
 
 
 def _titles(futures: Sequence[Future[Any]]) -> tuple[str, str]:
-    """What is waited for, and for whom: both of the first, with the number of the others."""
+    """Return what is waited for, and for whom: those of the first future, with the number of the others."""
     names = list(dict.fromkeys(getattr(future, "name", "") for future in futures))
     targets = dict.fromkeys(getattr(future, "target", "") for future in futures)
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -221,8 +217,8 @@ def _wait_for_all(futures: Sequence[Future[Any]], deadline_s: float | None) -> N
             pause_s = min(pause_s * 1.5, 0.02)
 
 
-class Guarded(Generic[R]):
-    """A future that also ends when `failure` does: what it waits for would come to nothing."""
+class FailFastFuture(Generic[R]):
+    """A future that also ends when `failure` does: its own result would never come."""
 
     def __init__(self, inner: Future[R], failure: concurrent.futures.Future[None]):
         self._inner, self._failure = inner, failure
@@ -251,7 +247,7 @@ class Guarded(Generic[R]):
 
 
 def in_background(work: Callable[[], R], name: str) -> concurrent.futures.Future[R]:
-    """Runs `work` on a daemon thread: what never ends cannot keep the driver alive."""
+    """Run `work` in a daemon thread: work that never ends cannot keep the driver alive."""
     future: concurrent.futures.Future[R] = concurrent.futures.Future()
 
     def call() -> None:

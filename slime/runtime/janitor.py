@@ -1,14 +1,13 @@
-"""Removes a run's shared memory when its driver ends, however it ends: a small process beside it.
+"""Removes a run's shared memory when its driver ends, however it ends, from a small process of its own.
 
 Workers of the local runtime clean up when they see the driver gone; Ray kills its own before they could.
-Standard library only.
+That process uses the standard library only.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,21 +30,21 @@ def remove_when_gone(fd: int, pattern: str) -> None:
 
 
 class Janitor:
-    """The driver's handle on the process that cleans up after it."""
+    """Starts the process that cleans up after the driver, and holds it."""
 
     def __init__(self, folder: Path, prefix: str):
-        read_fd, self._write_fd = os.pipe()
+        from slime.utils.machine import children  # not in the janitor's own process
+
+        self._life = children.LifePipe()
+        read_fd = self._life.read_fd
         command = [sys.executable, "-S", "-E", __file__, str(read_fd), f"{folder}/{prefix}-*"]
-        self._process = subprocess.Popen(
-            command, pass_fds=[read_fd], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        os.close(read_fd)
+        self._process = children.start(command, pass_fds=[read_fd])
 
     def dismiss(self) -> None:
-        """An orderly end: the driver cleans up itself."""
+        """End the process: the driver cleans up itself."""
         self._process.kill()
         self._process.wait()
-        os.close(self._write_fd)
+        self._life.close()
 
 
 if __name__ == "__main__":

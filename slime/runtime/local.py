@@ -1,4 +1,4 @@
-"""The local runtime: child processes of this one, joined by sockets; nothing is left when the driver ends."""
+"""Runs objects in child processes connected by sockets; nothing is left when the driver ends."""
 
 from __future__ import annotations
 
@@ -17,18 +17,26 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Generic
 
-from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
-from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
-from slime.runtime.notes import Notes
+from slime.arguments import Args
+from slime.catalog.deadlines import timeout_s
+from slime.liveness import stacks, waits
+from slime.liveness.notes import Notes
+from slime.liveness.vital_signs import Signs, signs_of
+from slime.runtime.base import Handle, P, R, T, WorkerSpec
 from slime.runtime.placement import Placement, Slot
 from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
-from slime.utils import waits
-from slime.utils.errors import RunStopped
-from slime.utils.files import tensor_pickle
-from slime.utils.machine import shm, stacks, warm_start
-from slime.utils.machine.processes import Child, import_environment, last_lines, open_log, stop_process
-from slime.utils.machine.vital_signs import Signs, signs_of
+from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerSilent
+from slime.utils.errors import RunStopped, WorkerDied
+from slime.utils.machine import shm, warm_start
+from slime.utils.machine.children import (
+    Child,
+    describe_exit,
+    import_environment,
+    last_lines,
+    open_log,
+    stop_process,
+)
 
 
 class LocalFuture(Generic[R]):
@@ -88,11 +96,13 @@ class InProcessHandle(Handle[T]):
         return LocalFuture(answer, self.name, method)
 
     def kill(self) -> None:
-        """Nothing to end: the threads are daemons of this process."""
+        """Do nothing: the threads are daemons of this process."""
 
 
 def _exit_of(pid: int) -> int | None:
-    """What can be read once the process has ended; None: there is no such thing here, or it has ended."""
+    """Return a descriptor that is readable once the process has ended; None: the system has none, or it
+    ended.
+    """
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):  # the end of its socket tells of it then
@@ -100,7 +110,7 @@ def _exit_of(pid: int) -> int | None:
 
 
 class ProcessHandle(Handle[T]):
-    """An object in a child process, where the first call makes it."""
+    """An object in a child process; the first call creates it."""
 
     def __init__(self, spec: WorkerSpec, log_path: Path, shm_prefix: str):
         self.name, self.log_path = spec.name, log_path
@@ -145,14 +155,14 @@ class ProcessHandle(Handle[T]):
                 self._see_end()
                 return
             if frame.startswith(BEAT):
-                self.notes = pickle.loads(frame[len(BEAT) :])
-                log_reports(self.name, self.notes.reports, warnings=False)
+                self.notes, found = pickle.loads(frame[len(BEAT) :])
+                log_reports(self.name, found, warnings=False)
             else:
                 self._take_answer(frame)
             self._heard = True
 
     def _next_frame(self) -> bytes:
-        """EOFError: its process has ended, also where a child that it forked still holds the socket."""
+        """Read a frame. EOFError: the process has ended, even if a child that it forked holds the socket."""
         if self._exit is not None and self._connection not in wait([self._connection, self._exit]):
             raise EOFError
         return self._connection.recv_bytes()
@@ -180,8 +190,7 @@ class ProcessHandle(Handle[T]):
             future.set_exception(value)
 
     def _died(self) -> WorkerDied:
-        code = self._process.poll()
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        how = describe_exit(self._process.poll())
         return WorkerDied(f"{self.name} {how}; last lines of {self.log_path}:\n{last_lines(self.log_path)}")
 
     def kill(self) -> None:
@@ -194,7 +203,11 @@ class ProcessHandle(Handle[T]):
     def title(self) -> str:
         return f"{self.name} (pid {self.pid})"
 
-    def heard(self) -> bool:
+    @property
+    def wait_name(self) -> str:
+        return self.name
+
+    async def heard(self, timeout_s: float) -> bool:
         heard, self._heard = self._heard, False
         return heard
 
@@ -245,26 +258,21 @@ class SegmentRef(Generic[R]):
         (shm.FOLDER / self.segment).unlink(missing_ok=True)  # somebody may have emptied the folder
 
 
-class LocalRuntime:
-    """Spawns child processes and owns their end."""
+class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
+    """Starts child processes and ends them."""
 
     num_machines = 1
 
     def __init__(self, run_dir: Path, shm_prefix: str, silence_limit_s: float = DEFAULT_LIMIT_S):
-        self._run_dir, self._shm_prefix = run_dir, shm_prefix
-        self._handles: list[Handle[Any]] = []
-        self._heartbeats = HeartbeatWatch(silence_limit_s)
-
-    @property
-    def log_folder(self) -> Path:
-        return self._run_dir / "logs"
+        super().__init__(run_dir, silence_limit_s)
+        self._shm_prefix = shm_prefix
 
     def claim(self, placement: Placement) -> Placement:
-        """What is visible is ours."""
+        """Return the plan: all visible devices are ours."""
         return placement
 
     def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
-        """The machine is that of the driver."""
+        """Return the slots: the only machine is the driver's."""
         return list(slots)
 
     @property
@@ -276,49 +284,27 @@ class LocalRuntime:
     ) -> dict[str, R | Exception]:
         return {}
 
-    @property
-    def failure(self) -> concurrent.futures.Future[None]:
-        return self._heartbeats.failure
-
-    def forget_failure(self) -> None:
-        self._heartbeats.forget_failure()
-
-    def before_silence(self, tell: Callable[[WorkerDied], None]) -> None:
-        self._heartbeats.on_silence = tell
-
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         if spec.near_driver:
-            near = InProcessHandle(lambda: cls(*args, **kwargs), spec.name)
-            self._handles.append(near)
-            return near
+            return InProcessHandle(lambda: cls(*args, **kwargs), spec.name)
         log_path = self.log_folder / f"{spec.name}.log"
         handle: ProcessHandle[T] = ProcessHandle(spec, log_path, self._shm_prefix)
         handle.send(WORK, MAKE, (f"{cls.__module__}.{cls.__qualname__}", *args), kwargs)
-        self._heartbeats.add(handle)
-        self._handles.append(handle)
+        self._hold(handle)
         return handle
 
-    def notes(self) -> dict[str, Notes]:
-        return {handle.name: handle.notes for handle in self._processes()}
-
     def dump_stacks(self) -> list[str]:
-        """One that is stopped answers when it goes on."""
-        handles = self._processes()
+        """Ask all workers; a stopped one writes its stacks when it is resumed."""
+        handles = self._living()
         asked = stacks.ask(handle.pid for handle in handles)
         return [handle.name for handle in handles if handle.pid in asked]
 
-    def _processes(self) -> list[ProcessHandle[Any]]:
-        found = [handle for handle in self._handles if isinstance(handle, ProcessHandle)]
-        return [handle for handle in found if not handle.end.done()]
-
     def put(self, value: R) -> SegmentRef[R]:
-        data = tensor_pickle.dumps(value)
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         segment = shm.create_segment(len(data), self._shm_prefix)
         segment.buffer.numpy()[:] = memoryview(data)
         return SegmentRef(segment.name)
 
-    def close(self) -> None:
-        self._heartbeats.close()
-        handles, self._handles = self._handles, []
-        for handle in reversed(handles):
-            handle.kill()
+
+def open_runtime(args: Args, run_dir: Path, shm_prefix: str) -> LocalRuntime:
+    return LocalRuntime(run_dir, shm_prefix, timeout_s(args, "worker-silence"))

@@ -1,4 +1,4 @@
-"""The Ray runtime: the same objects in Ray actors; the only module that imports ray."""
+"""Runs objects in Ray actors; the only module that imports ray."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ import ray.exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime.arguments import Args
+from slime.catalog.deadlines import timeout_s
+from slime.liveness import stacks, waits
+from slime.liveness.heartbeat import BEAT_S
+from slime.liveness.notes import Notebook, Notes, working
+from slime.liveness.vital_signs import Signs, signs_of
 from slime.runtime import reports
-from slime.runtime.base import Handle, P, R, T, WorkerDied, WorkerSpec
-from slime.runtime.heartbeat import DEFAULT_LIMIT_S, HeartbeatWatch, WorkerSilent
-from slime.runtime.notes import Notebook, Notes, working
+from slime.runtime.base import Handle, P, R, T, WorkerSpec
 from slime.runtime.placement import Machine, Placement, Slot
 from slime.runtime.ray_folder import short_folder
 from slime.runtime.reports import log_reports
-from slime.runtime.worker_main import BEAT_S, CONTROL, WORK, invoke, make_object
-from slime.utils import waits
-from slime.utils.errors import RunStopped
-from slime.utils.machine import stacks
+from slime.runtime.worker_main import CONTROL, WORK, invoke, make_object
+from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerSilent, WorkerWatch
+from slime.utils.errors import RunStopped, WorkerDied
+from slime.utils.machine.children import import_environment, last_lines, open_log
 from slime.utils.machine.cores import num_cores
-from slime.utils.machine.processes import import_environment, last_lines, open_log
 from slime.utils.machine.run_identity import LOOPBACK
-from slime.utils.machine.vital_signs import Signs, signs_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ _DEATHS = (
 
 
 def _join_or_start() -> None:
-    """RunStopped where there is no cluster to join, or none can be started here."""
+    """Connect to the cluster of RAY_ADDRESS, or start one; RunStopped if that fails."""
     address = os.environ.get("RAY_ADDRESS")
     for again in reversed(range(1 if address else _STARTS)):
         try:
@@ -71,7 +73,9 @@ def _join_or_start() -> None:
 
 
 class _Actor:
-    """Holds the object. Callers name the concurrency group: one for each lane, two for its life."""
+    """Holds the object. Callers choose the concurrency group: one per lane, one for heartbeats, one for its
+    life.
+    """
 
     def __init__(self, log: tuple[Path, str], folder: str):
         with contextlib.suppress(OSError):  # as in the driver, for code that opens relative paths
@@ -85,8 +89,8 @@ class _Actor:
         self._made: concurrent.futures.Future[Any] = concurrent.futures.Future()  # the object, or why not
 
     def make(self, cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the object. A call and no constructor: Ray reports the error of a call at once, and that of
-        an actor's constructor only when its process has ended.
+        """Create the object. This is no constructor: Ray reports the error of a call at once, and that of an
+        actor's constructor only when its process has ended.
         """
         with working("start"):
             make_object(self._made, lambda: cls(*args, **kwargs))
@@ -96,22 +100,23 @@ class _Actor:
         with working(method):
             return invoke(target, method, args, kwargs)
 
-    def pulse(self) -> tuple[str, int, Notes]:
-        """Where it lives: node and process; and what it waits for."""
-        return ray.get_runtime_context().get_node_id(), os.getpid(), self._notebook.look()
+    def pulse(self) -> tuple[str, int, Notes, list[reports.Report]]:
+        """Return its node and process, its notes and its log records since the last call."""
+        node = ray.get_runtime_context().get_node_id()
+        return node, os.getpid(), self._notebook.take(), reports.drain_reports()
 
     def live(self) -> None:
-        """Never answers: with its process ends the call, which Ray tells at once."""
+        """Never return: the call ends with the process, which Ray reports at once."""
         threading.Event().wait()
 
     def dump_stacks(self) -> None:
-        """Writes its stacks to its log, where stderr goes."""
+        """Write the stacks to stderr, its log."""
         if sys.__stderr__ is not None:
             stacks.write_own(sys.__stderr__)
 
 
 class RayFuture(Generic[R]):
-    """An object ref whose errors are those of the other runtime."""
+    """An object ref that raises the same errors as a local future."""
 
     def __init__(self, ref: Any, handle: RayHandle[Any], method: str):
         self._ref, self._handle = ref, handle
@@ -143,15 +148,12 @@ class RayFuture(Generic[R]):
 
 
 def _slice_of(wait: waits.Wait) -> float:
-    """How long to wait before the next look at the actor's heartbeat."""
+    """Return how long to wait until the next check of the actor's heartbeat."""
     return BEAT_S if wait.deadline_s is None else min(BEAT_S, max(0.0, wait.deadline_s - wait.age_s))
 
 
 class RayHandle(Handle[T]):
-    """An actor on the node with that id, which makes an object as `_Actor.make` takes it.
-
-    `silence`: why it is given up.
-    """
+    """An actor on one node, which creates its object with `_Actor.make`. `silence`: why it is given up."""
 
     def __init__(self, spec: WorkerSpec, node_id: str, log: Path, make: tuple[Any, ...]):
         self.name, self._log, self._near_driver = spec.name, log, spec.near_driver
@@ -181,11 +183,11 @@ class RayHandle(Handle[T]):
         return RayFuture(answer, self, method)
 
     def died(self, error: BaseException) -> WorkerDied:
-        """The error of its end, with its last words where its log can be read from here."""
+        """Return the error of its end, with the last lines of its log where that can be read from here."""
         return WorkerDied(f"{self.name}: {error}; last lines of {self._log}:\n{last_lines(self._log)}")
 
     def find(self) -> None:
-        """Whoever has answered a call may fall silent: from now on it is known where it lives."""
+        """Record where an actor lives once it has answered a call: from now on its silence counts."""
         if self._node is None:
             with contextlib.suppress(ray.exceptions.RayError):
                 self._place(ray.get(self._ask(), timeout=_FIRST_PULSE_S))
@@ -193,9 +195,9 @@ class RayHandle(Handle[T]):
     def _ask(self) -> Any:
         return self._actor.pulse.options(concurrency_group=_PULSE).remote()
 
-    def _place(self, found: tuple[str, int, Notes]) -> None:
-        self._node, self._pid, self.notes = found
-        log_reports(self.name, self.notes.reports, warnings=self._near_driver)
+    def _place(self, found: tuple[str, int, Notes, list[reports.Report]]) -> None:
+        self._node, self._pid, self.notes, logged = found
+        log_reports(self.name, logged, warnings=self._near_driver)
 
     def dump_stacks(self) -> None:
         self._actor.dump_stacks.options(concurrency_group=_PULSE).remote()
@@ -210,13 +212,17 @@ class RayHandle(Handle[T]):
     def title(self) -> str:
         return f"{self.name} (pid {self._pid} on node {self._node})"
 
-    def heard(self) -> bool:
-        """Whether it answered. Until its object is made it may be silent: torch loads from a cold disk."""
+    @property
+    def wait_name(self) -> str:
+        return self.name
+
+    async def heard(self, timeout_s: float) -> bool:
+        """Return whether it answered; it may be silent until its object exists, while torch is loaded."""
         if self._question is None:
             self._question = self._ask()
         if not ray.wait([self._question], timeout=0)[0]:
             return self._node is None or not ray.wait([self._making], timeout=0)[0]
-        with contextlib.suppress(ray.exceptions.RayError):  # it died, which is told as its end
+        with contextlib.suppress(ray.exceptions.RayError):  # it died, which `end` reports
             self._place(ray.get(self._question))
         self._question = None
         return True
@@ -231,7 +237,7 @@ class RayHandle(Handle[T]):
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef(Generic[R]):
-    """A value in Ray's object store; wrapped in a tuple so that Ray does not resolve it on the way."""
+    """A value in Ray's object store, wrapped in a tuple so that Ray does not resolve it on the way."""
 
     inner: tuple[Any]
 
@@ -240,10 +246,10 @@ class ObjectRef(Generic[R]):
         return value
 
     def drop(self) -> None:
-        """The object store frees a value with its last reference."""
+        """Do nothing: the object store frees a value with its last reference."""
 
 
-class RayRuntime:
+class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
     """Spawns actors in the cluster that `RAY_ADDRESS` names, or in one started for this run.
 
     GPUs are held by a placement group with a bundle per machine. Actors then take a place on a bundle's node
@@ -257,9 +263,8 @@ class RayRuntime:
         host_timeout_s: float = DEFAULT_HOST_TIMEOUT_S,
     ):
         self._owns_ray = not ray.is_initialized()
-        self._run_dir, self._silence_limit_s, self._host_timeout_s = run_dir, silence_limit_s, host_timeout_s
-        self._heartbeats = HeartbeatWatch(silence_limit_s)
-        self._handles: list[Handle[Any]] = []
+        super().__init__(run_dir, silence_limit_s)
+        self._silence_limit_s, self._host_timeout_s = silence_limit_s, host_timeout_s
         if self._owns_ray:
             _join_or_start()
         self._driver_node: str = ray.get_runtime_context().get_node_id()
@@ -268,15 +273,11 @@ class RayRuntime:
         self._gpu_ids: list[tuple[int, ...]] = []  # of each machine, as they were claimed
 
     def __getstate__(self) -> dict[str, Any]:
-        """An actor that spawns others owns them, and neither Ray nor the devices."""
-        return {**self.__dict__, "_owns_ray": False, "_handles": [], "_group": None, "_heartbeats": None}
+        """Leave out Ray and the devices: an actor that starts others owns only those."""
+        return {**self.__dict__, "_owns_ray": False, "_workers": [], "_group": None, "_watch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _heartbeats=HeartbeatWatch(state["_silence_limit_s"]))
-
-    @property
-    def log_folder(self) -> Path:
-        return self._run_dir / "logs"
+        self.__dict__.update(state, _watch=WorkerWatch(state["_silence_limit_s"]))
 
     @property
     def num_machines(self) -> int:
@@ -288,7 +289,7 @@ class RayRuntime:
         return placement.on(machines)
 
     def _take_nodes(self, number: int) -> list[Machine]:
-        """The driver's own first; CPU machines hold as much as they are given."""
+        """Take nodes without GPUs, the driver's first."""
         self._nodes = sorted(_addresses(), key=lambda node: (node != self._driver_node, node))[:number]
         return self._machines([((), 0)] * number)
 
@@ -306,7 +307,7 @@ class RayRuntime:
         if not self._group.wait(self._host_timeout_s):
             raise RunStopped(
                 f"the Ray cluster gave no machines with {_listed(needs)} GPUs within "
-                f"{self._host_timeout_s:g} s (--host-timeout-s): other jobs hold them (`ray status` says who)"
+                f"{self._host_timeout_s:g} s (--timeouts host): other jobs hold them (`ray status` says who)"
             )
         looks = [_look_around(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
         found = ray.get(looks, timeout=self._host_timeout_s)
@@ -315,14 +316,14 @@ class RayRuntime:
         return self._machines([(gpu_ids, cores) for _, gpu_ids, cores in found])
 
     def _machines(self, found: list[tuple[tuple[int, ...], int]]) -> list[Machine]:
-        """Loopback is enough where all is on the driver's machine."""
+        """Return the machines of the plan; loopback is enough if all are the driver's machine."""
         addresses = _addresses()
         alone = set(self._nodes) == {self._driver_node}
         hosts = [LOOPBACK if alone else addresses[node] for node in self._nodes]
         return [Machine(host, *rest) for host, rest in zip(hosts, found, strict=True)]
 
     def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
-        """Each machine that does not answer is replaced by one that does and is not ours yet."""
+        """Replace each machine that does not answer by one that does and is not in use."""
         used = sorted({slot.machine for slot in slots})
         found = self._look_again(used) if self._group is not None else self._spare_nodes(used)
         return [self._settle(slot, found[slot.machine]) for slot in slots]
@@ -341,7 +342,7 @@ class RayRuntime:
         return found
 
     def _look_again(self, machines: Sequence[int]) -> dict[int, _Found | None]:
-        """Ray moves bundles of a lost machine by itself, as soon as another has room for them."""
+        """Find bundles again: Ray moves those of a lost machine as soon as another has room for them."""
         assert self._group is not None, "asked by the caller"
         looks = [
             _look_around(self._group, machine, len(self._gpu_ids[machine])) if machine in machines else None
@@ -362,7 +363,7 @@ class RayRuntime:
         return found
 
     def _settle(self, slot: Slot, found: _Found | None) -> Slot | None:
-        """A slot on the machine that was found; device numbers keep their order."""
+        """Return the slot on the machine that was found; device numbers keep their order."""
         if found is None:
             return None
         _, address, gpu_ids, cores = found
@@ -393,53 +394,30 @@ class RayRuntime:
             try:
                 answers[host] = ray.get(task, timeout=0)
             except ray.exceptions.GetTimeoutError:
-                answers[host] = TimeoutError(
-                    f"no answer within {self._host_timeout_s:g} s (--host-timeout-s)"
-                )
+                answers[host] = TimeoutError(f"no answer within {self._host_timeout_s:g} s (--timeouts host)")
                 ray.cancel(task)
             except ray.exceptions.RayError as error:
                 answers[host] = error
         return answers
 
-    @property
-    def failure(self) -> concurrent.futures.Future[None]:
-        return self._heartbeats.failure
-
-    def forget_failure(self) -> None:
-        self._heartbeats.forget_failure()
-
-    def before_silence(self, tell: Callable[[WorkerDied], None]) -> None:
-        self._heartbeats.on_silence = tell
-
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
         log = self.log_folder / f"{spec.name}.log"  # on the machine where it runs
         handle: RayHandle[T] = RayHandle(spec, node, log, (cls, args, kwargs))
-        self._heartbeats.add(handle)
-        self._handles.append(handle)
+        self._hold(handle)
         return handle
 
-    def notes(self) -> dict[str, Notes]:
-        return {handle.name: handle.notes for handle in self._actors()}
-
     def dump_stacks(self) -> list[str]:
-        handles = self._actors()
+        handles = self._living()
         for handle in handles:
             handle.dump_stacks()
         return [handle.name for handle in handles]
-
-    def _actors(self) -> list[RayHandle[Any]]:
-        found = [handle for handle in self._handles if isinstance(handle, RayHandle)]
-        return [handle for handle in found if not handle.end.done()]
 
     def put(self, value: R) -> ObjectRef[R]:
         return ObjectRef((ray.put(value),))
 
     def close(self) -> None:
-        self._heartbeats.close()
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.kill()
+        super().close()
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)
@@ -456,7 +434,7 @@ def _addresses() -> dict[str, str]:
 
 
 def _answering(nodes: Sequence[str]) -> list[str]:
-    """Those that run a task now: Ray takes a while to notice that a machine is gone."""
+    """Return the nodes that run a task now: Ray takes a while to notice that a machine is gone."""
     tasks = {node: _on_node(node, _node_gpus_cores) for node in nodes}
     ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_ANSWER_S)
     found = []
@@ -484,7 +462,7 @@ def _on_node(node_id: str, function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _look_around(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:
-    """Ray alone knows where a bundle lies and which devices it holds; it tells who asks for all of them."""
+    """Ask for all devices of a bundle: only then does Ray report where it lies and which devices it holds."""
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     look = ray.remote(_node_gpus_cores)
     return look.options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=place).remote()
@@ -497,3 +475,7 @@ def _node_gpus_cores() -> tuple[str, tuple[int, ...], int]:
 
 def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def open_runtime(args: Args, run_dir: Path, shm_prefix: str) -> RayRuntime:
+    return RayRuntime(run_dir, timeout_s(args, "worker-silence"), timeout_s(args, "host"))

@@ -1,4 +1,4 @@
-"""Which devices of which machine each trainer rank and each engine gets: a pure function of the arguments."""
+"""Decides which devices of which machine each trainer rank and each engine gets, from the arguments alone."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One that the runtime gave to the run: its address, our devices in the order of the plan, and cores as
-    in a slot.
-    """
+    """A machine of the run: its address, our devices in the order of the plan, and cores as in a slot."""
 
     host: str
     gpu_ids: tuple[int, ...] = ()
@@ -55,7 +53,7 @@ class Placement:
 
     @property
     def gpus_of_machines(self) -> tuple[int, ...]:
-        """How many devices, from the first one on, the plan needs of each machine."""
+        """The number of devices, counted from the first, that the plan needs of each machine."""
         slots = (*self.trainer, *self.engines)
         needs = [0] * (1 + max((slot.machine for slot in slots), default=0))
         for machine, gpu in (gpu for slot in slots for gpu in slot.gpus):
@@ -64,11 +62,11 @@ class Placement:
 
     @property
     def host(self) -> str:
-        """Where the trainer's first rank is found."""
+        """The host of the trainer's first rank."""
         return self.trainer[0].host if self.trainer else LOOPBACK
 
     def on(self, machines: Sequence[Machine]) -> Placement:
-        """The same plan with the addresses and the device numbers of real machines."""
+        """Return the plan with the addresses and device numbers of real machines."""
 
         def settle(slot: Slot) -> Slot:
             machine = machines[slot.machine]
@@ -79,16 +77,16 @@ class Placement:
 
 
 def cores_each(slots: Sequence[Slot]) -> int:
-    """A share of a machine's cores for each of its slots, the smallest of all machines."""
+    """Return the cores per slot on the most crowded machine."""
     crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
     return max(1, min((slot.cores or num_cores() for slot in slots), default=1) // crowd)
 
 
 def plan_placement(args: Args, num_gpus: int, num_machines: int = 1) -> Placement:
-    """Trainer ranks take the first devices of their machines; engines follow, or share them when colocated.
+    """Give trainer ranks the first devices of their machines; engines follow, or share them when colocated.
 
-    `num_gpus`: what each machine has. On CPU machines (0) a "gpu" of the arguments is a rank, and slots name
-    no device. `num_machines`: at most so many are used.
+    `num_gpus`: devices per machine. On CPU machines (0) a "gpu" of the arguments is a rank, and slots name no
+    device. `num_machines`: the most that may be used.
     """
     if args.actor_num_nodes > num_machines and not args.debug_rollout_only:
         raise ValueError(
@@ -110,7 +108,7 @@ def plan_placement(args: Args, num_gpus: int, num_machines: int = 1) -> Placemen
 
 
 def _none_of_ours(args: Args) -> bool:
-    """Whether no engine takes a device: there is none, or somebody else runs them."""
+    """Return whether no engine takes a device: there is none, or somebody else runs them."""
     return args.debug_train_only or bool(args.rollout_external_engine_addrs)
 
 
@@ -123,12 +121,12 @@ def _num_engines(args: Args) -> int:
 
 
 def _spread(num_engines: int, num_machines: int) -> tuple[Slot, ...]:
-    """CPU machines: as many engines on each as on the others, neighbours together."""
+    """Spread engines evenly over CPU machines, neighbours together."""
     return tuple(Slot(i, machine=i * num_machines // num_engines) for i in range(num_engines))
 
 
 def _engine_gpus(args: Args, training: list[Gpu], wanted: int, machines: tuple[int, int]) -> list[Gpu]:
-    """GPUs for engines, in the order in which they take them. `machines`: how many, and the GPUs of each."""
+    """Return GPUs for engines in the order of use. `machines`: their number, and the GPUs of each."""
     num_machines, per_machine = machines
     needed = max(len(training), wanted if args.colocate else len(training) + wanted)
     total = num_machines * per_machine

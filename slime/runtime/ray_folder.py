@@ -1,4 +1,4 @@
-"""Where Ray keeps the files of a cluster that is started for one run."""
+"""Chooses the folder for the files of a Ray cluster that is started for one run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
 def short_folder() -> str | None:
-    """A folder for Ray, where TMPDIR leaves no room for the names of its sockets. None: Ray's own choice."""
+    """Return a folder for Ray if TMPDIR is too long for the names of its sockets; None: Ray's own choice."""
     chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     if len(os.fsencode(chosen)) + len(_SOCKET) <= _SOCKET_BYTES:
         return None

@@ -1,7 +1,7 @@
-"""Errors and warnings of a worker travel to the driver with its signs of life, and are logged there.
+"""Sends errors and warnings of a worker to the driver with its heartbeats, where they are logged.
 
-Each worker writes its log where it runs; a person sees the terminal, `driver.log` and `slime status`. What a
-worker passes on from workers of its own keeps their name.
+Each worker writes its log where it runs, but people read the terminal, `driver.log` and `slime status`.
+Reports that a worker passes on from its own workers keep their names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PASSED_ON = "passed_on"  # an attribute of log records that came from another p
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A log record as it travels."""
+    """A log record in the form that is sent."""
 
     logger: str
     level: int
@@ -29,7 +29,7 @@ class Report:
 
 
 class Reporter(logging.Handler):
-    """Keeps errors of this process, and warnings of slime's own code, until the next sign of life."""
+    """Keeps errors of this process, and warnings of slime's own code, until the next heartbeat."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -56,7 +56,7 @@ _reporter: Reporter | None = None
 
 
 def keep_reports() -> None:
-    """Begin to keep reports in this process, which is a worker."""
+    """Start to keep reports in this process, which is a worker."""
     global _reporter
     if _reporter is None:
         _reporter = Reporter()
@@ -64,7 +64,7 @@ def keep_reports() -> None:
 
 
 def drain_reports() -> list[Report]:
-    """Return the reports of this process since the last call; none where it is no worker."""
+    """Return the reports of this process since the last call; none if it is no worker."""
     return _reporter.drain() if _reporter is not None else []
 
 

@@ -22,19 +22,20 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from slime.liveness import stacks, waits
+from slime.liveness.heartbeat import BEAT_S
+from slime.liveness.notes import Notebook, working
 from slime.runtime import reports
-from slime.runtime.notes import Notebook, working
-from slime.utils import waits
-from slime.utils.machine import garbage, stacks
+from slime.utils.machine import garbage
 
 WORK, CONTROL = "work", "control"  # the lanes
-BEAT, BEAT_S = b"beat", 1.0  # a pickle begins otherwise
+BEAT = b"beat"  # a pickle begins otherwise
 _HEAD_BYTES = 64
 MAKE = "__init__"  # the first call: makes the object, from the path of its class
 
 
 def invoke(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call as it travels: `weights.receive` is the method `receive` of what `target.weights()` returns."""
+    """Run a call: `weights.receive` is the method `receive` of what `target.weights()` returns."""
     *owners, name = method.split(".")
     for owner in owners:
         target = getattr(target, owner)()
@@ -51,7 +52,7 @@ def make_object(made: concurrent.futures.Future[Any], make: Callable[[], Any]) -
 
 
 class _Worker:
-    """Reads calls, runs them on their lane, writes answers."""
+    """Reads calls, runs them on their lane, and writes the results."""
 
     def __init__(self, connection: Connection, shm_prefix: str):
         self._connection = connection
@@ -70,11 +71,11 @@ class _Worker:
         self._serve(WORK)
 
     def _beat(self) -> None:
-        """Says that this process lives, whatever its lanes do."""
+        """Send heartbeats, whatever the lanes do."""
         notebook = Notebook()
         with contextlib.suppress(OSError):  # the driver is gone, which the reader sees
             while True:
-                frame = BEAT + pickle.dumps(notebook.look())
+                frame = BEAT + pickle.dumps((notebook.take(), reports.drain_reports()))
                 with self._write_lock:
                     self._connection.send_bytes(frame)
                 time.sleep(BEAT_S)
@@ -119,7 +120,7 @@ class _Worker:
 
 
 def _portable(error: Exception) -> Exception:
-    """The exception itself when it survives pickling, with the remote stack as a note."""
+    """Return the exception itself if it survives pickling, with the remote stack as a note."""
     stack = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -131,7 +132,9 @@ def _portable(error: Exception) -> Exception:
 
 
 def encode_call(lane: str, call_id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Lane and id in a head of fixed size, which can be read where the arguments cannot; then the call."""
+    """Encode a call: lane and id in a header of fixed size, readable even if the arguments are not, then the
+    call.
+    """
     return pickle.dumps((lane, call_id)).ljust(_HEAD_BYTES, b"\0") + pickle.dumps((method, args, kwargs))
 
 

@@ -14,9 +14,10 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Generic
 
+from slime.liveness import waits
 from slime.runtime.base import Future, Handle, Ready, T
 from slime.runtime.worker_main import CONTROL
-from slime.utils import async_utils, waits
+from slime.utils import async_utils
 from slime.utils.errors import RunStopped
 
 
@@ -183,7 +184,7 @@ class Strand:
         self._our_turn.release()
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Called in the strand: the loop goes on until the coroutine is done."""
+        """Run the loop until the coroutine is done; called in the strand."""
         if self._ended:
             coroutine.close()
             raise _Ended

@@ -97,7 +97,7 @@ def measured_costs(folder: Path, *, slow_rewards: bool = False) -> tuple[Costs, 
 
 
 def _steps_of(folder: Path, also: tuple[str, ...] = ()) -> list[dict[str, float]]:
-    """Metrics of each step but the first, without those that waited for an evaluation or a checkpoint."""
+    """Return the metrics of each step but the first, except steps that evaluated or saved."""
     file = folder / "metrics.jsonl"
     if not file.is_file():
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Small simulated runs, each with other settings and other faults, held against the ledger's invariants.
+"""Simulates small runs with random settings and faults, and checks the ledger's invariants after each.
 
-A seed says all of it: the loop, its settings, when which part dies. A seed that fails does so each time.
+The seed decides everything: the loop, its settings, which part dies when. A seed that fails always fails.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def make_case(args: Args, seed: int) -> Case:
         "colocate": False,
         "sglang_server_concurrency": draw.randint(2, 8),
         "group_failure_action": "retry",
-        "group_max_attempts": 6,
+        "limits": {"group-attempts": 6},
         "reward_failure_action": draw.choice(("retry", "drop")),
         "dynamic_sampling_filter_path": _FILTER if draw.random() < 0.3 else None,
         "deterministic_mode": draw.random() < 0.2,

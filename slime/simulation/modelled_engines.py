@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from slime.arguments import RunInfo
 from slime.simulation.clock import Clock
 from slime.utils.http_utils import HttpError
-from slime.weight_sync import Parcel
+from slime.weight_sync import WeightBundle
 from slime.wire.client import SESSION_HEADER
 
 ROUTER = "http://modelled-router:1"
@@ -257,7 +257,7 @@ class ModelledEngine:
                 request.answer.set_exception(ConnectionResetError(f"{self.url} died"))
         self._change()
 
-    def come_back(self, version: str) -> None:
+    def wake(self, version: str) -> None:
         self._at = self._clock.now
         self.alive, self._paused, self.version = True, False, version
 
@@ -277,7 +277,7 @@ class ModelledFleet:
     def __init__(self, clock: Clock, engines: Sequence[ModelledEngine], push_s: float, swap_s: float):
         self._clock, self.engines, self._push_s, self._swap_s = clock, list(engines), push_s, swap_s
         self._homes: OrderedDict[str, ModelledEngine] = OrderedDict()
-        self._parcel: Parcel | None = None
+        self._bundle: WeightBundle | None = None
         self.pushing = False
         self.servers = {ROUTER: self._route} | {engine.url: self._serve(engine) for engine in engines}
 
@@ -317,17 +317,17 @@ class ModelledFleet:
 
     @property
     def version(self) -> str | None:
-        return self._parcel.version if self._parcel is not None else None
+        return self._bundle.version if self._bundle is not None else None
 
-    async def receive(self, parcel: Parcel) -> dict[str, float]:
-        self._parcel, self.pushing = parcel, True
+    async def receive(self, bundle: WeightBundle) -> dict[str, float]:
+        self._bundle, self.pushing = bundle, True
         for engine in self.engines:
             engine.pause()
         await asyncio.sleep(self._push_s)
         self.pushing = False
         for engine in self.engines:
             if engine.alive:
-                engine.resume(parcel.version)
+                engine.resume(bundle.version)
         return {"perf/engines_evicted": float(sum(not engine.alive for engine in self.engines))}
 
     async def release(self, tags: object) -> None:
@@ -374,14 +374,14 @@ class ModelledFleet:
         engine = self.engines[number % len(self.engines)]
         if engine.alive:
             engine.die()
-            self._clock.at(self._clock.now + restart_s, self._come_back, engine)
+            self._clock.at(self._clock.now + restart_s, self._wake, engine)
 
-    def _come_back(self, engine: ModelledEngine) -> None:
+    def _wake(self, engine: ModelledEngine) -> None:
         """Brings an engine back with the weights of now; within a push when that is over."""
         if self.pushing:
-            self._clock.at(self._clock.now + 1.0, self._come_back, engine)
+            self._clock.at(self._clock.now + 1.0, self._wake, engine)
         else:
-            engine.come_back(self.version or "default")
+            engine.wake(self.version or "default")
 
     def slow_down(self, number: int, factor: float, for_s: float) -> None:
         engine = self.engines[number % len(self.engines)]

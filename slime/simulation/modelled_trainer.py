@@ -17,14 +17,15 @@ from slime.batch.split import split_for_ranks
 from slime.cluster.checkpoints.checkpoint import files_of_rank
 from slime.cluster.training.rank_notes import RankNotes
 from slime.cluster.training.train_actor import Memory
-from slime.cluster.training.train_group import Presence, Ranks, TrainGroup
-from slime.runtime.base import Future, WorkerDied
+from slime.cluster.training.train_group import Ranks, RankState, TrainGroup
+from slime.runtime.base import Future
 from slime.simulation.clock import Clock, ModelledHandle
 from slime.step.agreement import Agreement
 from slime.step.step_report import StepReport
+from slime.utils.errors import WorkerDied
 from slime.utils.files.checksums import FileRecord, record_files
 from slime.utils.types import RolloutBatch
-from slime.weight_sync import Parcel
+from slime.weight_sync import WeightBundle
 
 
 class TrainerCosts(Protocol):
@@ -74,8 +75,8 @@ class ModelledRank:
         if not self._death.done():
             self._death.set_result(None)
 
-    def come_back(self) -> None:
-        """Another process takes its place; what it knows it is told."""
+    def wake(self) -> None:
+        """Replace the process; the new one knows nothing until `remember`."""
         self._death, self.version = self._clock.loop.create_future(), None
 
     def memory(self) -> Memory:
@@ -87,10 +88,10 @@ class ModelledRank:
     def note_version(self, number: int) -> None:
         self.version = number
 
-    def take_peak_memory(self) -> None:
+    def drain_peak_memory(self) -> None:
         return None
 
-    def take_notes(self) -> RankNotes:
+    def drain_notes(self) -> RankNotes:
         return RankNotes()
 
     def open_sender(self, transport: str, engine_urls: tuple[str, ...]) -> None: ...
@@ -100,10 +101,10 @@ class ModelledRank:
     async def move(self, *, params: str, optimizer: str) -> None:
         await self.work(self._costs.swap_s / 2)
 
-    async def export(self, version: str, dtype: str | None) -> Parcel:
+    async def export(self, version: str, dtype: str | None) -> WeightBundle:
         await self.work(self._costs.push_s)
         self.version = int(version.rpartition(":")[2])
-        return Parcel(version, "disk", 1, 1, None, None)
+        return WeightBundle(version, "disk", 1, 1, None, None)
 
     async def save(self, path: Path) -> None:
         self._saved_in = path.parent
@@ -134,16 +135,16 @@ class ModelledProcesses:
 
     @property
     def lost(self) -> str | None:
-        return self._trainer.presence.lost
+        return self._trainer.state.lost
 
     def find_lost(self) -> list[WorkerDied]:
         return [self._trainer.rank.dead()] if self._trainer.rank.is_dead else []
 
     def lose(self, cause: str) -> None:
-        self._trainer.presence.lost = cause
+        self._trainer.state.lost = cause
 
     def find(self) -> None:
-        self._trainer.presence.lost = None
+        self._trainer.state.lost = None
 
 
 class ModelledTrainGroup(TrainGroup):
@@ -153,8 +154,8 @@ class ModelledTrainGroup(TrainGroup):
         self.rank = ModelledRank(clock, costs)
         handle = _RankHandle(clock, self.rank, "trainer-0")
         self._args, self._clock, self._costs, self._unit = args, clock, costs, unit
-        self.presence = Presence()
-        self.ranks = Ranks([handle], self.presence)  # type: ignore[list-item]
+        self.state = RankState()
+        self.ranks = Ranks([handle], self.state)  # type: ignore[list-item]
         self._layouts = [Layout(dp_size=costs.dp_size)]
         self.busy_s = self.tokens = 0.0
         self.num_samples = 0

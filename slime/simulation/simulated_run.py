@@ -17,32 +17,35 @@ from typing import Any
 from slime import loop, loop_async
 from slime.arguments import Args
 from slime.cluster.checkpoints.checkpoint import resolve_load
+from slime.cluster.checkpoints.resume_point import ResumePoint, find_resume_point
 from slime.cluster.checkpoints.run_ledger import open_ledger
 from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.cluster import Cluster
 from slime.cluster.driver_spans import Timeline
 from slime.cluster.recording import Recording
 from slime.cluster.residency import TRAIN, Residency
-from slime.cluster.restart.batches import Batches
 from slime.cluster.restart.recovery import Recovery
-from slime.cluster.restart.redo import Redo, SafeState
+from slime.cluster.restart.replay import KeptBatches, ReplayLog, SafeState
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
+from slime.cluster.run_log import RunLog
 from slime.cluster.run_requests import Requests
-from slime.cluster.start import Beginning, begin_at
+from slime.cluster.trainer import Trainer
 from slime.cluster.weight_push import WeightPush
+from slime.observability.counters import Counters
 from slime.record import RECORD_FILE
 from slime.record.audit import Audit, audit
-from slime.record.writer import MAX_GATHER_S, RecordWriter
+from slime.record.writer import GATHER_S, RecordWriter
 from slime.rollout import fully_async_rollout, ledger
 from slime.rollout.generation import state as generation_state
-from slime.runtime.base import WorkerDied
 from slime.simulation import workload as work
 from slime.simulation.clock import Clock, ModelledHandle
 from slime.simulation.costs import Costs
 from slime.simulation.modelled_engines import ROUTER, ModelledEngine, ModelledFleet
+from slime.simulation.modelled_session import ModelledSession
 from slime.simulation.modelled_trainer import ModelledProcesses, ModelledTrainGroup
 from slime.utils import http_utils
+from slime.utils.errors import WorkerDied
 from slime.utils.machine.run_identity import Run
 
 _MAX_STARTS = 40
@@ -117,7 +120,7 @@ class _DelayedWriter:
             return
         self._waiting.append(write)
         if self._timer is None:
-            self._timer = self._clock.at(self._clock.now + MAX_GATHER_S, self._write)
+            self._timer = self._clock.at(self._clock.now + GATHER_S, self._write)
 
     def flush(self) -> None:
         self._write()
@@ -195,7 +198,8 @@ class Simulation:
         self.workload.__post_init__()
         with tempfile.TemporaryDirectory(prefix="slime-simulate-", dir=_fast_folder()) as folder:
             self._folder = Path(folder)
-            with self.clock.running(), _plug_ins(self.workload), http_utils.answered_here(self._servers()):
+            with self.clock.running(), _plug_ins(self.workload):
+                http_utils.use_session(self.clock.loop, ModelledSession(self._servers()))
                 for fault in self.workload.faults.faults:
                     self.clock.at(fault.at, self._strike, fault)
                 self._run_with_restarts()
@@ -260,17 +264,17 @@ class Simulation:
             closing.callback(recording.close)
             closing.callback(ledger.use, None)
             checkpoint = resolve_load(args.load, args.save, args.ckpt_step)
-            beginning = begin_at(args, run, checkpoint, overlapped)
-            recording.begin(beginning.rollout_id)
-            durable = open_ledger(args, run, recording, beginning.resume)
+            point = find_resume_point(args, run, checkpoint, overlapped)
+            recording.begin(point.rollout_id)
+            durable = open_ledger(args, run, recording, point.resume)
             ledger.use(durable)
             manager = RolloutManager(
                 args,
                 run,
                 fleet,  # type: ignore[arg-type]
                 recording,
-                beginning.rollout_id,
-                beginning.rollout_state,
+                point.rollout_id,
+                point.rollout_state,
                 durable,
                 overlapped=overlapped,
             )
@@ -285,34 +289,44 @@ class Simulation:
                 residency,
                 run.pushes_as,
                 None,
-                beginning.num_pushes,
+                point.num_pushes,
                 transport="disk",
                 engine_urls=fleet.urls,
             )
-            recovery, redo, batches = self._recovery(args, beginning, trainer, residency, push, manager)
-            saver = _open_saver(args, args.save, trainer, rollout, redo, batches) if args.save else None
-            facts = manager.facts
+            recovery, replay = self._recovery(args, point, trainer, residency, push, manager)
+            saver = None
+            if args.save:
+                folder = Path(args.save)
+                saver = Saver(folder, None, args.keep_last_n, trainer.ranks, rollout, None, replay.commit)
+            facts, timeline = manager.facts, Timeline(None)
+            metrics: Any = _Metrics(clock, self.measured, self.workload.unit)
+            no_advice: Any = _NoAdvice()
             cluster = Cluster(
-                args,
-                run,
-                RolloutSchedule(args, beginning.rollout_id, facts.num_rollout, facts.num_rollout_per_epoch),
-                rollout,
-                trainer,
-                residency,
-                push,
-                saver,
-                _Metrics(clock, self.measured, self.workload.unit),  # type: ignore[arg-type]
-                _NoAdvice(),  # type: ignore[arg-type]
-                recovery,
-                redo,
-                batches,
-                beginning.taken_up,
-                Timeline(None),
-                Requests(None),
+                args=args,
+                run=run,
+                schedule=RolloutSchedule(
+                    args, point.rollout_id, facts.num_rollout, facts.num_rollout_per_epoch
+                ),
+                rollout=rollout,
+                trainer=Trainer(
+                    args=args,
+                    run=run,
+                    group=trainer,
+                    residency=residency,
+                    timeline=timeline,
+                    recovery=recovery,
+                    replay=replay,
+                    weight_push=push,
+                    saver=saver,
+                ),
+                log=RunLog(metrics, no_advice, Counters()),
+                timeline=timeline,
+                requests=Requests(None),
+                restored=point.restored,
             )
             yield cluster
             if saver is not None:
-                recovery.run(lambda: saver.finish(wait=True), cluster.schedule.num_rollout)
+                recovery.run(cluster.schedule.num_rollout, saver.finish, wait=True)
 
     def _modelled_fleet(self) -> ModelledFleet:
         costs, clock, work = self.costs, self.clock, self.workload
@@ -326,17 +340,21 @@ class Simulation:
     def _recovery(
         self,
         args: Args,
-        beginning: Beginning,
+        point: ResumePoint,
         trainer: ModelledTrainGroup,
         residency: Residency,
         push: WeightPush,
         manager: RolloutManager,
-    ) -> tuple[Recovery, Redo, Batches]:
-        """The real restart of a lost trainer, as `slime.cluster.start` puts it together."""
-        redo = Redo(SafeState(args, None, beginning.rollout_id - 1), is_on=args.max_restarts > 0)
+    ) -> tuple[Recovery, ReplayLog]:
+        """Build the real restart of a lost trainer, as `slime.cluster.parts` does."""
+        replay = ReplayLog(
+            SafeState(args, None, point.rollout_id - 1),
+            KeptBatches(manager.made_batch if self.keeps else None),
+            is_on=args.max_restarts > 0,
+        )
 
         def restore(state: SafeState) -> None:
-            trainer.rank.come_back()
+            trainer.rank.wake()
             residency.enter(TRAIN)
             self.clock.run(_sleep(self.workload.faults.run_restart_s / 2))
             push.open_senders()
@@ -347,11 +365,11 @@ class Simulation:
             args.max_restarts,
             ModelledProcesses(trainer),  # type: ignore[arg-type]
             _NeverSilent(),  # type: ignore[arg-type]
-            redo,
+            replay,
             restore,
             lambda restart: None,
         )
-        return recovery, redo, Batches(manager.made_batch if self.keeps else None)
+        return recovery, replay
 
     def _servers(self) -> dict[str, Any]:
         """Addresses of engines outlive them: who asks while a run is down is refused."""
@@ -387,16 +405,6 @@ class Simulation:
         measured.engine_busy /= max(self._fleet_s, 1e-9)
         measured.trainer_busy = measured.train_s / max(measured.wall_s, 1e-9)
         return measured
-
-
-def _open_saver(
-    args: Args, folder: str, trainer: ModelledTrainGroup, rollout: Any, redo: Redo, batches: Batches
-) -> Saver:
-    def commit(rollout_id: int) -> None:
-        redo.commit(rollout_id)
-        batches.forget(redo.oldest.rollout_id)
-
-    return Saver(Path(folder), None, args.keep_last_n, trainer.ranks, rollout, None, commit)
 
 
 async def _sleep(seconds: float) -> None:

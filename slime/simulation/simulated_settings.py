@@ -42,7 +42,6 @@ def simulated_args(args: Args, *, steps: int, unit: int, keeps: bool) -> Args:
         "custom_rm_path": REWARD,
         "num_rollout": steps,
         "record_max_mib": _LEDGER_MIB if keeps else 0,
-        "record_sync": "never",
         "release_train": False,
         "debug_train_only": False,
         "debug_rollout_only": False,

@@ -192,7 +192,7 @@ def threshold_of(backend: TrainBackend, args: Flags) -> float:
     """--logprob-diff-threshold, or what the precision of both sides allows; engines follow the trainer's."""
     if args.logprob_diff_threshold is not None:
         return args.logprob_diff_threshold
-    alike = backend.compute_dtype == torch.float32 and args.embedded_dtype != "bfloat16"
+    alike = backend.compute_dtype == torch.float32
     return LOGPROB_DIFF_THRESHOLDS["float32" if alike else "bfloat16"]
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.arguments import Flags
 from slime.backends.base import Loss, Metrics, MicroBatch, TokenOutputs
-from slime.step.policy import LossFunction, loss_reducer, mean_reducer, policy_loss
+from slime.step.policy import LossFunction, loss_reducer, policy_loss
 from slime.step.preference_loss import build_dpo_loss, build_reward_model_loss
 from slime.step.token_terms import TokenWatch
 from slime.utils.misc import load_function
@@ -32,7 +32,7 @@ def build_loss(args: Flags, batch: RolloutBatch, watch: TokenWatch | None = None
     if args.loss_type == "policy_loss":
         return Loss(policy_loss(args, watch), needs_entropy=True)
     if args.loss_type == "sft_loss":
-        return Loss(_sft_loss(args, watch), needs_entropy=args.log_sft_entropy)
+        return Loss(_sft_loss(args, watch), needs_entropy=False)
     if args.loss_type == "custom_loss":
         assert args.custom_loss_function_path is not None, "parsing asks for it with --loss-type custom_loss"
         _warn_of_logits()
@@ -71,14 +71,9 @@ def _warn_of_nucleus() -> None:
 
 def _sft_loss(args: Flags, watch: TokenWatch) -> LossFunction:
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
-        watched, metrics = {"log_probs": out.log_probs}, {}
         loss = loss_reducer(args, mb)(-out.log_probs)
-        if args.log_sft_entropy:
-            assert out.entropy is not None, "the loss asks for it"
-            watched["entropy"] = out.entropy.detach()
-            metrics["entropy_loss"] = mean_reducer(args, mb)(watched["entropy"])
-        watch.record(mb, watched)
-        return loss, {"loss": loss.detach(), **metrics}
+        watch.record(mb, {"log_probs": out.log_probs})
+        return loss, {"loss": loss.detach()}
 
     return loss_fn
 
@@ -101,7 +96,7 @@ def _custom_loss(args: Flags, batch: RolloutBatch, path: str) -> LossFunction:
 
 
 def _recomputed(loss: LossFunction) -> LossFunction:
-    """The same, called again in the backward pass: what it makes of the logits is not kept till then."""
+    """Wrap a loss so that it is computed again in the backward pass instead of keeping its intermediates."""
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         result: tuple[Tensor, Metrics] = checkpoint(loss, out, mb, use_reentrant=False)

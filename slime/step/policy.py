@@ -21,6 +21,7 @@ from slime.algorithms.reduce import Reducer, reduction_weights, weighted_sum
 from slime.arguments import Flags
 from slime.backends.base import TOKENS_LEFT, Metrics, MicroBatch, TokenOutputs
 from slime.backends.shared.microbatch import split_by_sample
+from slime.catalog.policy_losses import policy_loss_arg
 from slime.step.token_terms import TokenWatch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
@@ -44,10 +45,10 @@ def policy_loss(args: Flags, watch: TokenWatch | None = None) -> LossFunction:
         eps_clip=args.eps_clip,
         eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
         eps_clip_c=args.eps_clip_c,
-        sapo_tau_pos=args.sapo_tau_pos,
-        sapo_tau_neg=args.sapo_tau_neg,
-        kl_cov_coef=args.kl_cov_coef,
-        dppo_delta=args.dppo_delta,
+        sapo_tau_pos=policy_loss_arg(args, "sapo_tau_pos"),
+        sapo_tau_neg=policy_loss_arg(args, "sapo_tau_neg"),
+        kl_cov_coef=policy_loss_arg(args, "kl_cov_coef"),
+        dppo_delta=policy_loss_arg(args, "dppo_delta"),
     )
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:

@@ -10,7 +10,7 @@ from slime.algorithms.off_policy import TokenLayout, importance_weights, weight_
 from slime.arguments import Flags
 from slime.backends.base import TrainBackend
 from slime.batch.split import RankStep
-from slime.catalog.policy_losses import POLICY_LOSSES
+from slime.catalog.policy_losses import POLICY_LOSSES, policy_loss_arg
 from slime.utils.types import RolloutBatch
 
 
@@ -54,13 +54,11 @@ def _select_tokens(
     positions, total = step.positions, backend.sum_over_ranks
     lists = [[values[p] for p in positions] for values in (batch["advantages"], old, batch["loss_masks"])]
     if args.policy_loss_type == "kl_cov":
-        chosen = select_kl_cov(*lists, ratio=args.kl_cov_ratio, total=total)
+        chosen = select_kl_cov(*lists, ratio=policy_loss_arg(args, "kl_cov_ratio"), total=total)
     else:
         seeds = [hash((args.seed, rollout_id, batch["sample_indices"][p])) & 0x7FFFFFFF for p in positions]
-        low, high = args.clip_cov_low, args.clip_cov_high
-        chosen = select_clip_cov(
-            *lists, ratio=args.clip_cov_ratio, low=low, high=high, seeds=seeds, total=total
-        )
+        ratio, low, high = (policy_loss_arg(args, f"clip_cov_{name}") for name in ("ratio", "low", "high"))
+        chosen = select_clip_cov(*lists, ratio=ratio, low=low, high=high, seeds=seeds, total=total)
     selected = [torch.zeros(length) for length in batch["response_lengths"]]
     for position, values in zip(positions, chosen, strict=True):
         selected[position] = values

@@ -30,7 +30,7 @@ class StepProfiler:
         self._num_done = 0
         self._rollout_id = 0
         self._recording = False
-        self._on = args.use_pytorch_profiler and (args.profile_ranks is None or rank in args.profile_ranks)
+        self._on = args.use_pytorch_profiler
         self._memory = MemoryHistory(args, rank) if args.record_memory_history else None
 
     @contextlib.contextmanager
@@ -86,7 +86,7 @@ class MemoryHistory:
 
     def __init__(self, args: Flags, rank: int):
         folder = Path(args.memory_snapshot_dir or Path(args.run_dir) / "memory").expanduser()
-        self._folder, self._name = folder, args.memory_snapshot_path
+        self._folder = folder
         self._rank = rank
         self._tracker: Any = None  # of memray
         if args.memory_recorder == "memray":
@@ -114,6 +114,6 @@ class MemoryHistory:
 
     def _dump(self, when: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._folder / f"rank{self._rank}_{when}_{self._name}"
+        file = self._folder / f"rank{self._rank}_{when}_snapshot.pickle"
         torch.cuda.memory._dump_snapshot(str(file))
         logger.info("--record-memory-history: %s", file)

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from slime.backends.shared.model_roles import (
 from slime.backends.shared.old_policy import OldPolicy
 from slime.batch.split import RankData, RankStep
 from slime.catalog.policy_losses import REDUCTIONS
+from slime.observability.tracer import Tracer
 from slime.step import teacher_kl
 from slime.step.agreement import Agreement, LogProbs
 from slime.step.assertions import check_step
@@ -84,7 +84,7 @@ class TrainingStep:
         self._sampler = "actor"  # tag of the weights that sampled the batch; set when the samples are scored
         self._seconds: dict[str, float] = {}
         self._flops: dict[str, float] = {}  # of this rank, of each pass in RATED_PASSES
-        self.parts: list[tuple[str, float, float]] = []  # name, start and end in seconds since 1970
+        self.tracer = Tracer(rollout_id=rollout_id)
 
     def run(self) -> StepReport:
         """Everything in order. Call it once."""
@@ -113,12 +113,11 @@ class TrainingStep:
     def _timed(self, name: str) -> Iterator[None]:
         if name in RATED_PASSES:
             self.backend.drain_flops()  # those of passes before it
-        began, started = time.time(), time.perf_counter()
-        yield
+        with self.tracer.span(name) as span:
+            yield
         if name in RATED_PASSES:
             self._flops[name] = self.backend.drain_flops()
-        self._seconds[name] = time.perf_counter() - started
-        self.parts.append((name, began, began + self._seconds[name]))
+        self._seconds[name] = span.seconds
 
     # -- before training: what models say about the samples, and the advantages
 

@@ -1,1 +1,1 @@
-"""The plug-in author's toolbox: types, HTTP, the asyncio loop, named waits, loss masks and tokenizers."""
+"""The toolbox of plug-in authors: types, HTTP, the asyncio loop, loss masks and tokenizers."""

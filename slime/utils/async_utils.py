@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -66,37 +64,16 @@ def run(coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         raise
 
 
-async def side_by_side(work: Callable[[T], Coroutine[Any, Any, R]], items: Iterable[T]) -> list[R]:
-    """`work` of all items together, results in their order; when one fails, the others are cancelled.
-
-    Those that never wait are done in this task, one behind the other: a task for each would cost more than
-    most of them do. As soon as one waits for something, all that are left get tasks of their own.
-    """
-    left = deque(enumerate(items))
-    if len(left) == 1:
-        return [await work(left[0][1])]
-    made: dict[int, R] = {}
-    tasks: dict[int, asyncio.Task[R]] = {}
+async def all_or_none(coroutines: Iterable[Awaitable[T]]) -> list[T]:
+    """Return results in order; when one fails, or the caller is cancelled, stop the others first."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        async with asyncio.TaskGroup() as group:
-
-            def spread() -> None:
-                while left:
-                    place, item = left.popleft()
-                    tasks[place] = group.create_task(work(item))
-
-            waited = asyncio.get_running_loop().call_soon(spread)  # its turn comes when this task waits
-            try:
-                while left:
-                    place, item = left.popleft()
-                    made[place] = await work(item)
-            finally:
-                waited.cancel()
-    except BaseExceptionGroup as several:
-        first = several.exceptions[0]  # its failure ended the others
-        raise first from first.__cause__
-    made |= {place: task.result() for place, task in tasks.items()}
-    return [made[place] for place in range(len(made))]
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def in_thread(start: Callable[[Callable[[], None]], object], call: Callable[[], Any]) -> Any:

@@ -1,9 +1,9 @@
-"""What web pages make a browser send to servers on this machine is refused; programs are served.
+"""Refuses requests that web pages make a browser send to servers on this machine; programs are served.
 
-A page of any site can send requests to loopback. It cannot choose every header: browsers name the page's
-origin, ask first before they send JSON, and name in `Host` what they looked up. So requests are refused that
-have a foreign origin, a body of another kind than JSON, or a host name that is not this machine's: a site may
-let a name of its own lead to 127.0.0.1 (DNS rebinding). An address as host is no such name.
+A page of any site can send requests to loopback, but it cannot choose every header: browsers name the page's
+origin, ask before they send JSON, and name in `Host` what they looked up. So requests are refused that have a
+foreign origin, a body of another kind than JSON, or a host name that is not this machine's: a site may point
+a name of its own to 127.0.0.1 (DNS rebinding). A plain address as host is fine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def names_of_this_machine(more: Iterable[str] = ()) -> frozenset[str]:
 
 
 def is_known_host(header: str, known: frozenset[str]) -> bool:
-    """Whether a `Host` header is one of `known`, an address, or below `localhost`."""
+    """Return whether a `Host` header is one of `known`, an address, or below `localhost`."""
     name = _plain(header.partition("]")[0] if header.startswith("[") else header.rsplit(":", 1)[0])
     if name in known or name.endswith(".localhost"):
         return True

@@ -1,4 +1,4 @@
-"""Messages that a chat template leaves out because it does not know their role."""
+"""Finds messages that a chat template leaves out because it does not know their role."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ def has_uncommon_role(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def find_dropped_message(messages: Sequence[dict[str, Any]], text: str) -> int | None:
-    """The first message of an uncommon role whose content the rendered text lacks; None: it has all."""
+    """Return the first message of an uncommon role that the rendered text lacks; None: it has all."""
     for number, message in enumerate(messages):
         content = message.get("content")
         if message.get("role") in _COMMON_ROLES or not isinstance(content, str):

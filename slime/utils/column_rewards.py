@@ -1,6 +1,7 @@
-"""Rewards in TRL's signature: a plain function of lists, `reward(prompts, completions, **columns) -> list`.
+"""Calls rewards in TRL's signature: a plain function of lists, `reward(prompts, completions, **columns) ->
+list`.
 
-It is known by its parameters: one is called `completions`, and the first is not `args`.
+Such a function is recognised by its parameters: one is called `completions`, and the first is not `args`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ColumnsAsked:
 
 
 def takes_columns(function: Callable[..., Any]) -> bool:
-    """Whether a reward function is called as TRL calls one."""
+    """Return whether a reward function has TRL's signature."""
     try:
         return _names_completions(function)
     except TypeError:  # an object without a hash
@@ -41,13 +42,15 @@ def takes_columns(function: Callable[..., Any]) -> bool:
 
 @functools.lru_cache(maxsize=128)
 def _names_completions(function: Callable[..., Any]) -> bool:
-    """Remembered: it is asked for every sample."""
+    """Cached: it is called for every sample."""
     names = list(_parameters(function))
     return "completions" in names and names[0] != "args"
 
 
 def columns_asked(function: Callable[..., Any]) -> ColumnsAsked:
-    """ValueError: it asks for what only TRL's own trainer has, or for something without a name."""
+    """Return the columns that a function needs. ValueError: it needs what only TRL's own trainer has, or a
+    parameter without a name.
+    """
     required: list[str] = []
     optional: list[str] = []
     everything = False
@@ -89,7 +92,7 @@ def reward_columns(
 
 
 def scores_of(values: Any) -> Any:
-    """What the function returned; None, TRL's "this does not apply", says that there is no score."""
+    """Return the scores of a call; None, TRL's "this does not apply", means that there is no score."""
     if not isinstance(values, (list, tuple)):
         return values
     return [

@@ -1,12 +1,14 @@
-"""The errors that end a run for a reason its user can act on, and the one that asks an engine again."""
+"""Defines the errors that end a run for a reason its user can act on, and a few that others handle."""
 
 
 class RunStopped(RuntimeError):
-    """A run cannot go on, and the message says why: shown without a traceback, unlike a defect of slime."""
+    """A run cannot continue, for a reason in the message: shown without a traceback, unlike a defect of
+    slime.
+    """
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """The run was asked to end, like by Ctrl-C, but by a signal of another number."""
+    """The run was asked to end by a signal other than that of Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -18,12 +20,16 @@ class FolderTaken(ValueError):
 
 
 class NotStarted(ValueError):
-    """A look before the start found what keeps a run from it: nothing was written, not even this error."""
+    """A preflight check found a problem: nothing was written, not even this error."""
 
 
 class EpisodeEnded(RuntimeError):
-    """An episode has used up its context or its budget: its function catches it and scores what is there."""
+    """An episode has used up its context or its budget: its function catches this and scores the rest."""
 
 
 class EngineAnswerError(ValueError):
-    """An engine answered what no engine in its senses does: it is asked again, whoever called it."""
+    """An engine sent a malformed response: the request is retried, whoever sent it."""
+
+
+class WorkerDied(RunStopped):
+    """A process of the run ended while somebody waited for it."""

@@ -10,7 +10,7 @@ from typing import Any
 from slime.utils.chat_roles import find_dropped_message, has_uncommon_role
 
 Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]] | None  # what a template is told of tools, as JSON schemas
+Tools = list[dict[str, Any]] | None  # the tools that a template gets, as JSON schemas
 IdsAndMask = tuple[list[int], list[int]]  # of equal length
 
 _DISTILL_MARK = "<｜Assistant｜>"
@@ -42,7 +42,7 @@ class MultiTurnLossMaskGenerator:
         self._generate = families[self.tokenizer_type]
 
     def get_loss_mask(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
-        """The token ids of a conversation, and which of them are trained."""
+        """Return the token ids of a conversation, and its loss mask."""
         _check_messages(messages)
         if has_uncommon_role(messages):
             self._check_nothing_dropped(messages, tools)
@@ -57,14 +57,14 @@ class MultiTurnLossMaskGenerator:
             )
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
-        """For each mask the tokens from the first trained one to the end; 0 when none is trained."""
+        """Return for each mask the number of tokens from the first trained one to the end; 0 if none is."""
         return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
     def get_loss_mask_with_multimodal_alignment(
         self, messages: Messages, input_ids: list[int], tools: Tools = None
     ) -> IdsAndMask:
-        """The mask for `input_ids` in which media took more
-        tokens than the text has: zeros are put before it.
+        """Return the mask for `input_ids` in which media took more tokens than the text has, padded with
+        zeros in front.
         """
         text_only = [{**m, "content": _text_of(m.get("content"))} for m in messages]
         _, mask = self.get_loss_mask(text_only, tools)
@@ -75,7 +75,7 @@ class MultiTurnLossMaskGenerator:
         return list(input_ids), [0] * (len(input_ids) - len(mask)) + mask
 
     def get_text_from_loss_mask(self, token_ids: list[int], loss_mask: list[int]) -> list[str]:
-        """The trained stretches as text, to look at."""
+        """Return the trained stretches as text, for inspection."""
         runs: list[list[int]] = []
         previous = 0
         for token, trained in zip(token_ids, loss_mask, strict=True):
@@ -89,8 +89,8 @@ class MultiTurnLossMaskGenerator:
     # -- families --------------------------------------------------------------------------------------------
 
     def gen_multi_turn_loss_mask_qwen(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
-        """One rendering; each assistant turn lies between the
-        prefix that asks for it and the prefix that ends it.
+        """Render once; each assistant turn lies between the prefix that requests it and the prefix that ends
+        it.
         """
         ids = self._encode(self._render(messages, tools))
         mask = [0] * len(ids)
@@ -113,7 +113,7 @@ class MultiTurnLossMaskGenerator:
         return ids, mask
 
     def gen_multi_turn_loss_mask_qwen3(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
-        """Turns rendered one by one behind a probe question, so that each keeps its thinking, then joined."""
+        """Render turns one by one after a probe question, so that each keeps its thinking, then join them."""
         first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
         ids = self._encode(self._render(messages[:first], tools)) if first else []
         mask = [0] * len(ids)
@@ -127,9 +127,7 @@ class MultiTurnLossMaskGenerator:
         return ids, mask
 
     def gen_multi_turn_loss_mask_qwen3_5(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
-        """One rendering, turns found in its text; needs a
-        fast tokenizer, which knows where each token stands.
-        """
+        """Render once and find the turns in the text; needs a fast tokenizer, which knows token positions."""
         if not self.tokenizer.is_fast:
             raise ValueError(
                 "--loss-mask-type qwen3_5 needs a fast tokenizer (token offsets); use qwen3 instead."
@@ -145,7 +143,7 @@ class MultiTurnLossMaskGenerator:
         return list(encoded["input_ids"]), mask
 
     def gen_multi_turn_loss_mask_distill_qwen(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
-        """The first message asks, the last one answers."""
+        """Train the last message; all before it is the prompt."""
         prompt = self._encode(self._render(messages[:1], tools, ask=True))
         last = messages[-1]
         if last["role"] != "assistant":
@@ -157,15 +155,15 @@ class MultiTurnLossMaskGenerator:
     # -- parts -----------------------------------------------------------------------------------------------
 
     def _opening(self, ids: list[int]) -> list[int]:
-        """What stands before the answer when the assistant speaks first: everything through its header."""
+        """Return the text in front of a response when the assistant speaks first, its header included."""
         ask = _without_prefix(self._render([_PROBE_USER], None, ask=True), self._render([_PROBE_USER], None))
         header = self._encode(ask)
         ends = (i + len(header) for i in range(len(ids)) if ids[i : i + len(header)] == header)
         return ids[: next(ends, 0)]
 
     def _find_turns(self, text: str, messages: Messages) -> list[tuple[int, int]]:
-        """Character spans of the assistant turns: after the header
-        (and the opening of thinking), through the end mark.
+        """Return character spans of the assistant turns: after the header (and the start of thinking),
+        through the end mark.
         """
         ask = _without_prefix(self._render([_PROBE_USER], None, ask=True), self._render([_PROBE_USER], None))
         header, opening = ask[: ask.index("\n") + 1], ask[ask.index("\n") + 1 :]
@@ -212,7 +210,9 @@ def _check_messages(messages: Any) -> None:
 
 
 def _runs(messages: Messages) -> list[Messages]:
-    """Each assistant turn alone; what stands between two of them together, as templates join tool answers."""
+    """Group messages: each assistant turn alone, and all between two of them together, as templates join tool
+    results.
+    """
     runs: list[Messages] = []
     for message in messages:
         alone = message["role"] == "assistant" or not runs or runs[-1][-1]["role"] == "assistant"

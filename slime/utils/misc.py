@@ -1,6 +1,4 @@
-"""Small helpers shared by everything: loading a function
-by path, grouping, periodic actions, binary metadata.
-"""
+"""Small helpers for all: loading a function by path, grouping, periodic actions, binary metadata."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def load_function(path: str) -> Any:
-    """The object behind `pkg.module.name` or `path/to/file.py:name` (a function or a class)."""
+    """Load the object at `pkg.module.name` or `path/to/file.py:name` (a function or a class)."""
     if ":" in path:
         file, _, name = path.rpartition(":")
         module = _load_file(file) if file.endswith(".py") else importlib.import_module(file)
@@ -49,7 +47,7 @@ _loading = threading.RLock()  # a plug-in may load another while it is loaded
 
 
 def plugin_module_name(file: Path) -> str:
-    """The module name of a file of plug-ins: its own, and the same in every process of the run."""
+    """Return the module name of a plug-in file, the same in every process of the run."""
     resolved = file.resolve()
     return f"slime_plugin_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
 
@@ -78,7 +76,7 @@ def _load_once(name: str, resolved: Path) -> Any:
 
 
 def is_installed(module: str) -> bool:
-    """Whether it can be imported, without importing it."""
+    """Return whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package that it would be in
@@ -86,7 +84,7 @@ def is_installed(module: str) -> bool:
 
 
 def why_no_models() -> str | None:
-    """Why transformers cannot build a model in this interpreter; None: it can."""
+    """Return why transformers cannot build a model in this interpreter; None: it can."""
     if sys.flags.optimize < 2:
         return None
     return (
@@ -96,7 +94,7 @@ def why_no_models() -> str | None:
 
 
 class SingletonMeta(type):
-    """Metaclass: one instance per class and process."""
+    """A metaclass with one instance per class and process."""
 
     _instances: dict[type, Any] = {}  # noqa: RUF012 - shared on purpose
 
@@ -122,7 +120,7 @@ class Box:
 
 
 def group_by(items: Iterable[Any], key: Callable[[Any], Hashable]) -> dict[Hashable, list[Any]]:
-    """Items by key, keys in order of first appearance."""
+    """Group items by key, keys in order of first appearance."""
     groups: dict[Hashable, list[Any]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -135,8 +133,8 @@ def should_run_periodic_action(
     num_rollout_per_epoch: int | None = None,
     num_rollout: int | None = None,
 ) -> bool:
-    """True after every `interval` rollouts, at each epoch's
-    end and, when `num_rollout` is given, after the last.
+    """Return True after every `interval` rollouts, at each epoch's end and, with `num_rollout`, after the
+    last.
     """
     if interval is None:
         return False
@@ -149,7 +147,7 @@ def should_run_periodic_action(
 def chunk_named_params_by_size(
     named_params: Iterable[tuple[str, torch.Tensor]], chunk_size: int
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive chunks of at most `chunk_size` bytes; a larger tensor is a chunk of its own."""
+    """Yield consecutive chunks of at most `chunk_size` bytes; a larger tensor is its own chunk."""
     chunk: list[tuple[str, torch.Tensor]] = []
     held = 0
     for name, param in named_params:
@@ -164,13 +162,13 @@ def chunk_named_params_by_size(
 
 
 def exec_command(command: str, capture_output: bool = False) -> str | None:
-    """Run a line of bash; CalledProcessError where it fails."""
+    """Run a line of bash; CalledProcessError if it fails."""
     done = subprocess.run(["bash", "-c", command], check=True, text=True, capture_output=capture_output)
     return done.stdout if capture_output else None
 
 
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
-    """The first of `consecutive` neighbouring ports that were free a moment ago, from `start_port` up."""
+    """Return the first of `consecutive` neighbouring ports that were just free, from `start_port` up."""
     for port in range(start_port, 65536 - consecutive + 1):
         if all(is_port_available(port + offset) for offset in range(consecutive)):
             return port
@@ -178,12 +176,12 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
 
 
 def encode_int32_meta_array(values: np.ndarray) -> str:
-    """Base64 text: a third more than the bytes, where JSON numbers are two or three times as many."""
+    """Encode as base64: a third more than the bytes; JSON numbers take two or three times as much."""
     return base64.b64encode(np.ascontiguousarray(values, dtype=np.int32).tobytes()).decode()
 
 
 def decode_int32_meta_array(value: Any) -> np.ndarray:
-    """Int32 array from what engines send: base64 text, bytes, or a list of numbers."""
+    """Decode an int32 array that an engine sent: base64 text, bytes, or a list of numbers."""
     if isinstance(value, str):
         value = base64.b64decode(value)
     if isinstance(value, (bytes, bytearray)):

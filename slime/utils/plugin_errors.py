@@ -1,8 +1,8 @@
-"""When a user's function raises: whether another try may pass, and what its author is told if not.
+"""Decides whether an exception of a user function may pass on retry, and explains it to its author if not.
 
-A mistake in the code (a missing key, a wrong type) comes again at every try, so it ends the run
-at once with the file, the line and what the function was called for. What depends on the world
-outside (a judge that is down, a time-out, a full disk) is left to whoever called: it may pass.
+A mistake in the code (a missing key, a wrong type) comes again at every try, so it ends the run at once with
+the file, the line and what the function was called for. Failures of the outside world (a judge that is down,
+a timeout, a full disk) are left to the caller: they may pass.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MAX_LINE = 160
 
 
 class PluginError(RunStopped):
-    """A user's function made a mistake that another try would repeat."""
+    """A user function made a mistake that another try would repeat."""
 
 
 def may_pass(error: BaseException) -> bool:
@@ -119,7 +119,7 @@ class plugin_call:  # used like a function: with plugin_call("--custom-rm-path",
 
 
 def mistake(option: str, path: str, error: BaseException, subject: str = "") -> str:
-    """What a user reads about an exception of their function."""
+    """Return the message about an exception of a user function."""
     kind, text = type(error).__name__, str(error)
     return _message(
         f"{option} {path} raised {kind}{': ' if text else ''}{text}", place_of(error, path), subject
@@ -127,12 +127,12 @@ def mistake(option: str, path: str, error: BaseException, subject: str = "") -> 
 
 
 def wrong_return(option: str, path: str, complaint: str, subject: str = "") -> NoReturn:
-    """The function returned what it must not: `complaint` says what, and what is expected."""
+    """Raise because the function returned a wrong value; `complaint`: what is wrong, and what is expected."""
     raise PluginError(_message(f"{option} {path} {complaint}", _definition_of(path), subject))
 
 
 def place_of(error: BaseException, path: str) -> str:
-    """Where in the user's code the exception was raised: "file:line in function: source line"."""
+    """Return where in the user's code the exception was raised: "file:line in function: source line"."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     frames = traceback.extract_tb(error.__traceback__)
@@ -151,7 +151,7 @@ def _message(what: str, place: str, subject: str) -> str:
 
 
 def is_users_code(filename: str) -> bool:
-    """Whether a file is neither slime's nor a library's."""
+    """Return whether a file belongs neither to slime nor to a library."""
     if f"{os.sep}site-packages{os.sep}" in filename or f"{os.sep}dist-packages{os.sep}" in filename:
         return False
     return not filename.startswith(("<frozen", _PACKAGE, *_LIBRARIES))

@@ -1,7 +1,7 @@
-"""Imports of a plug-in that will fail, found in its source and in the user's modules that it imports.
+"""Finds imports that will fail in a plug-in's source and in the user's modules that it imports.
 
-An import inside a function fails when the function runs: in the first rollout, or in the first evaluation. No
-module is executed here that the plug-in has not imported already.
+An import inside a function fails when the function runs: in the first rollout, or in the first evaluation.
+Modules that the plug-in has not imported are not executed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Import:
 
 @dataclass(slots=True)
 class _Source:
-    """What a file says: its imports, and which identifiers each function, class and the module itself use."""
+    """The imports of a file, and the identifiers that each function, class and the module itself use."""
 
     file: Path
     imports: list[_Import] = field(default_factory=list)
@@ -66,7 +66,9 @@ class _Source:
 
 
 def missing_imports(path: str) -> list[MissingImport]:
-    """Every import that will fail in the tree of a loaded plug-in, `pkg.module.name` or `file.py:name`."""
+    """Return every import that will fail in the tree of a loaded plug-in, `pkg.module.name` or
+    `file.py:name`.
+    """
     owner, _, name = path.rpartition(":" if ":" in path else ".")
     if owner.endswith(".py"):
         file = Path(owner).expanduser().resolve()
@@ -93,7 +95,7 @@ def missing_imports(path: str) -> list[MissingImport]:
 
 
 def _tree(file: Path, module: str) -> list[_Source]:
-    """The plug-in's file and the user's files that it imports, nearest first."""
+    """Return the plug-in's file and the user's files that it imports, nearest first."""
     found = [_read(file.resolve(), module)]
     seen = {found[0].key}
     for source in found:
@@ -110,7 +112,7 @@ def _tree(file: Path, module: str) -> list[_Source]:
 
 
 def _files_of(entry: _Import) -> Iterator[tuple[str, Path]]:
-    """The user's files that an import executes, with their module names; packages come first."""
+    """Yield the user's files that an import executes, with their module names; packages come first."""
     names = list(itertools.accumulate(entry.module.split("."), "{}.{}".format)) if entry.module else []
     for name in names + ([f"{entry.module}.{entry.name}"] if names and entry.name else []):
         spec = _find(name)
@@ -224,7 +226,7 @@ def _catches_imports(caught: ast.expr | None) -> bool:
 
 
 def _reached(sources: Sequence[_Source], name: str) -> set[str]:
-    """Names of definitions that the plug-in may use, by the identifiers in them."""
+    """Return the names of definitions that the plug-in may use, by the identifiers in them."""
     uses: dict[str, set[str]] = {}
     for source in sources:
         for owner, names in source.uses.items():
@@ -240,7 +242,7 @@ def _reached(sources: Sequence[_Source], name: str) -> set[str]:
 
 
 def _why_missing(entry: _Import, source: _Source) -> str | None:
-    """Why an import fails, and what helps; None: it does not, or nobody can tell."""
+    """Return why an import fails, and what helps; None: it does not, or that is unknown."""
     if not entry.module:
         return (
             "the file is not in such a package; give the plug-in by its import path (pkg.module.function), "
@@ -293,7 +295,9 @@ def _find(module: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _may_be_made(module: str) -> bool:
-    """Whether a package may make this module itself: libraries do so, the user's own packages do not."""
+    """Return whether a package may create this module itself: libraries do so, the user's own packages do
+    not.
+    """
     parent = module.rpartition(".")[0]
     while parent:
         spec = _find(parent)
@@ -308,7 +312,7 @@ def _is_slime(module: str) -> bool:
 
 
 def _names_of(spec: importlib.machinery.ModuleSpec) -> set[str] | None:
-    """The names at the top level of a module of slime's or of the user's; None: nobody can tell."""
+    """Return the top-level names of a module of slime or of the user; None: unknown."""
     state = spec.loader_state  # of slime.moved: a new home, or the names of a facade
     if isinstance(state, str):
         home = _find(state)
@@ -333,7 +337,7 @@ def _names_of_file(file: str) -> set[str] | None:
 
 
 def _defined(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Names that statements define, conditions and loops included; "*": everything of another module."""
+    """Yield names that statements define, in conditions and loops too; "*": all of another module."""
     yield from ("__name__", "__file__", "__doc__", "__path__", "__package__", "__spec__")
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -349,7 +353,7 @@ def _defined(body: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def _called(tree: ast.Module) -> set[str]:
-    """Functions that the top level calls by their names."""
+    """Return the functions that the top level calls by their names."""
     statements = [
         n for n in tree.body if not isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
     ]
@@ -358,7 +362,7 @@ def _called(tree: ast.Module) -> set[str]:
 
 
 def _near_module(module: str) -> str:
-    """`; did you mean slime.utils.misc`, where a module of nearly that name stands in the same package."""
+    """Return `; did you mean slime.utils.misc` if the package has a module of nearly that name."""
     package, _, last = module.rpartition(".")
     spec = _find(package)
     locations = (spec.submodule_search_locations if spec is not None else None) or []

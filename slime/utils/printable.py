@@ -1,4 +1,4 @@
-"""Text that a model wrote, made safe to print: no escape sequence of it reaches the terminal."""
+"""Makes text that a model wrote safe to print: no escape sequence reaches the terminal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _KEPT = {"\n", "\t"}
 
 
 def printable(text: str) -> str:
-    """Control characters become visible signs (ESC is shown as ␛), marks
-    that turn the direction of text are escaped.
+    """Replace control characters by visible signs (ESC is shown as ␛), and escape marks that change the
+    direction of text.
     """
     return "".join(char if _is_plain(char) else _sign(char) for char in text)
 
 
 def cut_lines(text: str, max_lines: int, width: int) -> str:
-    """Cuts to `max_lines` lines of `width` columns; what was left out is said in the last one."""
+    """Shorten text to `max_lines` lines of `width` columns; the last line says how much was left out."""
     lines = [piece for line in text.expandtabs(4).splitlines() or [""] for piece in _pieces(line, width)]
     if len(lines) <= max_lines:
         return "\n".join(lines)
@@ -25,7 +25,7 @@ def cut_lines(text: str, max_lines: int, width: int) -> str:
 
 
 def _pieces(line: str, width: int) -> Iterator[str]:
-    """The line in pieces of `width` columns; a wide character, such as a Chinese one, takes two."""
+    """Split a line into pieces of `width` columns; a wide character, such as a Chinese one, takes two."""
     start = columns = 0
     for i, char in enumerate(line):
         takes = 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1

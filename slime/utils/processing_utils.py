@@ -5,16 +5,25 @@ import logging
 from typing import Any
 
 from slime.utils.media.pictures import open_picture, picture_url
-from slime.utils.media.processors import processor_from_parts
+from slime.utils.models.model_config import read_config
 
 logger = logging.getLogger(__name__)
+
+# The class that makes prompts of each type of model. SmolVLM's own needs a video processor; its pictures
+# are written as Idefics 3 writes them.
+_CLASSES = {
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "idefics3": "Idefics3Processor",
+    "smolvlm": "Idefics3Processor",
+}
 
 
 @functools.lru_cache(maxsize=8)
 def load_tokenizer(
     name_or_path: str, chat_template_path: str | None = None, *, trust_remote_code: bool = False
 ) -> Any:
-    """The tokenizer of a hub name or folder; code that ships with it runs only if `trust_remote_code`."""
+    """Load the tokenizer of a hub name or folder; its own code runs only if `trust_remote_code`."""
     from transformers import AutoTokenizer  # slow to import, and plug-ins import this module for other names
 
     if name_or_path is None:
@@ -34,38 +43,13 @@ def load_tokenizer(
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text, without special tokens around it.
-
-    By the half of transformers' tokenizer that is written in Rust where that is all that would be asked: it
-    takes a third of the time.
-    """
-    kind: Any = type(tokenizer)
-    rust = tokenizer.backend_tokenizer if _is_transformers_own(kind) else None
-    if (
-        rust is None
-        or rust.truncation is not None
-        or rust.padding is not None
-        or rust.encode_special_tokens != tokenizer.split_special_tokens
-    ):
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    ids: list[int] = rust.encode(text, add_special_tokens=False).ids
-    return ids
-
-
-@functools.lru_cache(maxsize=8)
-def _is_transformers_own(kind: Any) -> bool:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast  # as above
-
-    return bool(
-        issubclass(kind, PreTrainedTokenizerFast)
-        and kind.encode is PreTrainedTokenizerBase.encode
-        and getattr(kind, "_encode_plus", None) is getattr(PreTrainedTokenizerFast, "_encode_plus", kind)
-    )
+    """Return the ids of a text, without special tokens around it."""
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 @functools.lru_cache(maxsize=8)
 def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Any | None:
-    """The processor of a multimodal model; None when the model takes text only.
+    """Load the processor of a multimodal model; None when the model takes text only.
 
     Without torchvision the known vision-language families get one for pictures alone.
     """
@@ -74,7 +58,7 @@ def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Any
     try:
         processor = AutoProcessor.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except (ImportError, AttributeError) as error:  # a missing package shows as either
-        processor = processor_from_parts(name_or_path)
+        processor = _processor_from_parts(name_or_path)
         if processor is None:
             why = str(error).strip().partition("\n")[0]
             raise ValueError(
@@ -88,8 +72,42 @@ def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Any
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
+def _processor_from_parts(path: str) -> Any | None:
+    """Build a processor for pictures alone; None: the model is of an unknown family.
+
+    transformers builds the processors of these families only with one for videos, which needs torchvision.
+    """
+    import transformers  # heavy, and only needed here
+
+    name = _CLASSES.get(str(read_config(path).get("model_type")))
+    if name is None:
+        return None
+    kind = _without_videos(getattr(transformers, name))
+    parts: dict[str, Any] = {
+        "image_processor": transformers.AutoImageProcessor.from_pretrained(path),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(path),
+    }
+    config = read_config(path, "processor_config.json")
+    if "image_seq_len" in config:
+        parts["image_seq_len"] = config["image_seq_len"]
+    return kind(**parts, chat_template=parts["tokenizer"].chat_template)
+
+
+def _without_videos(kind: Any) -> Any:
+    """Return the class, with parts that are None allowed to be missing."""
+
+    class WithoutVideos(kind):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument is None:
+                return type(None)
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    WithoutVideos.__name__ = WithoutVideos.__qualname__ = kind.__name__
+    return WithoutVideos
+
+
 def process_vision_info(prompt: list[dict[str, Any]], processor: Any = None) -> dict[str, Any]:
-    """The pictures of a conversation as `{"images": [...] or None, "videos": None}`, in their order.
+    """Return the pictures of a conversation as `{"images": [...] or None, "videos": None}`, in their order.
 
     Parts of messages look like {"type": "image", "image": path, bytes, URL or PIL picture}, or as OpenAI
     writes them; `min_pixels` and `max_pixels` beside them bound the size.
@@ -107,7 +125,7 @@ def process_vision_info(prompt: list[dict[str, Any]], processor: Any = None) -> 
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Keywords of a processor call: the media, as tensors, beside token ids that stay lists."""
+    """Build the keywords of a processor call: media become tensors, token ids stay lists."""
     kwargs = dict(multimodal_inputs or {})
     for part in ("images_kwargs", "videos_kwargs", "audio_kwargs"):
         kwargs[part] = {**kwargs.get(part, {}), "return_tensors": "pt"}
@@ -117,5 +135,5 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> d
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """A picture as the PNG data URI that engines accept; text (a path, an address, a URI) stays."""
+    """Encode a picture as the PNG data URI that engines accept; text (a path, an address, a URI) stays."""
     return image if isinstance(image, str) else picture_url(open_picture(image))

@@ -1,4 +1,4 @@
-"""Why a sample has no score. Light on purpose: check workers import it, and must not wait for torch."""
+"""Defines why a sample has no score. Imports nothing heavy: check workers must not wait for torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """Why a sample has no score. `invalid`: the answer cannot be judged; `infra_error`: the judge broke."""
+    """Why a sample has no score. `invalid`: it cannot be judged; `infra_error`: the judge failed."""
 
     kind: Literal["invalid", "infra_error"]
     reason: str
@@ -16,7 +16,7 @@ class RewardFailure:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTooLarge(RewardFailure):
-    """A built-in check gave an answer up: it asked for more time, memory or digits than any answer gets."""
+    """A built-in check gave up: the response needed more time, memory or digits than any response gets."""
 
 
 def invalid(reason: str) -> RewardFailure:

@@ -1,4 +1,4 @@
-"""Templates of prompts: text with columns in braces, `Q: {question}`."""
+"""Parses templates of prompts: text with columns in braces, `Q: {question}`."""
 
 import functools
 import string
@@ -6,7 +6,7 @@ import string
 
 @functools.lru_cache(maxsize=16)
 def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
-    """(text, column after it) in order; ValueError where it is no template of columns."""
+    """Return (text, column after it) in order; ValueError if it is no template of columns."""
     try:
         found = list(string.Formatter().parse(template))
     except ValueError as error:

@@ -1,8 +1,9 @@
-"""The token ids that an engine drew each token from (its nucleus), as answers and samples carry them.
+"""Handles the token ids that an engine drew each token from (its nucleus), as responses and samples carry
+them.
 
-`ids` of all tokens stand behind each other; those of token i are `ids[offsets[i]:offsets[i
-+ 1]]`. A token without ids was drawn from the whole vocabulary, or by nobody: tool output.
-An engine's log-probs are over the ids where there are any, else over the whole vocabulary.
+`ids` of all tokens are concatenated; those of token i are `ids[offsets[i]:offsets[i + 1]]`. A token without
+ids was drawn from the whole vocabulary, or is tool output. An engine's log-probs are over the ids if there
+are any, else over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -26,16 +27,14 @@ _ALL = frozenset(_IDS + _OFFSETS)
 
 
 def to_meta(kept: Sequence[np.ndarray]) -> dict[str, str]:
-    """The fields of an answer from the ids of each token."""
+    """Return the fields of a response from the ids of each token."""
     offsets = np.cumsum([0, *(len(ids) for ids in kept)])
     ids = np.concatenate(kept) if kept else np.zeros(0)
     return {_IDS[0]: encode_int32_meta_array(ids), _OFFSETS[0]: encode_int32_meta_array(offsets)}
 
 
 def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """(ids, offsets) of an answer, int32; None: it brings
-    neither. ValueError where it brings one of them alone.
-    """
+    """Return (ids, offsets) of a response, int32; None: it has neither. ValueError: it has only one."""
     if _ALL.isdisjoint(meta):  # most answers
         return None
     found = [
@@ -52,7 +51,7 @@ def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
 
 
 def wrong_with(ids: Any, offsets: Any, tokens: Sequence[int], vocab_size: int | None = None) -> str | None:
-    """Why these cannot be the ids that `tokens` were drawn from; None: they can."""
+    """Return why these cannot be the ids that `tokens` were drawn from; None: they can."""
     ids, offsets = (
         np.asarray(ids, dtype=np.int64).reshape(-1),
         np.asarray(offsets, dtype=np.int64).reshape(-1),
@@ -71,7 +70,7 @@ def wrong_with(ids: Any, offsets: Any, tokens: Sequence[int], vocab_size: int | 
 
 
 def joined(ids: Any, offsets: Any, more_ids: Any, more_offsets: Any) -> tuple[Tensor, Tensor]:
-    """The ids of some tokens and of those behind them, int32."""
+    """Append the ids of later tokens; int32."""
     import torch  # as above
 
     ids, offsets, more_ids, more_offsets = (

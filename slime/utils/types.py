@@ -1,4 +1,4 @@
-"""The nouns of slime: one trajectory (`Sample`) and what training receives (`RolloutBatch`)."""
+"""Defines the nouns of slime: one trajectory (`Sample`) and what training receives (`RolloutBatch`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class SpecInfo:
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """The first names are those of SGLang 0.5.16 and later, the second those before."""
+        """Add counters of a response. The first names are those of SGLang 0.5.16 and later, the second
+        earlier ones.
+        """
         accepted = meta_info.get("spec_num_correct_drafts", meta_info.get("spec_accept_token_num"))
         drafted = meta_info.get("spec_num_proposed_drafts", meta_info.get("spec_draft_token_num"))
         self.spec_accept_token_num += accepted or 0
@@ -99,7 +101,7 @@ class PrefixCacheInfo:
 
 
 class SampleStatus(Enum):
-    """Where a sample stands: not generated, ended by itself, cut by length, stopped by us, given up."""
+    """The state of a sample: pending, completed, truncated, aborted or failed."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -172,7 +174,9 @@ class Sample:
     PrefixCacheInfo = PrefixCacheInfo
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types (and tensors or arrays a plug-in put in), with attributes attached later included."""
+        """Return plain types (and tensors or arrays that a plug-in added), including attributes attached
+        later.
+        """
         data = dict(self.__dict__)
         data["status"] = self.status.value
         data["multimodal_inputs"] = to_plain(self.multimodal_inputs)
@@ -184,7 +188,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """Inverse of `to_dict`; keys that are no field become attributes."""
+        """Invert `to_dict`; keys that are no field become attributes."""
         data = dict(data)
         data["status"] = SampleStatus(data.get("status", "pending"))
         data["spec_info"] = SpecInfo.from_dict(data.get("spec_info", {}))
@@ -204,7 +208,7 @@ class Sample:
         return sample
 
     def get_reward_value(self, args: RewardArgs) -> float:
-        """The score, or of a reward with several components the one that --reward-key names."""
+        """Return the score, or the component that --reward-key names."""
         reward: Any = self.reward
         key = getattr(args, "reward_key", None)  # plug-ins come with namespaces of their own
         value: float = reward[key] if key else reward
@@ -230,32 +234,8 @@ class Sample:
         Trainable tokens come from the policy and need log-probs; the rest (tool output, environment text)
         must have none and gets log-prob 0 and mask 0. `meta_info` is the engine's answer of the same name.
         """
-        given = None if log_probs is None else list(map(float, log_probs))
-        self._append(
-            args, list(map(int, tokens or ())), given, trainable, meta_info, text, update_terminal_info
-        )
-
-    def append_answer(
-        self,
-        args: ExpertArgs | None,
-        tokens: Sequence[int],
-        log_probs: Sequence[float],
-        meta_info: Mapping[str, Any],
-        text: str,
-    ) -> None:
-        """The same of an answer whose numbers were looked at when it was read."""
-        self._append(args, list(tokens), list(log_probs), True, meta_info, text, True)
-
-    def _append(
-        self,
-        args: ExpertArgs | None,
-        new: list[int],
-        log_probs: list[float] | None,
-        trainable: bool,
-        meta_info: Mapping[str, Any] | None,
-        text: str | None,
-        update_terminal_info: bool,
-    ) -> None:
+        new = list(map(int, tokens or ()))
+        log_probs = None if log_probs is None else list(map(float, log_probs))
         self._check_append(new, log_probs, trainable)
         start = self.response_length
         mask = [1] * start if self.loss_mask is None else self.loss_mask
@@ -409,7 +389,9 @@ SampleKey = Literal["response_lengths", "rewards", "raw_reward", "rollout_mask_s
 
 
 def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
-    """All samples of a (nested) structure, in order: groups, fan-out lists inside groups, or a flat list."""
+    """Return all samples of a nested structure, in order: groups, fan-out lists inside groups, or a flat
+    list.
+    """
     flat: list[Sample] = []
     for item in groups:
         if isinstance(item, Sample):
@@ -421,13 +403,13 @@ def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def version_number(version: str | int | None) -> int | None:
-    """The n of a weight version "run:n"; None where it ends in no number: an engine that has none yet."""
+    """Return the n of a weight version "run:n"; None if it ends in no number: the engine has none yet."""
     tail = str(version).rpartition(":")[2]
     return int(tail) if tail.isdecimal() else None
 
 
 def is_score(value: Any) -> bool:
-    """Only a finite number is a score; booleans count as 0 and 1. An integer may be beyond any float."""
+    """Return whether a value is a finite number; booleans are 0 and 1. Integers may exceed any float."""
     try:
         return isinstance(value, (bool, int, float, np.number)) and math.isfinite(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Context parallelism as plug-ins of slime know it. Here they always get whole responses, on every rank."""
+"""Provides slime's functions of context parallelism: plug-ins always get whole responses here."""
 
 from typing import TypeVar
 
@@ -8,12 +8,12 @@ T = TypeVar("T", Tensor, list[float])
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int, *_: object) -> Tensor:
-    """A value per response token, from all ranks that share the sample: it is whole already."""
+    """Return a value per response token of all ranks that share the sample: it is whole already."""
     return _whole(tensor, response_length)
 
 
 def slice_log_prob_with_cp(log_prob: T, total_length: int, response_length: int, *_: object) -> T:
-    """This rank's part of a value per response token: all of it."""
+    """Return this rank's part of a value per response token: all of it."""
     return _whole(log_prob, response_length)
 
 

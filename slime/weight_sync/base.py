@@ -1,10 +1,10 @@
 """What a weight transport is: a sender at the trainer, a delivery to an engine, and what lies between.
 
-A `Parcel` is a version of the weights that any engine can still fetch: it stays valid until the parcel after
-the next one is made, so that an engine that restarts late catches up without asking the trainer.
+A `WeightBundle` is a version of the weights that any engine can still fetch: it stays valid until the bundle
+after the next one is made, so that an engine that restarts late catches up without asking the trainer.
 
-A live transport sends to engines that wait for it, and leaves nothing to fetch. A parcel on disk is then made
-after the engines have gone on, for those that come late.
+A live transport sends to engines that wait for it, and leaves nothing to fetch. A bundle on disk is then made
+after the engines have gone on, for engines that start late.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class WeightBundle:
     """One version of the weights, ready to be taken.
 
     Example: version "3f2a:7" over the "tensor" transport: `payload` is the manifest of three shared segments.
@@ -47,11 +47,11 @@ def nothing_after_writing(folder: Path) -> None:
 
 
 class Sender(Protocol):
-    """Trainer side; lives as long as the run. Buckets come in order, then `finish` makes the parcel."""
+    """Trainer side; lives as long as the run. Buckets come in order, then `finish` makes the bundle."""
 
     def send(self, bucket: NamedTensors) -> None: ...
 
-    def finish(self, version: str) -> Parcel: ...
+    def finish(self, version: str) -> WeightBundle: ...
 
     def close(self) -> None: ...
 
@@ -129,33 +129,33 @@ class Site:
     every_gpu_trains: bool = True
 
 
-async def nothing_to_prepare(parcel: Parcel, control: EngineControl) -> None:
+async def nothing_to_prepare(bundle: WeightBundle, control: EngineControl) -> None:
     """Everything happens in `deliver`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The code of a transport that leaves parcels; what it can and needs is in its row of the catalog.
+    """The code of a transport that leaves bundles; what it can and needs is in its row of the catalog.
 
     `prepare`: what can be done while the engine still generates, before `deliver`. `compare`: the names of
     tensors that an engine holds otherwise than they were sent.
     """
 
     make_sender: Callable[[SenderOptions], Sender]
-    deliver: Callable[[Parcel, EngineControl, EngineInfo], Awaitable[Receipt]]
-    compare: Callable[[Parcel, EngineControl, EngineInfo, str], Awaitable[list[str]]]
-    prepare: Callable[[Parcel, EngineControl], Awaitable[None]] = nothing_to_prepare
+    deliver: Callable[[WeightBundle, EngineControl, EngineInfo], Awaitable[Receipt]]
+    compare: Callable[[WeightBundle, EngineControl, EngineInfo, str], Awaitable[list[str]]]
+    prepare: Callable[[WeightBundle, EngineControl], Awaitable[None]] = nothing_to_prepare
 
 
-def check_receipt(parcel: Parcel, receipt: Receipt, engine: str) -> None:
+def check_receipt(bundle: WeightBundle, receipt: Receipt, engine: str) -> None:
     """The engine holds what was sent, as far as it reports."""
     wrong: dict[str, tuple[Any, Any]] = {
         what: (sent, held)
         for what, sent, held in [
-            ("version", parcel.version, receipt.version),
-            ("tensors", parcel.num_tensors, receipt.tensors),
-            ("bytes", parcel.nbytes, receipt.nbytes),
-            ("checksum", parcel.checksum, receipt.checksum),
+            ("version", bundle.version, receipt.version),
+            ("tensors", bundle.num_tensors, receipt.tensors),
+            ("bytes", bundle.nbytes, receipt.nbytes),
+            ("checksum", bundle.checksum, receipt.checksum),
         ]
         if held is not None and sent is not None and held != sent
     }

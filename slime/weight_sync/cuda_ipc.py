@@ -42,7 +42,7 @@ class CudaIpcSender:
         self._turn = self._num_tensors = self._nbytes = 0
 
     def _meet(self, target: Target) -> None:
-        """A collective of all ranks, whether or not they are among those that meet."""
+        """Create the target's process group; all ranks must call this, members or not."""
         if len(target.gpu_ids) > 1 and target.gpu_ids not in self._groups:
             # Texts travel, not tensors: on the host.
             timeout = datetime.timedelta(seconds=self._deadline_s)

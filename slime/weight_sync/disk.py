@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.utils import waits
+from slime.liveness import waits
 from slime.utils.errors import RunStopped
 from slime.utils.files.safetensors_files import all_files, read_tensors, write_index, write_tensors
 from slime.utils.machine import shm
-from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
+from slime.weight_sync.base import NamedTensors, SenderOptions, Transport, WeightBundle
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
@@ -54,7 +54,7 @@ class DiskSender:
         self._index.update((name, file) for name, _ in bucket)
         self._nbytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
 
-    def finish(self, version: str) -> Parcel:
+    def finish(self, version: str) -> WeightBundle:
         with room_for(f"weights {version}", self._folder, "--update-weight-disk-dir"):
             write_index(self._staging, self._index, self._nbytes, version=version)
             copy_config(self._options, self._staging)
@@ -62,14 +62,16 @@ class DiskSender:
         self._written = self._written or self._left_by_another(version)
         shutil.rmtree(target, ignore_errors=True)
         self._staging.rename(target)
-        parcel = Parcel(version, self.transport, len(self._index), self._nbytes, None, target, written=target)
+        bundle = WeightBundle(
+            version, self.transport, len(self._index), self._nbytes, None, target, written=target
+        )
         self._forget()
         self._written.append(target)
         if not self._keep_files:
             for old in self._written[:-_KEEP]:
                 shutil.rmtree(old, ignore_errors=True)
             del self._written[:-_KEEP]
-        return parcel
+        return bundle
 
     def _left_by_another(self, version: str) -> list[Path]:
         """Earlier versions of this run, in order, of a sender whose process has ended."""
@@ -186,16 +188,18 @@ async def until_written(folder: Path) -> None:
             await asyncio.sleep(0.05)
 
 
-async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
-    await until_written(parcel.payload)
-    receipt = await control.update_from_disk(str(parcel.payload), parcel.version)
+async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
+    await until_written(bundle.payload)
+    receipt = await control.update_from_disk(str(bundle.payload), bundle.version)
     # The engine counts what its loader made of the files, which need not match them one to one.
     return Receipt(await control.version(), None, None, receipt.checksum)
 
 
-async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
-    await until_written(parcel.payload)
-    return await compare_with_folder(parcel.payload, parcel.version, control, info, shm_prefix)
+async def compare(
+    bundle: WeightBundle, control: EngineControl, info: EngineInfo, shm_prefix: str
+) -> list[str]:
+    await until_written(bundle.payload)
+    return await compare_with_folder(bundle.payload, bundle.version, control, info, shm_prefix)
 
 
 async def compare_with_folder(

@@ -107,7 +107,7 @@ class DistributedSender:
         broken = f"the group {self._group_name} broke: {'; '.join(causes)}"
         self._failures = {target.url: own.get(target.url, broken) for target in self._targets}
         logger.warning("broadcast of weights %s failed; %s", self._version, broken)
-        # First here: engines that still wait for the rest of the bucket are told by the closed connection.
+        # First here: engines that still wait for the rest of the bucket see the connection close.
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)

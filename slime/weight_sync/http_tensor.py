@@ -1,6 +1,6 @@
 """Weights in the body of a request, for SGLang on the trainer's machine, bucket by bucket.
 
-The parcel is that of shared memory, so a restarted engine takes it as any other does. The bytes cross a
+The bundle is that of shared memory, so a restarted engine takes it as any other does. The bytes cross a
 socket in base64: fine for small models and CPU machines; with a shared GPU device handles to its memory go
 instead.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slime.utils.files.safetensors_files import write_tensors
 from slime.utils.machine import shm
-from slime.weight_sync.base import Parcel, Transport
+from slime.weight_sync.base import Transport, WeightBundle
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.weight_sync.shared_memory import SharedMemorySender
 from slime.weight_sync.verify import reload_and_compare
@@ -30,12 +30,12 @@ class HttpTensorSender(SharedMemorySender):
     transport = "http_tensor"
 
 
-async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
+async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
     """The engine must be paused."""
     async with update_session(control, info):
-        for bucket in parcel.payload.buckets:
+        for bucket in bundle.payload.buckets:
             text = await asyncio.to_thread(_read_bucket, bucket)
-            await control.update_from_tensors([text] * info.num_ranks, parcel.version)
+            await control.update_from_tensors([text] * info.num_ranks, bundle.version)
     return Receipt(await control.version(), None, None, None)
 
 
@@ -63,14 +63,16 @@ def _read_bucket(bucket: BucketManifest) -> str:
         segment.close()
 
 
-async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
+async def compare(
+    bundle: WeightBundle, control: EngineControl, info: EngineInfo, shm_prefix: str
+) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="slime-compare-") as folder:
-        for i, bucket in enumerate(parcel.payload.buckets):
+        for i, bucket in enumerate(bundle.payload.buckets):
             segment = shm.open_segment(bucket.segment)
             tensors = {entry.name: entry.view(segment.buffer).clone() for entry in bucket.tensors}
             write_tensors(Path(folder) / f"model-{i + 1:05d}.safetensors", tensors)
             segment.close()
-        return await reload_and_compare(control, Path(folder), parcel.version)
+        return await reload_and_compare(control, Path(folder), bundle.version)
 
 
 HTTP_TENSOR = Transport(HttpTensorSender, deliver, compare)

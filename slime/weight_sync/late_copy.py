@@ -1,4 +1,4 @@
-"""The copy after a live push, for engines that come late: in host memory, on disk when one asks."""
+"""Keeps a copy of a live push in host memory for engines that start late, and writes it when one asks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions
+from slime.weight_sync.base import NamedTensors, SenderOptions, WeightBundle
 from slime.weight_sync.disk import CopyRequest, DiskSender
 from slime.wire.manifest import TensorEntry, plan_bucket
 
@@ -18,11 +18,11 @@ _LOOK_S = 0.05
 
 
 class LateCopySender(DiskSender):
-    """The parcel is out before its folder is there; who needs it asks for it and waits.
+    """The bundle is out before its folder is there; who needs it asks for it and waits.
 
     Most versions are never asked for, so most are never written. One that was asked for stays until the
-    version after the next is written. One that cannot be written is told to who asked, at once. Nobody can
-    ask for a version after the next one was sent: engines do not join during a push.
+    version after the next is written. If it cannot be written, whoever asked gets the error at once. Nobody
+    can ask for a version after the next one was sent: engines do not join during a push.
     """
 
     def __init__(self, options: SenderOptions):
@@ -50,14 +50,14 @@ class LateCopySender(DiskSender):
         self._buffers[position : position + 1] = [buffer]
         return buffer
 
-    def finish(self, version: str) -> Parcel:
+    def finish(self, version: str) -> WeightBundle:
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         entries, self._entries = self._entries, []
         self._superseded = threading.Event()
         self._writing = self._pool.submit(self._write_when_asked, entries, version, self._superseded)
         sizes = [entry.nbytes for bucket in entries for entry in bucket]
-        return Parcel(version, self.transport, len(sizes), sum(sizes), None, self._target(version))
+        return WeightBundle(version, self.transport, len(sizes), sum(sizes), None, self._target(version))
 
     def _write_when_asked(
         self, entries: list[tuple[TensorEntry, ...]], version: str, superseded: threading.Event

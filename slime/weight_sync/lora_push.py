@@ -1,7 +1,7 @@
 """Low-rank adapters alone, for engines that hold the model: a small part of the bytes of a whole push.
 
-The parcel is the adapters in shared memory and their config, both as peft has them. An engine that comes late
-has loaded the model from its folder, so the parcel is all it needs. Our own engine adds the product to
+The bundle is the adapters in shared memory and their config, both as peft has them. An engine that comes late
+has loaded the model from its folder, so the bundle is all it needs. Our own engine adds the product to
 weights that it keeps; SGLang computes it beside them, for requests that name the adapter.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.utils.machine import shm
-from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
+from slime.weight_sync.base import NamedTensors, SenderOptions, Transport, WeightBundle
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.weight_sync.shared_memory import SharedMemorySender
 from slime.wire.control import EngineControl, Receipt
@@ -24,7 +24,7 @@ from slime.wire.protocol import ADAPTER_NAME, EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class AdapterPayload:
-    """What a parcel of adapters holds: where the tensors lie, and peft's description of them."""
+    """What a bundle of adapters holds: where the tensors lie, and peft's description of them."""
 
     manifest: WeightManifest
     config: Mapping[str, Any]
@@ -45,49 +45,51 @@ class AdapterSender(SharedMemorySender):
         # A clone on the CPU too: the tensors are only ours until the next bucket.
         self._tensors += [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in bucket]
 
-    def finish(self, version: str) -> Parcel:
+    def finish(self, version: str) -> WeightBundle:
         tensors, self._tensors = self._tensors, []
         super().send(tensors)
-        parcel = super().finish(version)
-        payload = AdapterPayload(parcel.payload, self._config)
-        return Parcel(version, self.transport, parcel.num_tensors, parcel.nbytes, parcel.checksum, payload)
+        bundle = super().finish(version)
+        payload = AdapterPayload(bundle.payload, self._config)
+        return WeightBundle(
+            version, self.transport, bundle.num_tensors, bundle.nbytes, bundle.checksum, payload
+        )
 
 
 class AdapterTensorSender(AdapterSender):
-    """The same, for engines that take an adapter in the body of a request."""
+    """Sends adapters to engines that take them in the body of a request."""
 
     transport = "adapter_tensors"
 
 
-async def deliver_by_memory(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
+async def deliver_by_memory(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
     return await control.load_adapter_from_shared_memory(
-        ADAPTER_NAME, parcel.payload.manifest, parcel.payload.config
+        ADAPTER_NAME, bundle.payload.manifest, bundle.payload.config
     )
 
 
 async def compare_by_memory(
-    parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str
+    bundle: WeightBundle, control: EngineControl, info: EngineInfo, shm_prefix: str
 ) -> list[str]:
-    return await control.check_adapter_equal(parcel.payload.manifest)
+    return await control.check_adapter_equal(bundle.payload.manifest)
 
 
-async def deliver_by_tensors(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
+async def deliver_by_tensors(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
     """The engine must be paused and without requests: one that runs would hold on to the old adapter.
 
     It checks every tensor against our checksum before it takes the adapter.
     """
-    text, checksums = await asyncio.to_thread(_pack, parcel.payload.manifest.buckets[0])
+    text, checksums = await asyncio.to_thread(_pack, bundle.payload.manifest.buckets[0])
     if ADAPTER_NAME in await control.adapters():
         await control.unload_adapter(ADAPTER_NAME)
     await control.load_adapter_from_tensors(
-        ADAPTER_NAME, [text] * info.num_ranks, parcel.payload.config, checksums
+        ADAPTER_NAME, [text] * info.num_ranks, bundle.payload.config, checksums
     )
-    await control.set_version(parcel.version)
+    await control.set_version(bundle.version)
     return Receipt(await control.version(), None, None, None)
 
 
 async def compare_by_tensors(
-    parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str
+    bundle: WeightBundle, control: EngineControl, info: EngineInfo, shm_prefix: str
 ) -> list[str]:
     """The engine compared the adapters as it took them; what is left to see is that it still has them."""
     return [] if ADAPTER_NAME in await control.adapters() else [ADAPTER_NAME]

@@ -6,7 +6,7 @@ import logging
 import threading
 
 from slime.utils.machine import shm
-from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
+from slime.weight_sync.base import NamedTensors, SenderOptions, Transport, WeightBundle
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import BucketManifest, WeightManifest, fill_bucket, plan_bucket
 from slime.wire.protocol import EngineInfo
@@ -77,12 +77,12 @@ class SharedMemorySender:
         held.append(shm.create_segment(nbytes, self._prefix))
         return held[position]
 
-    def finish(self, version: str) -> Parcel:
+    def finish(self, version: str) -> WeightBundle:
         buckets, self._buckets = tuple(self._buckets), []
         self._turn = 1 - self._turn
         num_tensors, nbytes = sum(len(b.tensors) for b in buckets), sum(b.nbytes for b in buckets)
         manifest = WeightManifest(version, buckets, num_tensors, nbytes)
-        return Parcel(version, self.transport, num_tensors, nbytes, manifest.checksum, manifest)
+        return WeightBundle(version, self.transport, num_tensors, nbytes, manifest.checksum, manifest)
 
     def close(self) -> None:
         self._closed.set()
@@ -93,12 +93,14 @@ class SharedMemorySender:
             self._sets = [[], []]
 
 
-async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
-    return await control.update_from_shared_memory(parcel.payload)
+async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
+    return await control.update_from_shared_memory(bundle.payload)
 
 
-async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
-    return await control.check_equal(parcel.payload)
+async def compare(
+    bundle: WeightBundle, control: EngineControl, info: EngineInfo, shm_prefix: str
+) -> list[str]:
+    return await control.check_equal(bundle.payload)
 
 
 SHARED_MEMORY = Transport(SharedMemorySender, deliver, compare)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from slime.utils import waits
+from slime.liveness import waits
 from slime.utils.errors import RunStopped
 from slime.weight_sync.base import LiveReport, LiveSender, NamedTensors, Target
 
@@ -93,7 +93,7 @@ class StageTurns:
         except RuntimeError as error:  # of the group: out of time, or a member is gone
             raise RunStopped(
                 f"trainer rank {sender}, which sends the weights of stage {stage}, did not finish its turn "
-                f"within {self._deadline_s:.0f} s (--update-weight-timeout-s and a minute): {error}"
+                f"within {self._deadline_s:.0f} s (--timeouts update-weight and a minute): {error}"
             ) from error
         return box[0]
 

@@ -10,8 +10,8 @@ from slime.weight_sync.base import LiveSender, SenderOptions, Site, Transport
 
 
 def transport_of(name: str) -> Transport:
-    """A transport that leaves a parcel."""
-    assert not TRANSPORTS[name].live, f"{name} leaves no parcel"
+    """A transport that leaves a bundle."""
+    assert not TRANSPORTS[name].live, f"{name} leaves no bundle"
     transport: Transport = load_function(TRANSPORTS[name].code)
     return transport
 

@@ -1,20 +1,17 @@
-"""The data plane: send a prompt to an engine (or the router before several), get typed tokens back."""
+"""Sends prompts to an engine (or to the balancer in front of several) and returns typed tokens."""
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from slime.utils import http_utils, waits
+from slime.liveness import waits
+from slime.utils import http_utils
 from slime.utils.errors import EngineAnswerError
 from slime.wire.dialects import ID_IS_TAKEN
 from slime.wire.grouped import GroupedRequests
-from slime.wire.protocol import GenerateRequest, Generation, SiblingRequests
+from slime.wire.protocol import GenerateRequest, Generation
 
-logger = logging.getLogger(__name__)
-
-_TAKEN_PAUSE_S = 0.5
 SESSION_HEADER = "X-SMG-Routing-Key"  # read by the router's consistent-hashing policy
 MAX_ABORTS = 64  # sent at a time: thousands of requests may end at once, and each would be a connection
 
@@ -22,10 +19,10 @@ MAX_ABORTS = 64  # sent at a time: thousands of requests may end at once, and ea
 class EngineClient:
     """Generates through one base url.
 
-    A refused or broken connection and a 5xx are tried again (the engine is being restarted, and a generation
-    has no side effect); a 4xx is the request's own fault and raises `HttpError` at once. `max_running` caps
-    the requests in flight from this client: the rest wait here, where they cost neither a socket nor an
-    engine's queue. Requests that name the same `group` travel together.
+    A refused or broken connection and a 5xx are retried (the engine is being restarted, and a generation has
+    no side effect); a 4xx is the request's own fault and raises `HttpError` at once. `max_running` caps the
+    requests in flight from this client: the rest wait here, where they cost neither a socket nor an engine's
+    queue. Requests that name the same `group` and are submitted together travel as one HTTP request.
     """
 
     def __init__(
@@ -34,53 +31,44 @@ class EngineClient:
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
         self.max_retries = max_retries
+        self._url = f"{self.base_url}/generate"
         self._slots = asyncio.Semaphore(max_running)
-        self._grouped = GroupedRequests(f"{self.base_url}/generate", timeout_s)
+        self._grouped = GroupedRequests(self._url, timeout_s)
 
     async def generate(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None
     ) -> Generation:
-        """One final answer. `request.stream` must be False and `request.sampling.n` 1."""
+        """Return one final response. `request.stream` must be False and `request.sampling.n` 1."""
         if request.stream or request.sampling.n != 1:
             raise ValueError(
                 "EngineClient.generate reads one final answer: use stream=False and sampling.n=1"
             )
-        async with self._slots:
-            answer = await waits.within(
-                self._answer(request, headers or {}),
-                name=f"POST {self.base_url}/generate (request {request.rid})",
-                deadline_s=self.timeout_s,
-                target=self.base_url,
-            )
+        all_headers = self._headers(request, headers)
+        name = f"POST {self._url} (request {request.rid})"
+        async with self._slots, waits.limited(name, self.timeout_s, target=self.base_url):
+            answer = None
+            if not headers and self._grouped.accepts(request):
+                answer = await self._grouped.generate(request, all_headers)
+            if answer is None:
+                answer = await http_utils.post(
+                    self._url, request.to_json(), self.max_retries, all_headers, retry_if=_id_is_taken
+                )
         try:
             return Generation.from_json(answer)
         except ValueError as error:
             raise EngineAnswerError(str(error)) from error
 
-    async def generate_together(
-        self, requests: SiblingRequests
-    ) -> AsyncGenerator[list[tuple[int, Generation]], None]:
-        """(place, answer) of each, those together that came together.
-
-        A request that is not told of has to be sent by itself, whatever went wrong. Whoever calls this keeps
-        to `max_running` itself.
-        """
-        first, count = requests.first, len(requests.rids)
-        name = f"POST {self.base_url}/generate ({count} requests, the first: {first.rid})"
-        waited = waits.waiting(name, deadline_s=self.timeout_s, target=self.base_url)
-        headers = self._headers(first, None)
-        with waited:
-            async with contextlib.aclosing(self._grouped.answers(requests, headers)) as answers:
-                async for events in answers:
-                    read = [(place, _read(event)) for place, event in events]
-                    yield [(place, answer) for place, answer in read if answer is not None]
-
     async def stream(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """What was made so far of one answer, whenever there is more of it. A broken stream raises."""
-        url, told = f"{self.base_url}/generate", self._headers(request, headers)
-        events = http_utils.stream(url, request.to_json(), told, timeout_s=self.timeout_s, newest=True)
+        """Yield all that exists of one response whenever there is more of it. A broken stream raises."""
+        events = http_utils.stream(
+            self._url,
+            request.to_json(),
+            self._headers(request, headers),
+            timeout_s=self.timeout_s,
+            newest=True,
+        )
         async with self._slots, contextlib.aclosing(events):
             async for event in events:
                 yield event
@@ -89,55 +77,32 @@ class EngineClient:
         session = {SESSION_HEADER: request.session} if request.session is not None else {}
         return {**session, **(headers or {})}
 
-    async def _answer(self, request: GenerateRequest, headers: Mapping[str, str]) -> Any:
-        answer, all_headers = None, self._headers(request, headers)
-        if not headers and self._grouped.takes(request):
-            answer = await self._grouped.answer(request, all_headers)
-        if answer is None:
-            url = f"{self.base_url}/generate"
-            answer = await self._post_until_taken(url, request.to_json(), all_headers)
-        return answer
-
-    async def _post_until_taken(self, url: str, payload: dict[str, Any], headers: dict[str, str]) -> Any:
-        """An engine that has not noticed that an earlier attempt's connection broke refuses its id as taken.
-
-        That is no mistake of the request, and passes: the engine
-        looks for such connections every few seconds.
-        """
-        while True:
-            try:
-                return await http_utils.post(url, payload, max_retries=self.max_retries, headers=headers)
-            except http_utils.HttpError as error:
-                if error.status != 400 or ID_IS_TAKEN not in error.body:
-                    raise
-            await asyncio.sleep(_TAKEN_PAUSE_S)
-
     async def cancel(self, engine_urls: Sequence[str], rids: Sequence[str]) -> None:
-        """Abort requests by id at every worker; each then answers what it has made so far.
+        """Abort requests by id at every worker; each then returns what it has generated so far.
 
-        It goes to the workers because the router has no control endpoints. Ids a worker does not hold are
-        ignored; a worker that is gone has nothing left to abort.
+        Workers are called directly because the router has no control endpoints. A worker ignores ids that it
+        does not hold; a worker that is gone has nothing left to abort.
         """
         slots = asyncio.Semaphore(MAX_ABORTS)
         calls = [(url, {"rid": rid}) for url in engine_urls for rid in rids]
         await asyncio.gather(*(_abort(url, which, slots) for url, which in calls))
 
     async def cancel_scope(self, engine_urls: Sequence[str], scope: str) -> None:
-        """`cancel` of all requests whose ids begin with this, by one call to each worker.
+        """Abort all requests whose ids start with `scope`, by one call to each worker.
 
-        Only for workers whose dialect has `aborts_by_prefix`: others take it for the id of one request.
+        Only for workers whose dialect has `aborts_by_prefix`: others read it as the id of one request.
         """
         slots = asyncio.Semaphore(MAX_ABORTS)
         which = {"rid": scope, "prefix": True}
         await asyncio.gather(*(_abort(url, which, slots) for url in engine_urls))
 
 
-def _read(event: Any) -> Generation | None:
-    try:
-        return Generation.from_json(event)
-    except ValueError as error:
-        logger.warning("an answer that cannot be read is asked for again: %s", error)
-        return None
+def _id_is_taken(error: http_utils.HttpError) -> bool:
+    """Return whether an engine refuses an id because it has not noticed that the last connection broke.
+
+    That is no mistake of the request: engines look for broken connections every few seconds.
+    """
+    return error.status == 400 and ID_IS_TAKEN in error.body
 
 
 async def _abort(url: str, which: dict[str, Any], slots: asyncio.Semaphore) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from slime.utils import http_utils, waits
+from slime.liveness import waits
+from slime.utils import http_utils
 from slime.wire.protocol import EngineInfo
 
 if TYPE_CHECKING:  # it imports torch, which the router and the rollout do not need

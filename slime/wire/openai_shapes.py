@@ -26,6 +26,6 @@ def log_prob_entries(
 
 
 def model_list(names: Sequence[str], **more: Any) -> dict[str, Any]:
-    """Return the body of /v1/models; `more` is the same of every model."""
+    """Return the body of /v1/models; `more`: further fields of every model."""
     models = [{"id": name, "object": "model", "created": 0, "owned_by": "slime", **more} for name in names]
     return {"object": "list", "data": models}

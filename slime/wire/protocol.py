@@ -192,15 +192,6 @@ class SamplingParams:
             **{k: v for k, v in data.items() if v is not None or k in ("max_new_tokens", "sampling_seed")}
         )
 
-    def with_seed(self, seed: int) -> "SamplingParams":
-        """A copy with another seed. All else was checked: samples of a run differ in nothing else."""
-        _integer("sampling_seed", seed, -MAX_INT64 - 1, MAX_INT64)
-        new = object.__new__(SamplingParams)
-        for name in self.__slots__:
-            object.__setattr__(new, name, getattr(self, name))
-        object.__setattr__(new, "sampling_seed", seed)
-        return new
-
     def to_json(self) -> dict[str, Any]:
         """Fields that differ from the defaults, and `temperature` and `max_new_tokens` always."""
         out: dict[str, Any] = (
@@ -244,18 +235,6 @@ class GenerateRequest:
         if self.rid is not None:
             out["rid"] = self.rid
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class SiblingRequests:
-    """Requests that differ in seed and id alone: `first` is one of them, and the first of these lists.
-
-    Example: SiblingRequests(request, seeds=[7, 8], rids=["0-a", "1-b"]) asks for two answers.
-    """
-
-    first: GenerateRequest
-    seeds: Sequence[int | None]
-    rids: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)

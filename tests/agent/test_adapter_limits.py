@@ -72,7 +72,7 @@ def test_budgets_answer_as_the_real_endpoints_do():
         assert sample.metadata["session"]["outcome"] == "turn_budget"
         (silent,) = finish(world, "context")
         assert silent.response_length == 0 and silent.metadata["session"]["outcome"] == "context"
-        assert "the policy said nothing (prompt is too long" in silent.reward_failure.reason
+        assert "the policy generated nothing (prompt is too long" in silent.reward_failure.reason
         (cut,) = finish(world, "tokens")
         assert cut.response_length == 2
 
@@ -198,7 +198,7 @@ def test_shutting_a_session_down_ends_its_requests():
                 "key-1", base_sample=Sample(index=1), wait_timeout=0.1
             )
             assert [s.response_length for s in samples] == [0] and samples[0].reward is None
-            assert "no program asked it anything" in samples[0].reward_failure.reason
+            assert "no request was made" in samples[0].reward_failure.reason
             await asyncio.gather(request, return_exceptions=True)
             while not world.engine.aborts:
                 await asyncio.sleep(0.01)

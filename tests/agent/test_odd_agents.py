@@ -31,7 +31,7 @@ def play(tmp_path, function, *flags):
     ("function", "said"),
     [
         ("says_nothing", "returned NoneType; return a Sample"),
-        ("asks_nothing", "the policy said nothing \\(no program asked it anything\\)"),
+        ("asks_nothing", "the policy generated nothing \\(no request was made\\)"),
         ("shares_a_key", "session 'agent' is open already: a key names one episode"),
         ("never_stops", "let ContextExhausted escape \\(prompt is too long: [0-9]+ tokens > 99 maximum\\)"),
     ],

@@ -228,7 +228,7 @@ def test_sglangs_parsers_read_what_ours_read_and_the_formats_that_only_they_know
 
 def test_what_is_no_list_of_calls_stays_text_without_assertions_too():
     code = (
-        "from slime.agent.parsing.pythonic import parse_pythonic;"
+        "from slime.agent.parsing.formats import parse_pythonic;"
         "print(parse_pythonic('[a for a in b]', {}) == ('[a for a in b]', [], False))"
     )
     told = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ from patience import eventually
 from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.observability.rollout_metrics import agent_metrics
-from slime.rollout.generation import turnstile
+from slime.rollout.generation import turn_gate
 from slime.rollout.prompt_groups import copy_sample
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample, flatten_samples
@@ -20,7 +20,7 @@ WROTE = [20, 21, 22, 23, EOS]
 def fresh():
     episodes.made.clear()
     yield
-    turnstile.forget_all()
+    turn_gate.forget_all()
 
 
 def answer():
@@ -65,8 +65,8 @@ def cut_rollout(tmp_path, function, *flags, waits=True):
 
 def forget_all():
     """What a restart does: nothing is left of the calls that waited."""
-    left = {call.task for call in turnstile._waiting.values()}
-    turnstile.forget_all()
+    left = {call.task for call in turn_gate._waiting.values()}
+    turn_gate.forget_all()
     assert left
     eventually(lambda: all(task.done() for task in left))
 
@@ -90,7 +90,7 @@ def test_an_episode_that_is_cut_waits_and_continues_in_the_next_rollout(tmp_path
         if index in cut:  # the first tokens are those of the weights before the push
             start, end = (sample.metadata["turns"][1][k] for k in ("start", "end"))
             assert {("run:1", start, start + 2), ("run:2", start + 2, end)} <= _single(sample.version_spans)
-    assert not turnstile._waiting
+    assert not turn_gate._waiting
     assert agent_metrics(list(done.values()))["turns"] == 3
 
 

@@ -151,4 +151,4 @@ def test_components_are_summed_by_weight():
 
 def test_overlong_penalty_grows_over_the_buffer():
     lengths = [0, 80, 90, 100, 120]
-    assert [overlong_penalty(n, 100, 20, 0.5) for n in lengths] == [0, 0, -0.25, -0.5, -0.5]
+    assert [overlong_penalty(n, 100, 20) for n in lengths] == [0, 0, -0.5, -1, -1]

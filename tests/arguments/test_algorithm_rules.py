@@ -63,7 +63,7 @@ def test_a_value_follows_from_the_others(changes, name, value):
             "give",
         ),
         ({"overlong_buffer_len": 17}, "--overlong-buffer-len is 17, but --rollout-max-response-len is 16"),
-        ({"policy_loss_type": "clip_cov", "clip_cov_low": 9.0}, "no token lies between"),
+        ({"policy_loss_type": "clip_cov", "policy_loss_args": "clip_cov_low=9"}, "is above clip_cov_high"),
         (
             {"kl_coef": 0.1, "advantage_estimator": "rloo"},
             "rloo never subtracts a KL from the reward; use --use-kl-loss",
@@ -74,37 +74,46 @@ def test_a_value_follows_from_the_others(changes, name, value):
         ),
         (
             {**CUSTOM, "gamma": 0.9, "advantage_estimator": "ppo"},
-            "--advantage-estimator is ppo, but --disable-compute",
+            "--advantage-estimator is ppo, but it has an effect only without --disable-compute",
         ),
-        ({**CUSTOM, "use_rollout_logprobs": True}, "no old policy is asked for without advantages"),
+        (
+            {**CUSTOM, "use_rollout_logprobs": True},
+            "only with --loss-type policy_loss or without --disable-compute",
+        ),
         ({"advantage_estimator": "maxrl", "overlong_buffer_len": 4}, "maxrl divides by the mean reward"),
-        ({"gamma": 0.9, "strict": True}, "--gamma is 0.9, but this --advantage-estimator discounts nothing"),
+        (
+            {"gamma": 0.9, "strict": True},
+            "--gamma is 0.9, but it has an effect only with --advantage-estimator ppo",
+        ),
         (
             {"advantage_estimator": "rloo", "disable_grpo_std_normalization": True},
-            "is set, but no reward is divided by a group's standard deviation",
+            "is set, but it has an effect only with --advantage-estimator grpo, gspo or cispo",
         ),
         (
             {"advantage_estimator": "ppo", "disable_rewards_normalization": True},
-            "--disable-rewards-normalization is set, but this --advantage-estimator compares no rewards",
+            "--disable-rewards-normalization is set, but it has an effect only with --advantage-estimator",
         ),
         (
             {"custom_reward_post_process_path": "a.b", "disable_rewards_normalization": True},
-            "--custom-reward-post-process-path replaces the comparison",
+            "only without --custom-reward-post-process-path",
         ),
         (
             {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "advantage_estimator": "rloo"},
-            "--advantage-estimator is rloo, but this --loss-type has no advantages",
+            "--advantage-estimator is rloo, but it has an effect only without --loss-type sft_loss",
         ),
         (
             {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "use_rollout_entropy": True},
-            "only --loss-type policy_loss",
+            "only with --loss-type policy_loss",
         ),
-        ({"lambd": 0.9}, "--lambd is 0.9, but only --advantage-estimator ppo"),
-        ({"policy_loss_type": "sapo", "eps_clip": 0.1}, "clips no ratio"),
-        ({"policy_loss_type": "cispo", "eps_clip_c": 3.0}, "no dual clip"),
-        ({"use_tis": True, "tis_mode": "truncate", "tis_clip_low": 0.5}, "truncate has no lower bound"),
-        ({"custom_tis_function_path": "a.b"}, "nothing calls it"),
-        ({"opsm_delta": 0.1}, "add --use-opsm"),
+        ({"lambd": 0.9}, "--lambd is 0.9, but it has an effect only with --advantage-estimator ppo"),
+        ({"policy_loss_type": "sapo", "eps_clip": 0.1}, "only with --policy-loss-type ppo"),
+        (
+            {"policy_loss_type": "cispo", "eps_clip_c": 3.0},
+            "only with --policy-loss-type ppo, gspo or clip_cov",
+        ),
+        ({"use_tis": True, "tis_mode": "truncate", "tis_clip_low": 0.5}, "only with --tis-mode clip or mask"),
+        ({"custom_tis_function_path": "a.b"}, "only with --use-tis or --get-mismatch-metrics"),
+        ({"opsm_delta": 0.1}, "only with --use-opsm"),
         (
             {"use_kl_loss": True, "kl_loss_coef": 0.01},
             r"--kl-loss-type k1 \(the default\): .* does not depend on the reference.*"
@@ -131,7 +140,10 @@ def test_a_value_follows_from_the_others(changes, name, value):
             r"token_mean \(--calculate-per-token-loss\) with",
         ),
         ({"policy_loss_type": "gspo", "advantage_estimator": "dr_grpo"}, "--loss-reduction is constant"),
-        ({"use_opsm": True}, "--use-opsm is set, but the only optimizer step of a rollout"),
+        (
+            {"use_opsm": True},
+            "--use-opsm is set, but it has an effect only with --num-steps-per-rollout above 1",
+        ),
     ],
 )
 def test_a_combination_is_refused_with_its_reason(changes, message):

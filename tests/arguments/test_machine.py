@@ -106,7 +106,7 @@ def test_a_precision_that_is_asked_for_is_kept_and_its_price_told(laptop):
 # ---- sizes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flag", ["--colocate", "--offload", "--offload-train", "--offload-rollout"])
+@pytest.mark.parametrize("flag", ["--colocate", "--offload-train", "--offload-rollout"])
 def test_sharing_a_gpu_that_is_not_there_is_told(laptop, flag):
     [told] = parse(flag).warnings
     assert told.startswith(f"{flag}: this machine shows no GPU to share")

@@ -101,7 +101,7 @@ def test_table_is_read_without_importing_the_package():
             ),
             "needs the logits of whole samples on one rank",
         ),
-        (("--megatron-config", '{"lr": 1}'), "give it as --lr"),
+        (("--megatron-config", '{"lr": 1}'), "give each field as a flag of its own"),
     ],
 )
 def test_mistakes_are_named(words, message):

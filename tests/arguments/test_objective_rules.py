@@ -9,7 +9,9 @@ from slime.utils.files.step_folders import Manifest
 def test_the_critic_has_flags_of_its_own_only_where_there_is_one():
     args = parse("--advantage-estimator", "ppo", "--critic-lr", "1e-5", "--num-critic-only-steps", "3")
     assert args.critic_lr == 1e-5 and args.num_critic_only_steps == 3
-    with pytest.raises(ValueError, match=r"--critic-lr is 1e-05, but there is no critic"):
+    with pytest.raises(
+        ValueError, match=r"--critic-lr is 1e-05, but it has an effect only with --advantage-estimator ppo"
+    ):
         parse("--critic-lr", "1e-5")
 
 
@@ -29,19 +31,25 @@ def test_a_teacher_may_go_by_either_name(name, meant, tmp_path):
             ("--use-opd", "--opd-type", "engine", "--opd-kl", "full"),
             "--opd-kl full needs the teacher's whole distribution",
         ),
-        (("--opd-kl-coef", "2"), "--opd-kl-coef is 2.0, but there is no distillation"),
-        (("--dpo-beta", "0.3"), "--dpo-beta is 0.3, but only --loss-type dpo_loss"),
-        (("--ref-load", "owner/other"), "--ref-load is owner/other, but there is no reference"),
+        (("--opd-kl-coef", "2"), "--opd-kl-coef is 2.0, but it has an effect only with --use-opd"),
+        (("--dpo-beta", "0.3"), "--dpo-beta is 0.3, but it has an effect only with --loss-type dpo_loss"),
+        (
+            ("--ref-load", "owner/other"),
+            "--ref-load is owner/other, but it has an effect only with --use-kl-loss",
+        ),
         (
             ("--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--rollout-temperature", "0.6"),
             "a supervised loss is that of the model as it is",
         ),
-        (("--ref-update-interval", "3"), "--ref-update-interval is 3, but there is no reference"),
+        (
+            ("--ref-update-interval", "3"),
+            "--ref-update-interval is 3, but it has an effect only with --use-kl-loss",
+        ),
         (("--loss-type", "rm_loss", "--n-samples-per-prompt", "1"), "add --debug-train-only"),
         (("--loss-type", "dpo_loss", "--n-samples-per-prompt", "4"), "a row is one pair; use 1"),
         (
             ("--loss-type", "dpo_loss", "--n-samples-per-prompt", "1", "--calculate-per-token-loss"),
-            "a preference loss counts pairs, not tokens",
+            "only without --loss-type dpo_loss or rm_loss",
         ),
     ],
 )

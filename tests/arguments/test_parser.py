@@ -77,8 +77,10 @@ def test_names_of_other_command_lines_are_taken_for_ours():
 
 def test_what_another_choice_of_the_user_leaves_out_is_told_and_what_a_default_leaves_out_is_refused():
     (block,) = parse("--min-lr", "1e-7", "--lr-decay-style", "constant").warnings
-    assert "--min-lr is 1e-07, but --lr-decay-style constant never decays" in block
-    with pytest.raises(ValueError, match="--min-lr is 1e-07, but --lr-decay-style constant never decays"):
+    assert "--min-lr is 1e-07, but it has an effect only without --lr-decay-style constant" in block
+    with pytest.raises(
+        ValueError, match="--min-lr is 1e-07, but it has an effect only without --lr-decay-style constant"
+    ):
         parse("--min-lr", "1e-7")
 
 
@@ -371,6 +373,7 @@ def test_vars_of_args_are_exactly_the_settings():
         "engine_topology",
         "start_from",
         "critic_overrides",
+        "megatron_config",
     }
 
 
@@ -409,6 +412,7 @@ def test_print_config_shows_every_value_and_its_source(capsys, tmp_path):
         "engine_topology",
         "start_from",
         "critic_overrides",
+        "megatron_config",
     }
     assert "0.5" in lines["clip_grad"] and f"file {config}" in lines["clip_grad"]
     assert lines["rollout_batch_size"].split()[1:] == ["4", "command", "line"]

@@ -5,7 +5,7 @@ import json
 import pytest
 from argument_helpers import parse
 
-from slime.utils.files.run_file import goes_on_with, open_run_file
+from slime.utils.files.run_file import is_unfinished, open_run_file
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_run_from_before_paths_were_absolute_is_still_the_same_run(task):
     old = json.loads(json.dumps(settings, default=vars_of).replace(f"{task}/", ""))
     (task / "run").mkdir()
     open_run_file(task / "run", {name: {"value": value} for name, value in old.items()}, "ckpt", None, None)
-    assert goes_on_with(task / "run", settings, str(task / "ckpt"))
+    assert is_unfinished(task / "run", settings, str(task / "ckpt"))
     assert parse(**given).load == str(task / "ckpt")
     assert parse(**given | {"custom_rm_path": "w/maze.py:reward"}).load is None
 

@@ -25,9 +25,9 @@ def test_each_role_has_its_own_rates_and_optimizer(tmp_path):
         "{name: a, role: actor, overrides: {lr: 1e-6, weight_decay: 0.2}}",
         "{name: b, role: critic, args: {lr: 1e-5, clip_grad: 0.5, adam_beta2: 0.9, num_nodes: 1}}",
     )
-    assert (args.lr, args.weight_decay, args.critic_lr, args.critic_clip_grad) == (1e-6, 0.2, 1e-5, 0.5)
+    assert (args.lr, args.weight_decay, args.critic_lr, args.clip_grad) == (1e-6, 0.2, 1e-5, 1.0)
     critic = critic_settings(args)
-    assert (critic.lr, critic.weight_decay, critic.adam_beta2) == (1e-5, 0.2, 0.9)
+    assert (critic.lr, critic.weight_decay, critic.adam_beta2, critic.clip_grad) == (1e-5, 0.2, 0.9, 0.5)
     assert args.adam_beta2 != 0.9
     assert any("num_nodes in" in text and "processes of the policy" in text for text in args.warnings)
 
@@ -69,7 +69,9 @@ def test_what_a_role_cannot_have_is_refused_by_name(tmp_path, rows, said):
 
 
 def test_a_critic_is_refused_where_none_trains(tmp_path):
-    with pytest.raises(ValueError, match="settings of a critic, but there is no critic"):
+    with pytest.raises(
+        ValueError, match="settings of a critic, which trains only with --advantage-estimator ppo"
+    ):
         roles(tmp_path, "{role: critic, overrides: {lr: 0.1}}", estimator=())
 
 

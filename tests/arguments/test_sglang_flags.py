@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from argument_helpers import parse
 
-from slime.arguments.groups import engine, topology
+from slime.arguments.groups import topology
 from slime.arguments.passthrough import sglang_flags
+from slime.engines.sglang import rules
 
 TABLE = {
     "version": "9.9.9",
@@ -144,7 +145,7 @@ def test_a_router_policy_is_for_the_router_that_is_there(monkeypatch):
 
 def test_in_deterministic_mode_a_machine_without_gpus_is_told_what_sglang_cannot_do(python, monkeypatch):
     def warned(gpus, **more):
-        monkeypatch.setattr(engine, "visible_gpus", lambda: gpus)
+        monkeypatch.setattr(rules, "visible_gpus", lambda: gpus)
         given = {"rollout_engine": "sglang", "sglang_python": str(python), **more}
         return " ".join(parse(**given).warnings)
 

@@ -15,7 +15,7 @@ from argument_helpers import parse
             "--only-train-params-name-list and --freeze-params-name-list are both set.*keep one",
         ),
         ({"lora_rank": 8, "freeze_params_name_list": ["embed"]}, "--lora-rank trains adapters only"),
-        ({"lora_alpha": 16}, "--lora-alpha is 16.0, but no adapters are trained; add --lora-rank"),
+        ({"lora_alpha": 16}, "--lora-alpha is 16.0, but it has an effect only with --lora-rank"),
         (
             {"lora_rank": 8, "lora_sync": "adapter", "update_weight_transport": "distributed"},
             "--lora-sync adapter with --update-weight-transport distributed: adapters alone go in memory",

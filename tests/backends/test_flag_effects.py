@@ -43,9 +43,7 @@ def advantages(args, rollout_data):
 
 
 def policy(args, inputs):
-    losses = ("sapo_tau_pos", "sapo_tau_neg")
-    losses += ("clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio")
-    scale = knobs(args, "eps_clip", "eps_clip_high", "eps_clip_c", "kl_cov_coef", "dppo_delta", *losses)
+    scale = knobs(args, "eps_clip", "eps_clip_high", "eps_clip_c") + sum(args.policy_loss_args.values())
     return -(inputs.log_probs - inputs.old_log_probs) * inputs.advantages * scale, {}
 
 
@@ -91,14 +89,7 @@ VALUES = {
     "eps_clip": 0.02,
     "eps_clip_high": 0.01,
     "eps_clip_c": 1.02,
-    "sapo_tau_pos": 3.0,
-    "sapo_tau_neg": 4.0,
-    "clip_cov_ratio": 0.5,
-    "clip_cov_low": -0.1,
-    "clip_cov_high": 0.05,
-    "kl_cov_ratio": 0.5,
-    "kl_cov_coef": 9.0,
-    "dppo_delta": 1e-6,
+    "policy_loss_args": "sapo_tau_pos=3,sapo_tau_neg=4",
     "entropy_coef": 0.2,
     "kl_coef": 0.3,
     "use_kl_loss": True,
@@ -128,14 +119,10 @@ VALUES = {
     "use_stateless_adam": True,
     "critic_load": "FOLDER/other",
     "critic_lr": 0.5,
-    "critic_min_lr": 1e-3,
-    "critic_lr_decay_style": "linear",
     "critic_lr_warmup_iters": 2,
-    "critic_clip_grad": 1e-3,
     "value_clip": 1e-3,
     "num_critic_only_steps": 1,
     "use_opd": True,
-    "log_sft_entropy": True,
     "opd_type": "trainer",
     "opd_kl": "full",
     "opd_kl_coef": 0.2,
@@ -144,7 +131,6 @@ VALUES = {
     "dpo_beta": 0.7,
     "dpo_label_smoothing": 0.3,
     "overlong_buffer_len": 12,
-    "overlong_penalty_factor": 3.0,
     "custom_reward_post_process_path": "FOLDER/plugins.py:rewards",
 }
 # These act only when something goes wrong.
@@ -152,7 +138,6 @@ GUARDS = {
     "skip_on_policy_check",
     "logprob_diff_threshold",
     "nonfinite_action",
-    "check_for_nan_in_loss_and_grad",
 }
 # A recipe of supervised losses may say what holds for them anyway.
 SAID = {("sft", "compute_advantages_and_returns"), ("dpo", "compute_advantages_and_returns")}
@@ -168,7 +153,10 @@ RUNS = {
     **{name: {"advantage_estimator": name} for name in ESTIMATORS if "reinforce" not in name},
     **{name: {"advantage_estimator": name, "normalize_advantages": True} for name in WHITENED},
     **{f"loss {name}": {"policy_loss_type": name} for name in POLICY_LOSSES},
-    "loss clip_cov": {"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_low": -9.0},
+    "loss clip_cov": {
+        "policy_loss_type": "clip_cov",
+        "policy_loss_args": "clip_cov_ratio=0.2,clip_cov_low=-9",
+    },
     "constant": {"loss_reduction": "constant"},
     "kl loss": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"},
     "unbiased kl loss": {"use_kl_loss": True, "kl_loss_coef": 0.2, "use_unbiased_kl": True},
@@ -180,7 +168,6 @@ RUNS = {
     "engine's old policy": {"use_rollout_logprobs": True},
     "long": {"overlong_buffer_len": 12},
     "custom advantages": {"custom_advantage_function_path": "FOLDER/plugins.py:advantages"},
-    "ppo with decay": {"advantage_estimator": "ppo", "critic_lr_decay_style": "linear"},
     "ppo with kl": {"advantage_estimator": "ppo", "kl_coef": 0.1},
     "distillation": OPD,
     "sft": {"loss_type": "sft_loss", **PAIRS},

@@ -219,7 +219,7 @@ def test_moments_in_host_memory_give_the_same_bits(overlap, share, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
 def test_a_trainer_with_moments_in_host_memory_sleeps_wakes_and_resumes(model, tmp_path, dtype):
-    changes = dict(use_precision_aware_optimizer=True, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    changes = dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
     changes |= dict(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
     args = trainer_args(model, dtype="bfloat16", micro_batch_size=4, compile=False, **changes)
     samples = random_samples(2, 4)

@@ -44,7 +44,10 @@ VARIANTS = {
         use_tis=True, tis_batch_normalize=True, tis_level="sequence", micro_batch_size=2
     ),
     "tokens of high covariance": dict(
-        policy_loss_type="kl_cov", kl_cov_ratio=0.2, micro_batch_size=4, global_batch_size=8
+        policy_loss_type="kl_cov",
+        policy_loss_args={"kl_cov_ratio": 0.2},
+        micro_batch_size=4,
+        global_batch_size=8,
     ),
 }
 

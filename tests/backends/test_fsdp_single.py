@@ -49,7 +49,6 @@ SPLITS = {
     "one sample each": dict(micro_batch_size=1),
     "five samples each": dict(micro_batch_size=5),
     "all in one stream": dict(use_dynamic_batch_size=True, max_tokens_per_gpu=100000),
-    "kept logits": dict(logits_memory_gib=1.0),
     "by tokens, small chunks": dict(
         use_dynamic_batch_size=True, max_tokens_per_gpu=64, log_probs_chunk_size=3
     ),

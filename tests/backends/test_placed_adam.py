@@ -25,7 +25,7 @@ from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
 
 HOSTED = dict(optimizer_cpu_offload=True)
-SMALL = dict(use_precision_aware_optimizer=True, exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16")
+SMALL = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16")
 SETTINGS = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
 
 

@@ -151,12 +151,12 @@ def test_custom_conversion_replaces_everything_and_is_checked(tmp_path):
 
 def test_long_responses_lose_reward_before_the_comparison():
     long, short = sample(1.0, response=10), sample(1.0, response=2, index=1)
-    shaped = args(overlong_buffer_len=4, overlong_penalty_factor=0.5, rollout_max_response_len=10)
+    shaped = args(overlong_buffer_len=4, rollout_max_response_len=10)
     batch = samples_to_batch(shaped, [long, short])
     assert batch["raw_reward"] == [1.0, 1.0]
     assert batch["rewards"][0] < 0 < batch["rewards"][1]
     plain = samples_to_batch(shaped.replace(rewards_normalization=False), [long, short])
-    assert plain["rewards"] == [0.5, 1.0]
+    assert plain["rewards"] == [0.0, 1.0]
 
 
 def test_the_estimator_chooses_what_rewards_are_compared_with():

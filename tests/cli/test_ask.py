@@ -96,10 +96,10 @@ def test_a_run_that_has_ended_and_a_folder_that_is_none_are_named(folder, tmp_pa
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["puase"], "is no action; there are checkpoint, evaluate, pause"),
+        (["puase"], "is not an action; choose from checkpoint, evaluate, pause"),
         (["lr"], "--lr must be a number above 0"),
         (["lr", "nan"], "--lr must be a number above 0"),
-        (["lr", "fast"], "'fast' is no number"),
+        (["lr", "fast"], "'fast' is not a number"),
         (["pause", "3"], "it takes no value"),
         (["lr", "1", "2"], "unexpected '2'"),
     ],
@@ -121,7 +121,7 @@ def test_without_an_action_all_of_them_are_listed_and_what_was_asked(running, ca
     assert main(["ask", str(running)]) == 0
     printed = capsys.readouterr().out
     assert all(action.what in printed for action in ACTIONS.values())
-    assert "lr 1e-06, page: not answered yet" in printed
+    assert "lr 1e-06, page: no reply yet" in printed
 
 
 def test_the_command_is_in_the_help():

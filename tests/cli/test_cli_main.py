@@ -33,13 +33,13 @@ def test_help_lists_the_commands(capsys):
 
 def test_no_command_shows_the_help_and_fails(capsys):
     assert cli.main([]) == 2
-    assert "What do you want to do?" in capsys.readouterr().out
+    assert "Train language models with reinforcement learning" in capsys.readouterr().out
 
 
 def test_help_groups_commands_by_what_one_wants_and_passes_a_name_on(capsys):
     assert cli.main(["help"]) == 0
     shown = capsys.readouterr().out
-    assert shown.index("begin:") < shown.index("quickstart") < shown.index("train a model:")
+    assert shown.index("get started:") < shown.index("quickstart") < shown.index("train a model:")
     for name, command in cli.COMMANDS.items():
         assert command.hidden or f"  {name} " in shown
     with pytest.raises(SystemExit) as stop:

@@ -8,7 +8,7 @@ from loop_helpers import flags, make_world
 
 from slime.arguments import parse_args
 from slime.cli.main import main, render_help
-from slime.cluster.start import look
+from slime.cluster.start import check
 from slime.dashboard.run_folder import open_runs
 from slime.dashboard.server import Page
 from slime.utils.files.run_file import open_run_file, read_run
@@ -21,7 +21,7 @@ def world(tmp_path_factory):
 
 def messages(world, kind, **changes):
     args = parse_args(flags(world, "run", **changes))
-    return [str(finding) for finding in look(args, overlapped=False).of(kind)]
+    return [str(finding) for finding in check(args, overlapped=False).of(kind)]
 
 
 # -- names ---------------------------------------------------------------------------------------------------

@@ -56,16 +56,16 @@ def test_a_name_with_odd_characters_works_and_commands_can_be_copied(tmp_path, m
 def test_a_folder_that_is_there_is_left_alone(task, capsys):
     before = (task / "reward.py").read_text()
     assert main(["new", "mine"]) == 2
-    assert "is there already" in capsys.readouterr().err and (task / "reward.py").read_text() == before
+    assert "already exists" in capsys.readouterr().err and (task / "reward.py").read_text() == before
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["new", f"{tmp_path}/file/deep/x"]) == 2
-    why = f"{tmp_path}/file/deep/x cannot be made: {tmp_path}/file is a file; give another name."
+    why = f"{tmp_path}/file/deep/x cannot be created: {tmp_path}/file is a file; give another name."
     assert why in capsys.readouterr().err
     assert main(["new", f"{tmp_path}/{'x' * 300}"]) == 2
-    assert "x cannot be made: File name too long; give another name." in capsys.readouterr().err
+    assert "x cannot be created: File name too long; give another name." in capsys.readouterr().err
 
 
 def assert_told(lines: list[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from glossary import assert_in_glossary
 from patience import eventually
 
-from slime.cli.quickstart.presets import PRESETS
+from slime.cli.quickstart.two_runs import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,9 +1,7 @@
 """What a quick-start run left behind becomes numbers, tables, a plot and a summary."""
 
-import contextlib
 import io
 import json
-import signal
 import threading
 from dataclasses import replace
 
@@ -12,12 +10,9 @@ from rich.console import Console
 
 from slime.cli.quickstart.display import Screen, ShownPhase
 from slime.cli.quickstart.outcome import draw_plot, read_outcome, summarise, write_summary
-from slime.cli.quickstart.plot_ahead import plotting
-from slime.cli.quickstart.task_files import write_data
-from slime.cli.quickstart.tasks import SORT_DIGITS, Problem
+from slime.cli.quickstart.tasks import SORT_DIGITS, Problem, write_data
 from slime.cli.quickstart.two_runs import RECIPES
 from slime.record import Entry, RecordWriter
-from slime.utils.machine.warm_start import warm_starts
 from slime.utils.types import Sample
 
 QUESTIONS = [Problem("213>", "123"), Problem("312>", "123")]
@@ -107,22 +102,6 @@ def test_the_summary_holds_what_was_measured(run_dir, tmp_path):
 def test_the_plot_is_a_png(run_dir):
     draw_plot(read_outcome(run_dir, QUESTIONS), run_dir / "curve.png", title="test")
     assert (run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("where", ["forked", "here", "died"])
-def test_the_plot_is_the_same_whoever_draws_it(run_dir, where):
-    pytest.importorskip("matplotlib")
-    outcome = read_outcome(run_dir, QUESTIONS)
-    draw_plot(outcome, run_dir / "expected.png", title="test")
-    warm = contextlib.nullcontext() if where == "here" else warm_starts(["slime.cli.quickstart.plot_ahead"])
-    with warm, plotting() as plotter:
-        assert (plotter._child is None) == (where == "here")
-        if where == "died":
-            plotter._child.kill()
-            plotter._child.wait()
-        plotter.draw(outcome, run_dir / "curve.png", title="test")
-        assert where == "here" or plotter._child.poll() == (0 if where == "forked" else -signal.SIGKILL)
-    assert (run_dir / "curve.png").read_bytes() == (run_dir / "expected.png").read_bytes()
 
 
 def test_the_report_shows_numbers_answers_and_honest_words(run_dir):

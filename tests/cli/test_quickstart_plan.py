@@ -8,13 +8,13 @@ import pytest
 
 from slime.arguments import parse_args
 from slime.cli.quickstart import tiny
-from slime.cli.quickstart.presets import PRESETS, describe
-from slime.cli.quickstart.task_files import write_data
-from slime.cli.quickstart.tasks import SORT_DIGITS
+from slime.cli.quickstart.tasks import SORT_DIGITS, write_data
 from slime.cli.quickstart.two_runs import (
+    PRESETS,
     RECIPES,
     build_rl_argv,
     build_sft_argv,
+    describe,
     machine_flags,
     write_run_file,
 )

@@ -115,7 +115,7 @@ def test_where_training_repeats_no_prompt_evaluations_to_compare_are_named(tmp_p
 def test_a_count_that_is_none_is_refused(run_dir, capsys, word):
     with pytest.raises(SystemExit):
         main(["samples", run_dir, "--worst", word])
-    assert "is no number of answers" in capsys.readouterr().err
+    assert "is not a number of samples" in capsys.readouterr().err
 
 
 def test_texts_are_cut_to_lines():

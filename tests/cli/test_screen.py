@@ -12,7 +12,7 @@ from terminal import Window
 
 from slime.cli import panels, screen
 from slime.cli.screen import RunScreen
-from slime.observability import phases
+from slime.liveness import phases
 from slime.observability.advisories import Advisory
 from slime.observability.terminal.capture import log_to
 from slime.record import RecordWriter, group_entries
@@ -113,7 +113,7 @@ def test_a_run_on_a_terminal(tmp_path, monkeypatch, columns, rows):
     assert len(frames) > 12 and all(len(line) == columns for line in frames)
     for words in (
         "4 prompts x 2 samples = 8",
-        "nothing: the trained weights are gone",
+        "nothing: the trained weights are lost",
         "trainer rank: 1.50 GiB",
         "✓ engines",
         "first push",
@@ -122,7 +122,7 @@ def test_a_run_on_a_terminal(tmp_path, monkeypatch, columns, rows):
     [line] = [line for line in lines if line.startswith("train ")]
     assert "12/12" in line and "reward 0.917" in line and "▁" in line and "40 tok/s" in line
     assert "advice 90% of the answers were cut" in text
-    assert text.count("a warning of slime") == 3 and "more of these" in text
+    assert text.count("a warning of slime") == 3 and "further ones are in" in text
     assert "0 at the start, 0.9167 at the end" in text and "slime samples" in text and "not saved" in text
     assert 1 <= text.count("· reward 0 ·") <= 3 and "filtered: zero_std" in text
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_shown_does_not_end_the_run(tmp_path, monkeypatch):
         shown.look()
 
     shown, error = on_window(run_of(tmp_path), 80, 24, monkeypatch, act)
-    assert error is None and shown.written.count("the screen is not renewed") == 1
+    assert error is None and shown.written.count("The screen failed") == 1
 
 
 def test_half_a_line_of_metrics_is_passed_over(tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_half_a_line_of_metrics_is_passed_over(tmp_path, monkeypatch):
         shown.look()
 
     shown, error = on_window(run_of(tmp_path), 80, 24, monkeypatch, act)
-    assert error is None and "the screen is not renewed" not in shown.written
+    assert error is None and "The screen failed" not in shown.written
 
 
 def test_a_debugger_gets_the_terminal(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from slime.cli.inspect import status
 from slime.cli.main import main
-from slime.observability.wait_table import WaitRow, write_table
+from slime.liveness.wait_table import WaitRow, write_table
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.run_file import close_run_file, open_run_file
 
@@ -65,7 +65,7 @@ def test_how_it_ended(run_dir, capsys, error, words):
 
 
 def test_a_run_that_ends_during_a_look_is_not_lost(run_dir, capsys, monkeypatch):
-    lock, read = FolderLock(run_dir, "--run-dir"), status.read_run
+    lock, read = FolderLock(run_dir, "--run-dir"), status.need_run
 
     def read_and_end(folder):
         record = read(folder)
@@ -74,7 +74,7 @@ def test_a_run_that_ends_during_a_look_is_not_lost(run_dir, capsys, monkeypatch)
         return record
 
     with monkeypatch.context() as during:
-        during.setattr(status, "read_run", read_and_end)
+        during.setattr(status, "need_run", read_and_end)
         main(["status", str(run_dir)])
     main(["status", str(run_dir)])
     out = capsys.readouterr().out

@@ -198,7 +198,7 @@ def test_imbalance_is_that_of_drawn_loads():
         ("--virtual-pipeline-model-parallel-size 2", "needs --pipeline-model-parallel-size"),
         ("--sequence-parallel", "needs --tensor-model-parallel-size"),
         ("--actor-num-nodes 3 --tensor-model-parallel-size 3", "32 attention heads"),
-        ("--moe-load-max-over-mean 0.5", "at least the mean"),
+        ("--moe-load-max-over-mean 0.5", "use at least 1"),
     ],
 )
 def test_impossible_trainer_is_refused(folder, capsys, words, message):

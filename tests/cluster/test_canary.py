@@ -165,7 +165,7 @@ def test_an_engine_that_cannot_score_is_told_of_once(model, caplog):
     engines.score = lambda probe: {"engine-0": "HttpError: 400"}
     canary = make_canary(model, engines)
     assert canary.after_push(1) == canary.after_push(2) == {}
-    assert caplog.text.count("the canary does not hear engine-0") == 1
+    assert caplog.text.count("Canary: engine-0 did not score") == 1
 
 
 def test_where_the_push_left_no_engine_it_waits_for_the_next_that_serves(model, monkeypatch):

@@ -17,10 +17,10 @@ from slime.cluster.checkpoints.checkpoint import (
     rollout_state,
     stage_checkpoint,
     write_checkpoint,
+    write_state,
 )
 from slime.utils.errors import RunStopped
 from slime.utils.files.checksums import find_damage, record_files
-from slime.utils.files.plain_files import save_plain
 from slime.utils.files.step_folders import (
     Manifest,
     by_content,
@@ -45,7 +45,7 @@ def write(folder, rollout_id, state=None, trainer=trainer_files):
 
 def stage(folder, rollout_id):
     staged = stage_checkpoint(folder, Manifest(rollout_id, "run", rollout_id + 1), trainer_files, 0)
-    save_plain({}, staged.staging / ROLLOUT)
+    write_state({}, staged.staging / ROLLOUT)
     return staged, record_files(staged.staging, files_of_rank(staged.staging, 0, 1))
 
 
@@ -67,7 +67,8 @@ def test_arrays_in_the_rollout_state_come_back_and_other_objects_are_refused_whe
     found = rollout_state(write(tmp_path, 0, state))["buffer"][0]
     assert (found["pixels"] == pixels).all() and found["score"] == 2
     with pytest.raises(
-        ValueError, match=r"rollout.pt cannot hold a \w*Path at \['buffer'\]\[0\]\['metadata'\]\['file'\]"
+        ValueError,
+        match=r"rollout.msgpack cannot hold a \w*Path at \['buffer'\]\[0\]\['metadata'\]\['file'\]",
     ):
         write(tmp_path, 1, {"buffer": [{"metadata": {"file": Path("x")}}]})
 
@@ -236,7 +237,7 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path, content, why):
 
 def test_when_no_checkpoint_is_whole_all_are_named(tmp_path):
     for rollout_id in (0, 1):
-        flip(write(tmp_path, rollout_id).path / "rollout.pt")
+        flip(write(tmp_path, rollout_id).path / ROLLOUT)
     with pytest.raises(
         ValueError, match=r"no checkpoint that is whole:\n.*step_0000001 is damaged.*\n.*step_0000000 is"
     ):
@@ -266,9 +267,9 @@ def test_a_checkpoint_from_before_checksums_is_read_also_with_keys_that_are_not_
 
 @pytest.mark.parametrize("content", [None, b"", b"PK half", b"\x80\x05garbage"])
 def test_a_rollout_state_that_cannot_be_read_is_named_where_no_checksum_found_it(tmp_path, content):
-    path = write(tmp_path, 1).path / "rollout.pt"
+    path = write(tmp_path, 1).path / ROLLOUT
     path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"rollout\.pt cannot be read: it is missing, damaged or"):
+    with pytest.raises(ValueError, match=r"rollout\.msgpack cannot be read"):
         rollout_state(read_step(path.parent))
 
 

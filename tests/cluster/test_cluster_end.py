@@ -7,7 +7,7 @@ import pytest
 
 from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.closing import Closing
-from slime.cluster.start import _finish
+from slime.cluster.trainer import Trainer
 from slime.cluster.training.train_group import Ranks
 from slime.runtime.base import Ready
 
@@ -41,9 +41,10 @@ def run_of(part, tmp_path, staged=None):
         for step in (part.finish, part.dismiss, part.end):
             closing.add(step)
         yield
-        recovery = SimpleNamespace(run=lambda work, rollout_id: work(), is_on=False)
-        schedule, trainer = SimpleNamespace(num_rollout=4), SimpleNamespace(ranks=ranks)
-        _finish(SimpleNamespace(saver=saver, trainer=trainer, schedule=schedule, recovery=recovery))
+        recovery = SimpleNamespace(run=lambda rollout_id, work, **options: work(**options), is_on=False)
+        others = dict.fromkeys(("args", "run", "residency", "timeline", "replay", "weight_push"))
+        group = SimpleNamespace(ranks=ranks)
+        Trainer(**others, group=group, recovery=recovery, saver=saver).finish(3)
 
 
 STAGED = SimpleNamespace(rollout_id=3)

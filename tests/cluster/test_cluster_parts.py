@@ -7,9 +7,9 @@ import pytest
 
 from slime.arguments import RunInfo
 from slime.arguments.groups.topology import plain_topology
-from slime.cluster.cluster import _TRAIN_HEADLINE, _headline
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
 from slime.cluster.rollout_schedule import RolloutSchedule
+from slime.cluster.run_log import _TRAIN_HEADLINE, headline_of
 from slime.cluster.serving.engine_plane import _with_model_facts
 from slime.cluster.serving.served_model import ranks_on_engines
 from slime.runtime.base import Ready
@@ -197,7 +197,7 @@ class Recorder:
     def call_control(self, method, *args):
         return Ready(getattr(self, method.__name__)(*args))
 
-    def take_peak_memory(self):
+    def drain_peak_memory(self):
         return next(self._peaks, None)
 
     def release(self, tags):
@@ -256,7 +256,7 @@ def test_the_peak_of_each_phase_is_told_once():
     for phase in (GENERATE, TRAIN, SYNC):
         with residency.phase(phase):
             pass
-    assert residency.take_peaks() == {
+    assert residency.drain_peaks() == {
         "perf/peak_memory_rollout_gib": 90.0,
         "perf/peak_memory_offload_gib": 9.0,
         "perf/peak_memory_train_gib": 40.0,
@@ -264,7 +264,7 @@ def test_the_peak_of_each_phase_is_told_once():
     }
     with residency.phase(GENERATE):
         pass
-    assert residency.take_peaks() == {"perf/peak_memory_rollout_gib": 91.0}
+    assert residency.drain_peaks() == {"perf/peak_memory_rollout_gib": 91.0}
 
 
 def test_a_cpu_machine_reports_no_device_memory_and_is_asked_once():
@@ -273,7 +273,7 @@ def test_a_cpu_machine_reports_no_device_memory_and_is_asked_once():
     for phase in (TRAIN, SYNC):
         with residency.phase(phase):
             pass
-    assert residency.take_peaks() == {}
+    assert residency.drain_peaks() == {}
 
 
 def test_without_offload_nothing_moves():
@@ -284,9 +284,9 @@ def test_without_offload_nothing_moves():
     assert recorder.log == []
 
 
-def test_a_step_of_the_critic_alone_still_has_a_headline():
+def test_a_step_of_the_critic_alone_still_has_aheadline_of():
     critic_only = {"train/critic-value_loss": 0.25, "train/critic-lr-pg_0": 1e-3}
-    assert _headline(critic_only, _TRAIN_HEADLINE) == "critic-value_loss 0.25"
+    assert headline_of(critic_only, _TRAIN_HEADLINE) == "critic-value_loss 0.25"
 
 
 def test_sizes_of_a_model_that_transformers_does_not_know_are_read_from_its_config(tmp_path):

@@ -20,10 +20,11 @@ from slime.cluster.serving.engine_host import HostedEngine, host_engine
 from slime.cluster.serving.served_model import make_servers
 from slime.engines.engine_process import EngineStartError, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.liveness import waits
 from slime.runtime.base import WorkerSpec
 from slime.runtime.local import LocalRuntime
 from slime.runtime.placement import Machine, Placement, Slot, cores_each, plan_placement
-from slime.utils import http_utils, waits
+from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.run_identity import Run
@@ -279,5 +280,5 @@ def test_a_host_that_starts_no_process_within_the_deadline_is_named_with_the_fla
 
     plan = LaunchPlan("engine-0", lambda *_: [], {}, tmp_path / "log", 60.0, host="10.0.0.9")
     engine = HostedEngine(plan, lambda port: SlowHost(), answer_s=5.0)
-    with pytest.raises(EngineStartError, match=r"host 10.0.0.9 did not start a process within 5 s.*--host-t"):
+    with pytest.raises(EngineStartError, match=r"10.0.0.9 did not start a process within 5 s.*--timeouts"):
         engine.launch()

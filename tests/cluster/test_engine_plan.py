@@ -19,7 +19,7 @@ def plan_of(tmp_path, slot, run=None, **changes):
     base = {
         "rollout_engine": "sglang",
         "engine_threads": 1,
-        "engine_start_timeout_s": 10.0,
+        "timeouts": {"engine-start": 10.0},
         "engine_topology": plain_topology("org/model", 1, 1),
         "sglang_python": "/env/bin/python",
         "sglang_options": ("--mem-fraction-static", "0.5"),

@@ -9,9 +9,9 @@ from patience import PATIENCE_S
 
 from slime.arguments.groups.topology import plain_topology
 from slime.cluster.serving.served_model import ModelService
+from slime.liveness.waits import until
 from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.waits import until
 
 
 class Server:
@@ -55,14 +55,10 @@ def service(tmp_path):
         sglang_router_ip=None,
         sglang_router_port=None,
         router_middleware_paths=[],
-        no_engine_timeout_s=5.0,
-        engine_restart_limit=3,
-        engine_restart_window_s=600.0,
-        engine_silence_timeout_s=0.0,
+        timeouts={"no-engine": 5.0, "engine-silence": 0.0, "health-check": 5.0},
+        limits={},
         use_fault_tolerance=False,
-        rollout_health_check_timeout=5.0,
         rollout_health_check_first_wait=0.0,
-        rollout_health_check_failures=1,
         engine_topology=plain_topology("model", 5, 1),
         to_dict=dict,
     )

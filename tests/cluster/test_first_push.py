@@ -15,7 +15,7 @@ from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.loaded_weights import begins_as_served
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.utils.async_utils import run
-from slime.weight_sync import LiveReport, Parcel
+from slime.weight_sync import LiveReport, WeightBundle
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 
@@ -91,7 +91,7 @@ class World:
             pause_generation_mode="auto",
             check_weight_update_equal=False,
             weight_checksum_interval=0,
-            update_weight_timeout_s=60.0,
+            timeouts={"update-weight": 60.0},
         )
         self.fleet = EngineFleet(engines, WatchPolicy(3, 600.0))
         self.weights = EngineWeights(args, "slime-x", ((),) * len(engines), self.fleet)
@@ -107,7 +107,7 @@ class World:
         self._folder.mkdir(exist_ok=True)
         (self._folder / "weights.json").write_text(json.dumps(files))
         self.metrics = self.weights.receive(
-            Parcel(version, "disk", len(files), 4 * len(files), None, self._folder)
+            WeightBundle(version, "disk", len(files), 4 * len(files), None, self._folder)
         )
 
     @property

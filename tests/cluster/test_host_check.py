@@ -106,7 +106,7 @@ def test_the_local_runtime_writes_no_token(world, monkeypatch):
 def test_a_host_that_does_not_answer_is_named(world):
     class Silent(AnotherHost):
         def ask_others(self, question, needed):
-            return {"host1 (10.0.0.2)": TimeoutError("no answer within 5 s (--host-timeout-s)")}
+            return {"host1 (10.0.0.2)": TimeoutError("no answer within 5 s (--timeouts host)")}
 
     with pytest.raises(RunStopped, match=r"Host host1 \(10.0.0.2\) could not check .* no answer within 5 s"):
         check_hosts(settings(world), Silent(world, world), None)

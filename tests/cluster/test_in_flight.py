@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime.cluster.checkpoints.checkpoint import write_checkpoint
-from slime.cluster.checkpoints.in_flight import read_in_flight, tell_differences, write_in_flight
+from slime.cluster.checkpoints.in_flight import read_in_flight, report_differences, write_in_flight
 from slime.cluster.rollout_manager import Generated
 from slime.runtime.base import Ready
 from slime.utils.files.step_folders import Manifest, StepFolder
@@ -41,7 +41,7 @@ def test_the_batch_comes_back_bit_for_bit(tmp_path):
     assert all(map(torch.equal, found.batch["tokens"], BATCH["tokens"]))
     assert all(map(torch.equal, found.batch["rollout_log_probs"], BATCH["rollout_log_probs"]))
     assert found.batch["rewards"] == BATCH["rewards"] and found.batch["metadata"][1] is None
-    assert "in_flight.pt" in checkpoint.manifest.files, "with its checksum"
+    assert "in_flight.msgpack" in checkpoint.manifest.files, "with its checksum"
 
 
 def test_nothing_in_flight_leaves_nothing(tmp_path):
@@ -56,14 +56,14 @@ def test_a_rollout_that_fails_does_not_cost_the_checkpoint_of_the_one_before(tmp
 def test_a_batch_that_cannot_be_stored_is_named_and_left_out(tmp_path, caplog):
     foreign = Generated({**BATCH, "metadata": [{"env": SimpleNamespace()}, None]}, None, {}, 2)
     assert read_in_flight(checkpoint_with(tmp_path, Ready(foreign))) is None
-    assert "holds a SimpleNamespace at ['batch']['metadata'][0]['env']" in caplog.text
+    assert "cannot hold a SimpleNamespace at ['batch']['metadata'][0]['env']" in caplog.text
 
 
 def test_a_batch_of_another_rollout_is_refused(tmp_path):
     source = checkpoint_with(tmp_path / "a", Ready(GENERATED), rollout_id=3)
     target = checkpoint_with(tmp_path / "b", Ready(GENERATED), rollout_id=4)
-    (target.path / "in_flight.pt").write_bytes((source.path / "in_flight.pt").read_bytes())
-    with pytest.raises(ValueError, match=r"in_flight.pt is not of the rollout after"):
+    (target.path / "in_flight.msgpack").write_bytes((source.path / "in_flight.msgpack").read_bytes())
+    with pytest.raises(ValueError, match=r"in_flight.msgpack is not of the rollout after"):
         read_in_flight(target)
 
 
@@ -100,5 +100,5 @@ def test_what_a_resume_cannot_repeat_is_said(tmp_path, caplog, changes, batch, o
             **changes,
         }
     )
-    tell_differences(args, StepFolder(tmp_path, Manifest(4, "run", 5)), batch, overlapped=overlapped)
+    report_differences(args, StepFolder(tmp_path, Manifest(4, "run", 5)), batch, overlapped=overlapped)
     assert told in caplog.text if told else caplog.text == ""

@@ -5,9 +5,8 @@ import types
 from slime.cluster import run_requests
 from slime.cluster.driver_spans import Timeline
 from slime.cluster.run_requests import Requests
-from slime.observability import phases
+from slime.liveness import phases, waits
 from slime.record.actions import ActionRow
-from slime.utils import waits
 
 
 class Scripted(Requests):
@@ -40,11 +39,11 @@ def test_a_pause_is_one_wait_and_its_seconds_are_no_part_of_a_step(monkeypatch):
     monkeypatch.setattr(run_requests.time, "monotonic", lambda: clock[0])
     cluster = types.SimpleNamespace(
         timeline=Timeline(None),
-        recovery=types.SimpleNamespace(look=lambda rollout_id: None),
-        leave_out=left_out.append,
+        trainer=types.SimpleNamespace(check=lambda rollout_id: None),
+        log=types.SimpleNamespace(leave_out=left_out.append),
     )
     requests = Scripted([[row("pause")], [], [], [row("resume")]])
-    assert requests.take(cluster, 3, None, None) is None
+    assert requests.handle(cluster, 3, None, None) is None
     assert seen == [[("paused", 60)], [("paused", 120)], [("paused", 180)]]
     assert left_out == [180.0] and not phases.active()
     assert ended == sorted(set(ended))  # something ends at each look: a run that is paused does not hang

@@ -3,9 +3,9 @@
 import pytest
 from argument_helpers import parse
 
-from slime.cluster.restart.peer_copies import PeerCopies
-from slime.cluster.restart.redo import Deed, Redo, SafeState
-from slime.runtime.base import WorkerDied
+from slime.cluster.restart.replay import ReplayEntry, ReplayLog, SafeState
+from slime.cluster.restart.restore import PeerCopies
+from slime.utils.errors import WorkerDied
 from slime.utils.files.machine_copies import CopyPlace
 from slime.utils.machine import shm
 
@@ -30,26 +30,26 @@ class FakeRanks:
 
 def test_a_copy_counts_when_it_is_whole_and_the_one_before_stays_until_then():
     args, ranks, done = parse(peer_copies=1), FakeRanks(), []
-    redo = Redo(SafeState(args, None, -1))
-    copies = PeerCopies(args, "slime-1-x", ranks, redo)
+    replay = ReplayLog(SafeState(args, None, -1))
+    copies = PeerCopies(args, "slime-1-x", ranks, replay)
     for step in range(3):
-        redo.note(Deed(f"step {step + 1}", lambda step=step: done.append(step)))
+        replay.append(ReplayEntry(f"step {step + 1}", lambda step=step: done.append(step)))
         ranks.dies = step == 2
         if step < 2:
             copies.write(step)
     with pytest.raises(WorkerDied):
         copies.write(2)
     assert ranks.copied == [f"slime-1-x-state-{place}" for place in "aba"]
-    assert redo.safe.folder == shm.FOLDER / "slime-1-x-state-b" and redo.safe.rollout_id == 1
-    redo.run()
+    assert replay.safe.folder == shm.FOLDER / "slime-1-x-state-b" and replay.safe.rollout_id == 1
+    replay.run()
     assert done == [2], "one step is taken again"
-    assert redo.fall_back() is redo.safe and redo.safe.folder is None, "the other one was half written over"
-    redo.run()
+    assert replay.fall_back() is replay.safe and replay.safe.folder is None, "the other is half written"
+    replay.run()
     assert done == [2, 0, 1, 2]
 
 
 def test_they_are_made_every_so_many_steps():
-    copies = PeerCopies(parse(peer_copies=3), "slime-1-x", FakeRanks(), Redo(SafeState(None, None, -1)))
+    copies = PeerCopies(parse(peer_copies=3), "slime-1-x", FakeRanks(), ReplayLog(SafeState(None, None, -1)))
     assert [step for step in range(7) if copies.are_due(step)] == [2, 5]
 
 

@@ -2,108 +2,107 @@
 
 import pytest
 
-from slime.cluster.restart.batches import Batches
-from slime.cluster.restart.faults import cause_of
-from slime.cluster.restart.recovery import Recovery, _Budget
-from slime.cluster.restart.redo import Deed, Redo, SafeState, UnreadableState
+from slime.cluster.restart.recovery import Recovery, _Budget, cause_of
+from slime.cluster.restart.replay import KeptBatches, ReplayEntry, ReplayLog, SafeState, UnreadableState
 from slime.cluster.training.train_group import TrainerLost
-from slime.runtime.base import WorkerDied
-from slime.utils.errors import RunStopped
+from slime.utils.errors import RunStopped, WorkerDied
 
 
-def a_redo(done):
-    redo = Redo(SafeState(None, None, -1))
+def a_replay(done):
+    replay = ReplayLog(SafeState(None, None, -1))
 
-    def deed(name, **more):
-        return Deed(name, lambda: done.append(name), **more)
+    def entry(name, **more):
+        return ReplayEntry(name, lambda: done.append(name), **more)
 
-    return redo, deed
+    return replay, entry
 
 
 def test_everything_behind_the_safe_state_is_done_again_in_order():
     done = []
-    redo, deed = a_redo(done)
+    replay, entry = a_replay(done)
     for name in ("weights 1", "step 1", "weights 2"):
-        redo.note(deed(name))
-    redo.run()
-    redo.run()  # the trainer was lost once more
+        replay.append(entry(name))
+    replay.run()
+    replay.run()  # the trainer was lost once more
     assert done == ["weights 1", "step 1", "weights 2"] * 2
 
 
 def test_a_committed_state_covers_what_was_done_before_it_was_begun():
     done = []
-    redo, deed = a_redo(done)
-    redo.note(deed("step 1", setting=("lr", 0.1)))
-    redo.begin_save(SafeState(None, "folder", 0))
-    redo.note(deed("weights 2"))  # while ranks still write
-    redo.commit(0)
-    redo.run()
+    replay, entry = a_replay(done)
+    replay.append(entry("step 1", setting=("lr", 0.1)))
+    replay.begin_save(SafeState(None, "folder", 0))
+    replay.append(entry("weights 2"))  # while ranks still write
+    replay.commit(0)
+    replay.run()
     assert done == ["weights 2"]
-    assert (redo.safe.rollout_id, redo.safe.settings) == (0, {"lr": 0.1})
+    assert (replay.safe.rollout_id, replay.safe.settings) == (0, {"lr": 0.1})
 
 
 def test_a_checkpoint_that_was_being_written_is_written_again_at_its_place():
     done = []
-    redo, deed = a_redo(done)
-    redo.note(deed("step 1"))
+    replay, entry = a_replay(done)
+    replay.append(entry("step 1"))
 
     def save():
         done.append("save")
-        redo.begin_save(SafeState(None, "folder", 0))
-        redo.commit(0)
+        replay.begin_save(SafeState(None, "folder", 0))
+        replay.commit(0)
 
-    redo.begin_save(SafeState(None, "folder", 0))
-    redo.note(Deed("save", save, saves=0))
-    redo.note(deed("step 2"))
-    redo.run()
+    replay.begin_save(SafeState(None, "folder", 0))
+    replay.append(ReplayEntry("save", save, saves=0))
+    replay.append(entry("step 2"))
+    replay.run()
     assert done == ["step 1", "save", "step 2"]
-    redo.run()
+    replay.run()
     assert done[3:] == ["step 2"], "what the checkpoint covers is not done a third time"
 
 
 def copies_after_a_checkpoint(num_states=None):
     """The checkpoint of step 1, and copies of steps 2 and 3."""
     done = []
-    redo = Redo(SafeState(None, None, -1), num_states=num_states)
+    replay = ReplayLog(SafeState(None, None, -1), num_states=num_states)
     for step in range(4):
-        redo.note(Deed(f"step {step + 1}", lambda step=step: done.append(step), setting=("lr", step)))
+        replay.append(
+            ReplayEntry(f"step {step + 1}", lambda step=step: done.append(step), setting=("lr", step))
+        )
         if step < 3:
-            redo.begin_save(SafeState(None, f"folder {step}", step))
-            redo.commit(step, copied={} if step else None)
-    return redo, done
+            replay.begin_save(SafeState(None, f"folder {step}", step))
+            replay.commit(step, copied={} if step else None)
+    return replay, done
 
 
 def test_where_a_copy_cannot_be_read_the_one_before_it_and_then_the_checkpoint_are_taken():
-    redo, done = copies_after_a_checkpoint()
+    replay, done = copies_after_a_checkpoint()
     begun = []
     while True:
-        begun.append((redo.safe.rollout_id, redo.safe.settings["lr"]))
-        redo.run()
-        if redo.fall_back() is None:
+        begun.append((replay.safe.rollout_id, replay.safe.settings["lr"]))
+        replay.run()
+        if replay.fall_back() is None:
             break
     assert begun == [(2, 2), (1, 1), (0, 0)]
     assert done == [3, *(2, 3), *(1, 2, 3)]
-    assert redo.oldest.rollout_id == 0
+    assert replay.oldest.rollout_id == 0
 
 
 def test_where_batches_are_not_kept_two_states_are():
-    redo, done = copies_after_a_checkpoint(num_states=2)
-    assert (redo.oldest.rollout_id, redo.safe.rollout_id) == (1, 2)
-    assert redo.fall_back() is redo.oldest and redo.fall_back() is None
-    redo.run()
+    replay, done = copies_after_a_checkpoint(num_states=2)
+    assert (replay.oldest.rollout_id, replay.safe.rollout_id) == (1, 2)
+    assert replay.fall_back() is replay.oldest and replay.fall_back() is None
+    replay.run()
     assert done == [2, 3]
 
 
 def test_a_later_checkpoint_stands_for_all_states_before_it():
-    redo, done = copies_after_a_checkpoint()
-    redo.begin_save(SafeState(None, "folder 3", 3))
-    redo.commit(3)
-    redo.run()
-    assert done == [] and redo.fall_back() is None
+    replay, done = copies_after_a_checkpoint()
+    replay.begin_save(SafeState(None, "folder 3", 3))
+    replay.commit(3)
+    replay.run()
+    assert done == [] and replay.fall_back() is None
 
 
 def test_batches_in_memory_go_all_at_once_where_there_is_no_room():
-    batches = Batches(None, most_bytes=200)
+    batches = KeptBatches(None, most_bytes=200)
     batches.keep(0, {"tokens": [1]})
     assert batches.get(0) == {"tokens": [1]}
     batches.keep(1, {"tokens": list(range(1000))})
@@ -160,7 +159,7 @@ def test_an_error_is_a_fault_where_a_rank_is_gone_or_a_connection_broke():
 def a_recovery(ranks, limit=2):
     restored, told = [], []
     recovery = Recovery(
-        limit, ranks, FakeRuntime(), Redo(SafeState(None, None, -1)), restored.append, told.append
+        limit, ranks, FakeRuntime(), ReplayLog(SafeState(None, None, -1)), restored.append, told.append
     )
     return recovery, restored, told
 
@@ -179,12 +178,12 @@ def test_work_is_begun_again_once_the_ranks_are_replaced():
             raise answer
         return answer
 
-    assert recovery.run(work, 4) == 7
+    assert recovery.run(4, work) == 7
     assert len(restored) == 1 and (told[0].rollout_id, told[0].number) == (4, 1)
 
 
 def test_a_damaged_copy_is_named_and_the_state_before_it_restored(caplog):
-    redo, done = copies_after_a_checkpoint()
+    replay, done = copies_after_a_checkpoint()
     tried = []
 
     def restore(state):
@@ -193,24 +192,24 @@ def test_a_damaged_copy_is_named_and_the_state_before_it_restored(caplog):
             raise UnreadableState(f"folder {state.rollout_id} is damaged: a.distcp: 3 bytes instead of 5")
 
     ranks = FakeRanks(["trainer-0"])
-    recovery = Recovery(2, ranks, FakeRuntime(), redo, restore, lambda restart: None)
-    recovery.take_loss(WorkerDied("gone"), 4)
-    assert recovery.run(lambda: 7, 4) == 7
+    recovery = Recovery(2, ranks, FakeRuntime(), replay, restore, lambda restart: None)
+    recovery.handle_loss(WorkerDied("gone"), 4)
+    assert recovery.run(4, lambda: 7) == 7
     assert tried == [2, 1, 0] and done == [1, 2, 3]
     assert "its state after step 3 cannot be read (folder 2 is damaged: a.distcp: 3 bytes" in caplog.text
     assert "the trainer starts from its state after step 1 instead" in caplog.text
 
 
 def test_a_damaged_checkpoint_ends_the_run_with_its_name():
-    redo = Redo(SafeState(None, "folder", 3))
+    replay = ReplayLog(SafeState(None, "folder", 3))
 
     def restore(state):
         raise UnreadableState("ckpt/step_0000003 is damaged: trainer/a.distcp: its content has changed")
 
-    recovery = Recovery(2, FakeRanks(["trainer-0"]), FakeRuntime(), redo, restore, lambda restart: None)
-    recovery.take_loss(WorkerDied("gone"), 4)
+    recovery = Recovery(2, FakeRanks(["trainer-0"]), FakeRuntime(), replay, restore, lambda restart: None)
+    recovery.handle_loss(WorkerDied("gone"), 4)
     with pytest.raises(RunStopped, match=r"step_0000003 is damaged.*takes the checkpoint before it"):
-        recovery.run(lambda: 7, 4)
+        recovery.run(4, lambda: 7)
 
 
 def test_a_limit_of_zero_ends_the_run_with_the_first_loss():
@@ -221,7 +220,7 @@ def test_a_limit_of_zero_ends_the_run_with_the_first_loss():
         raise WorkerDied("trainer-0 was killed by signal 9")
 
     with pytest.raises(WorkerDied, match="trainer-0"):
-        recovery.run(work, 0)
+        recovery.run(0, work)
     assert not restored and not ranks.num_losses
 
 
@@ -230,6 +229,6 @@ def test_a_new_step_pays_for_earlier_losses():
     recovery, _, _ = a_recovery(ranks, limit=1)
     for step in range(3):
         ranks.gone, ranks.lost = ["trainer-0"], None
-        recovery.take_loss(WorkerDied("gone"), step)
-        recovery.trained(step)
+        recovery.handle_loss(WorkerDied("gone"), step)
+        recovery.note_trained(step)
     assert recovery.num_restarts == 3

@@ -7,7 +7,7 @@ from argument_helpers import parse
 from tiny_model import make_tiny_model
 
 from slime.cluster.checkpoints.checkpoint import write_checkpoint
-from slime.cluster.checkpoints.save_folder import look_at_folders
+from slime.cluster.checkpoints.save_folder import check_folders
 from slime.cluster.run_opening import close_run, open_run
 from slime.utils.files.run_file import read_run
 from slime.utils.files.step_folders import Manifest, find_step
@@ -79,7 +79,7 @@ def test_another_tokenizer_or_model_config_is_an_error_that_names_the_file(world
         resume(world, run_dir=world / folder)
     if folder == "run":
         args = settings(world, load=world / "save", dry_run=True)
-        assert [f for f in look_at_folders(args) if f"{name} has changed" in f.text], "a dry run says so too"
+        assert [f for f in check_folders(args) if f"{name} has changed" in f.text], "a dry run says so too"
     (world / "second").exists() and (world / "second").rmdir()
     assert sorted(world.rglob("*")) == before, "nothing was written"
     resume(world, run_dir=world / "third", finetune=True, save=world / "more")  # new run from these weights

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 from argument_helpers import parse
 
-from slime.batch.convert import in_lists
 from slime.cluster.checkpoints.run_ledger import (
     _SEE_FINISHED,
     find_resume,
@@ -18,9 +17,7 @@ from slime.cluster.checkpoints.run_ledger import (
 from slime.cluster.recording import Recording
 from slime.cluster.rollout_manager import Generated
 from slime.plugins import PLUGIN_POINTS
-from slime.record import plain_bytes
-from slime.record.plain_bytes import TensorRows
-from slime.utils.files.tensor_pickle import CutRows
+from slime.utils.codec import TensorRows, decode, encode
 from slime.utils.machine.run_identity import Run
 
 torch = pytest.importorskip("torch")
@@ -47,16 +44,15 @@ def first_start(folder, args, rollouts=3, cursor=True):
     recording.close()
 
 
-def test_rows_that_were_cut_from_one_tensor_come_back_also_where_one_was_replaced():
-    cut, changed = (CutRows(torch.arange(9), [2, 0, 3, 4]) for _ in range(2))
-    changed[2] = torch.tensor([7])
-    batch = {"tokens": cut, "versions": changed}
+def test_the_rows_of_a_batch_are_stored_as_one_buffer_and_not_changed_later():
+    batch = {"tokens": list(torch.arange(9).split([2, 0, 3, 4])), "names": ["a", "b"]}
     kept = plain_of(Generated(batch, {}, {}, 4))["batch"]
-    assert isinstance(kept["tokens"], TensorRows) and type(kept["versions"]) is list
-    found = plain_bytes.loads(plain_bytes.dumps(kept))
-    for key, rows in batch.items():
-        assert [row.tolist() for row in found[key]] == [row.tolist() for row in rows]
-    assert [type(rows) for rows in in_lists(batch).values()] == [list, list]
+    batch["tokens"][2] = torch.tensor([7])
+    batch["names"].append("c")
+    assert isinstance(kept["tokens"], TensorRows)
+    found = decode(encode(kept))
+    assert [row.tolist() for row in found["tokens"]] == [[0, 1], [], [2, 3, 4], [5, 6, 7, 8]]
+    assert found["names"] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

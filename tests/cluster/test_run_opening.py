@@ -54,7 +54,7 @@ def test_a_new_run_in_a_used_folder_is_refused_and_changes_nothing(tmp_path):
     first = start(folder, lr=0.25, **saving)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(
-        FolderTaken, match=f"--run-dir .* belongs to run {first.run_id}, .*finished.*another folder, or go on"
+        FolderTaken, match=f"--run-dir .* belongs to run {first.run_id}, .*finished.*another folder, or "
     ):
         start(folder, lr=0.5, **saving)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -62,7 +62,7 @@ def test_a_new_run_in_a_used_folder_is_refused_and_changes_nothing(tmp_path):
 
 def test_nobody_is_sent_to_checkpoints_that_a_run_never_wrote(tmp_path):
     start(tmp_path, error=KeyboardInterrupt())
-    with pytest.raises(FolderTaken, match="That run had no --save: there is nothing to go on from"):
+    with pytest.raises(FolderTaken, match="That run had no --save: there is nothing to resume from"):
         start(tmp_path)
 
 
@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path, caplog):
     start(tmp_path / "run", **flags, lr=0.25)
     assert "other settings" not in caplog.text
     start(tmp_path / "run", **flags, lr=0.5)
-    assert "this run goes on with other settings than before: lr 0.25 -> 0.5" in caplog.text
+    assert "This run resumes with changed settings: lr 0.25 -> 0.5" in caplog.text
 
 
 def test_weights_of_two_starts_never_have_one_version(tmp_path):
@@ -301,7 +301,7 @@ def test_the_same_command_goes_on_with_a_run_that_did_not_finish(tmp_path):
     assert (second.run_id, second.num_starts) == (first.run_id, 2)
     with pytest.raises(FolderTaken, match="belongs to run"):
         start(folder, **{**flags, "lr": 0.5})
-    with pytest.raises(FolderTaken, match=r"because its settings were others: --lr 0\.5 \(was 0\.25\)\."):
+    with pytest.raises(FolderTaken, match=r"because its settings differ: --lr 0\.5 \(was 0\.25\)\."):
         refuse_taken(parse(run_dir=str(folder), **{**flags, "lr": 0.5}))
     third = start(folder, **flags)
     assert third.num_starts == 3

@@ -17,8 +17,8 @@ from small_disk import mounted
 
 from slime.cluster.checkpoints.checkpoint import write_checkpoint
 from slime.cluster.checkpoints.save_folder import (
+    check_folders,
     disk_error,
-    look_at_folders,
     naming_disk_errors,
     naming_full_disks,
     open_model_folder,
@@ -352,7 +352,7 @@ def test_a_look_names_every_folder_that_a_run_would_not_get_and_writes_nothing(t
         args.to_dict = lambda hide_secrets: {}
         args.save = None if save is None else str(tmp_path / save)
         vars(args).update(changes)
-        return "\n".join(map(str, look_at_folders(args)))
+        return "\n".join(map(str, check_folders(args)))
 
     assert told(save="mine") == told(save="new", load=str(tmp_path / "new")) == ""
     assert "holds no checkpoint: nothing is resumed" in told(save="mine", load=str(tmp_path / "mine"))

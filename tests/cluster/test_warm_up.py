@@ -12,7 +12,7 @@ from patience import LONG_S
 
 from slime.arguments import default_args
 from slime.backends.shared.host_memory import BLOCK_BYTES
-from slime.cluster import start
+from slime.cluster import parts
 from slime.cluster.training import warm_up
 from slime.runtime.base import Ready
 
@@ -216,7 +216,7 @@ def test_a_colocated_trainer_warms_up_while_engines_start():
             function(self)
 
     room = types.SimpleNamespace(make_room=lambda: order.append("room"))
-    found = start._load_both(
+    found = parts._load_both(
         types.SimpleNamespace(colocate=True),
         (Ready(None), Rollout()),
         1,

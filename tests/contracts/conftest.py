@@ -14,7 +14,7 @@ from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 
 TOKEN = "a-secret-of-this-suite"  # the engines that are started here ask for it, as they do beyond loopback
 
@@ -93,7 +93,7 @@ def sglang_pair(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet, En
         pause_generation_mode="auto",
         check_weight_update_equal=False,
         weight_checksum_interval=1,
-        update_weight_timeout_s=60.0,
+        timeouts={"update-weight": 60.0},
     )
     fleet = EngineFleet([EngineServer(plan) for plan in plans], WatchPolicy(8, 3600.0))
     weights = EngineWeights(args, shm.make_prefix(), ((), ()), fleet)

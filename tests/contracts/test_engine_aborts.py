@@ -60,7 +60,7 @@ def test_an_abort_by_id_ends_that_request_alone_where_ids_could_be_taken_for_a_b
 
 @pytest.mark.parametrize("body", [{"rid": "", "prefix": True}, {"prefix": True}, {"rid": "a", "prefix": 1}])
 def test_an_abort_that_could_mean_everything_is_refused(engine, body):
-    engine.need(engine.can.dialect.aborts_by_prefix and engine.can.dialect.strict, "aborts of a scope")
+    engine.need(engine.can.dialect.aborts_by_prefix and engine.is_strict, "aborts of a scope")
     with pytest.raises(http_utils.HttpError) as refused:
         run(http_utils.post(f"{engine.url}/abort_request", body, max_retries=0))
     assert refused.value.status == 400

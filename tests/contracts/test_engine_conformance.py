@@ -43,7 +43,7 @@ def test_log_probs_under_filters_are_still_those_of_the_full_distribution(engine
 def test_an_engine_that_can_tells_what_each_token_was_drawn_from(engine, old_model, stream):
     import torch
 
-    engine.need(engine.can.dialect.tells_nucleus, "to tell what it draws from")
+    engine.need(engine.can.dialect.reports_nucleus, "to tell what it draws from")
     sampling = dict(
         temperature=0.8, top_p=0.7, top_k=60, min_p=0.01, max_new_tokens=40, ignore_eos=True, sampling_seed=3
     )
@@ -194,7 +194,7 @@ def test_min_new_tokens_holds_a_stop_token_back(engine):
 
 
 def test_max_new_tokens_is_clamped_to_the_context_or_refused(engine):
-    if not engine.can.dialect.clamps_length:
+    if not engine.is_strict:
         with pytest.raises(HttpError, match="context") as error:
             engine.generate(LONG_PROMPT, max_new_tokens=100_000, ignore_eos=True)
         assert error.value.status == 400
@@ -427,7 +427,7 @@ def test_a_request_whose_connection_broke_is_sent_again_under_its_id(engine, old
 
 
 def test_a_client_that_hangs_up_frees_its_blocks(engine):
-    engine.need(engine.can.dialect.frees_at_hang_up, "to notice at once that a client hung up")
+    engine.need(engine.is_strict, "to notice at once that a client hung up")
 
     async def hang_up():
         before = (await engine.control.info()).raw["num_generated_tokens"]

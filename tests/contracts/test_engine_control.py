@@ -174,7 +174,7 @@ def test_a_push_that_does_not_fit_the_model_is_refused_whole(engine, old_model, 
 def test_a_bad_checkpoint_folder_is_refused_and_the_old_version_serves_on(engine, old_model, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a checkpoint")
     # The first one is a file that cannot be read: engines that are not strict may end over it.
-    for folder in (*([tmp_path] if engine.can.dialect.strict else []), tmp_path / "nowhere"):
+    for folder in (*([tmp_path] if engine.is_strict else []), tmp_path / "nowhere"):
         with pytest.raises(HttpError) as error:
             run(engine.control.update_from_disk(str(folder), "run:1"))
         assert error.value.status == 400
@@ -246,7 +246,7 @@ def test_a_request_in_flight_survives_release_and_resume(engine):
 
 
 def test_health_probes_answer_also_while_paused(engine):
-    engine.need(engine.can.dialect.probes_while_paused, "probes while paused")
+    engine.need(engine.is_strict, "probes while paused")
     assert run(engine.control.healthy())
     run(engine.control.pause("in_place"))
     assert run(engine.control.healthy())
@@ -314,7 +314,7 @@ REFUSED_BY_ALL = ("prompt as long as the context", "unknown sampling field", "ba
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_a_bad_request_is_a_400_that_names_it_and_the_engine_lives(engine, name):
     if name not in REFUSED_BY_ALL:
-        engine.need(engine.can.dialect.strict, "to refuse every bad request")
+        engine.need(engine.is_strict, "to refuse every bad request")
     payload, word = BAD_REQUESTS[name]
     with pytest.raises(HttpError) as error:
         engine.post("generate", payload)
@@ -336,14 +336,14 @@ def test_a_bad_request_is_a_400_that_names_it_and_the_engine_lives(engine, name)
     ],
 )
 def test_a_bad_control_call_is_a_400(engine, endpoint, payload):
-    engine.need(engine.can.dialect.strict, "to refuse every bad call")
+    engine.need(engine.is_strict, "to refuse every bad call")
     with pytest.raises(HttpError) as error:
         engine.post(endpoint, payload)
     assert error.value.status == 400
 
 
 def test_a_body_that_is_not_json_is_a_400(engine):
-    engine.need(engine.can.dialect.strict, "to refuse every bad request")
+    engine.need(engine.is_strict, "to refuse every bad request")
 
     async def send():
         url = f"{engine.url}/generate"

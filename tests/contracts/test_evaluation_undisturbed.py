@@ -27,7 +27,7 @@ from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 from slime.utils.types import Sample
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
@@ -49,7 +49,7 @@ def embedded_fleet(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet,
             pause_generation_mode="auto",
             check_weight_update_equal=False,
             weight_checksum_interval=1,
-            update_weight_timeout_s=60.0,
+            timeouts={"update-weight": 60.0},
         ),
         prefix,
         ((),),

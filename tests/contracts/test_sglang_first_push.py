@@ -20,7 +20,7 @@ def first(sglang_pair, tiny_folder, monkeypatch):
     """(fleet, its weights, who was evicted and why): as if nothing had been pushed yet; nobody is killed."""
     fleet, weights = sglang_pair
     evicted: dict[str, str] = {}
-    for name, value in (("_num_pushes", 0), ("parcel", None)):
+    for name, value in (("_num_pushes", 0), ("bundle", None)):
         monkeypatch.setattr(weights, name, value)
     monkeypatch.setattr(fleet, "evict", lambda url, cause: evicted.setdefault(url, str(cause)))
     for url in fleet.urls:
@@ -51,7 +51,7 @@ def loads(monkeypatch):
     return folders
 
 
-def parcel_of(options, weights: dict[str, torch.Tensor]):
+def bundle_of(options, weights: dict[str, torch.Tensor]):
     sender = transport_of("http_tensor").make_sender(options)
     items = list(weights.items())
     for bucket in (items[: len(items) // 2], items[len(items) // 2 :]):
@@ -65,11 +65,11 @@ def assert_serves(url: str, model, folder) -> None:
     assert largest_difference(made.log_probs, plain_log_probs(model, PROMPT, made.ids)) < 1e-4
 
 
-def test_a_parcel_restores_all_that_was_overwritten(first, options, old_model, tiny_folder, loads):
+def test_a_bundle_restores_all_that_was_overwritten(first, options, old_model, tiny_folder, loads):
     fleet, weights, evicted = first
     weights.note_loaded()
-    sender, parcel = parcel_of(options, old_model.state_dict())
-    assert weights.receive(parcel)["perf/engines_evicted"] == 0 and evicted == {} and loads == []
+    sender, bundle = bundle_of(options, old_model.state_dict())
+    assert weights.receive(bundle)["perf/engines_evicted"] == 0 and evicted == {} and loads == []
     for url in fleet.urls:
         assert_serves(url, old_model, tiny_folder)
     sender.close()
@@ -87,8 +87,8 @@ def test_a_live_push_restores_all_that_was_overwritten(first, options, old_model
     live.open("run:1", targets)
     live.send(list(old_model.state_dict().items()))
     weights.finish_live("run:1", targets, live.finish())
-    sender, parcel = parcel_of(options, old_model.state_dict())
-    assert weights.receive(parcel)["perf/engines_evicted"] == 0 and evicted == {} and loads == []
+    sender, bundle = bundle_of(options, old_model.state_dict())
+    assert weights.receive(bundle)["perf/engines_evicted"] == 0 and evicted == {} and loads == []
     for url in fleet.urls:
         assert_serves(url, old_model, tiny_folder)
     sender.close()
@@ -96,7 +96,7 @@ def test_a_live_push_restores_all_that_was_overwritten(first, options, old_model
 
 
 @pytest.mark.parametrize("fault", ["wrong", "missing", "part of a fused one missing"])
-def test_a_parcel_with_a_fault_is_noticed_and_the_tensor_named(first, options, old_model, loads, fault):
+def test_a_bundle_with_a_fault_is_noticed_and_the_tensor_named(first, options, old_model, loads, fault):
     fleet, weights, evicted = first
     weights.note_loaded()
     sent = dict(old_model.state_dict())
@@ -110,8 +110,8 @@ def test_a_parcel_with_a_fault_is_noticed_and_the_tensor_named(first, options, o
     if fault == "part of a fused one missing":
         del sent[next(name for name in sent if name.endswith("layers.1.self_attn.v_proj.weight"))]
         held = "0:model.layers.1.self_attn.qkv_proj.weight"
-    sender, parcel = parcel_of(options, sent)
-    weights.receive(parcel)
+    sender, bundle = bundle_of(options, sent)
+    weights.receive(bundle)
     assert set(evicted) == set(fleet.urls) and all(held in why for why in evicted.values())
     sender.close()
 
@@ -119,8 +119,8 @@ def test_a_parcel_with_a_fault_is_noticed_and_the_tensor_named(first, options, o
 def test_a_trainer_with_other_weights_is_compared_with_files(first, options, new_model, new_folder, loads):
     """As after a checkpoint: nothing is noted, nothing overwritten."""
     fleet, weights, evicted = first
-    sender, parcel = parcel_of(options, new_model.state_dict())
-    assert weights.receive(parcel)["perf/engines_evicted"] == 0 and evicted == {} and len(loads) == 1
+    sender, bundle = bundle_of(options, new_model.state_dict())
+    assert weights.receive(bundle)["perf/engines_evicted"] == 0 and evicted == {} and len(loads) == 1
     for url in fleet.urls:
         assert_serves(url, new_model, new_folder)
     sender.close()

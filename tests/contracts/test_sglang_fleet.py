@@ -15,11 +15,11 @@ from stage_ranks import StageRanks
 from slime.engines.balancer import Balancer
 from slime.engines.engine_process import LaunchPlan
 from slime.engines.sglang.router import SGLangRouter, router_command
+from slime.liveness.waits import until
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.types import Sample, flatten_samples
-from slime.utils.waits import until
 from slime.weight_sync import LiveReport, transport_of
 from slime.weight_sync.base import DeltaOptions, SenderOptions
 from slime.weight_sync.delta.transport import DELTA
@@ -56,7 +56,7 @@ def halves(model):
     return items[: len(items) // 2], items[len(items) // 2 :]
 
 
-def make_parcel(transport: str, options, model, version: str):
+def make_bundle(transport: str, options, model, version: str):
     sender = transport_of(transport).make_sender(options)
     for bucket in halves(model):
         sender.send(bucket)
@@ -75,12 +75,12 @@ def assert_all_hold(engines, model, folder, version: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["http_tensor", "disk"])
-def test_a_parcel_brings_both_servers_to_the_trainer_s_weights(
+def test_a_bundle_brings_both_servers_to_the_trainer_s_weights(
     servers, options, new_model, new_folder, transport
 ):
     _, weights, engines = servers
-    sender, parcel = make_parcel(transport, options, new_model, f"run:{transport}")
-    metrics = weights.receive(parcel)
+    sender, bundle = make_bundle(transport, options, new_model, f"run:{transport}")
+    metrics = weights.receive(bundle)
     assert metrics["perf/engines_evicted"] == 0
     assert_all_hold(engines, new_model, new_folder, f"run:{transport}")
     sender.close()
@@ -98,9 +98,9 @@ def test_deltas_bring_both_servers_to_the_trainer_s_weights_and_one_that_was_kil
     for i, (model, folder) in enumerate(pushes, 1):
         for bucket in halves(model):
             sender.send(bucket)
-        parcel = sender.finish(f"run:{i}")
-        routes.append("perf/update_weights_density" in parcel.metrics)
-        assert weights.receive(parcel)["perf/engines_evicted"] == 0
+        bundle = sender.finish(f"run:{i}")
+        routes.append("perf/update_weights_density" in bundle.metrics)
+        assert weights.receive(bundle)["perf/engines_evicted"] == 0
         assert_all_hold(engines, model, folder, f"run:{i}")
     assert routes == [False, True, True]
     restarts = fleet.num_restarts
@@ -126,8 +126,8 @@ def test_a_process_group_brings_both_servers_to_the_trainer_s_weights(
         assert report.failures == {} and report.num_tensors == len(model.state_dict())
         weights.finish_live(version, targets, report)
         assert_all_hold(engines, model, folder, version)
-        sender, parcel = make_parcel("disk", options, model, version)
-        weights.receive(parcel)
+        sender, bundle = make_bundle("disk", options, model, version)
+        weights.receive(bundle)
         sender.close()
     live.close()
 
@@ -151,8 +151,8 @@ def test_two_stages_with_a_group_each_bring_both_servers_to_the_trainer_s_weight
         weights.finish_live(
             version, targets, LiveReport(answer["num_tensors"], answer["nbytes"], answer["failures"])
         )
-        sender, parcel = make_parcel("disk", options, model, version)
-        weights.receive(parcel)
+        sender, bundle = make_bundle("disk", options, model, version)
+        weights.receive(bundle)
         until(lambda: all(map(fleet.is_alive, fleet.urls)), "both servers", 600.0)
         assert_all_hold(engines, model, folder, version)
         sender.close()
@@ -172,7 +172,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_token_is_wh
     servers, options, old_model, new_model
 ):
     _, weights, engines = servers
-    sender, parcel = make_parcel("http_tensor", options, new_model, "run:1")
+    sender, bundle = make_bundle("http_tensor", options, new_model, "run:1")
 
     async def start():
         tasks = [
@@ -186,7 +186,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_token_is_wh
 
     def push():
         tasks = run(start())
-        weights.receive(parcel)
+        weights.receive(bundle)
         made = run(finish(tasks))
         met(all(len(one.spans) > 1 for one in made))
         return made
@@ -263,10 +263,10 @@ def test_an_engine_without_versions_per_token_is_pushed_to_by_abort_and_resubmis
         weights._members[url] = dataclasses.replace(weights._members[url], info=silent)
     args = rollout_args(tmp_path, balancer, fleet.urls)
     source = make_source(args)
-    sender, parcel = make_parcel("http_tensor", options, new_model, "run:1")
+    sender, bundle = make_bundle("http_tensor", options, new_model, "run:1")
     thread, results = in_thread(lambda: generate_rollout(args, 0, source))
     wait_for_requests(fleet.urls)
-    weights.receive(parcel)
+    weights.receive(bundle)
     thread.join(300)
     weights._members.clear()
     samples = flatten_samples(results[0].samples)
@@ -285,8 +285,8 @@ def test_a_server_killed_under_load_loses_no_sample_and_comes_back_with_the_curr
     servers, options, front, new_model, tmp_path
 ):
     fleet, weights, engines = servers
-    sender, parcel = make_parcel("http_tensor", options, new_model, "run:7")
-    weights.receive(parcel)
+    sender, bundle = make_bundle("http_tensor", options, new_model, "run:7")
+    weights.receive(bundle)
     args = rollout_args(tmp_path, front, fleet.urls, "--rollout-batch-size", "16")
     source = make_source(args)
     restarts = fleet.num_restarts

@@ -11,7 +11,7 @@ from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
 from slime.weight_sync.verify import reload_and_compare
@@ -65,14 +65,14 @@ def test_a_push_reaches_both_shares(server, tiny_folder, new_folder, new_model, 
     items = list(new_model.state_dict().items())
     for bucket in (items[: len(items) // 2], items[len(items) // 2 :]):
         sender.send(bucket)
-    parcel = sender.finish(f"run:{name}")
+    bundle = sender.finish(f"run:{name}")
     info = run(server.control.info())
     assert info.num_ranks == 2
     before = run(server.control.checksums())
     assert {key.partition(":")[0] for key in before} == {"0", "1"}
     run(server.control.pause("retract"))
     run(server.control.flush())
-    run(transport.deliver(parcel, server.control, info))
+    run(transport.deliver(bundle, server.control, info))
     run(server.control.resume())
     made = server.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
     assert made.weight_version == f"run:{name}"
@@ -90,7 +90,7 @@ def test_a_push_restores_both_shares_after_they_were_overwritten(server, tiny_fo
     )
     sender = transport.make_sender(options)
     sender.send(list(old_model.state_dict().items()))
-    parcel, info = sender.finish("run:1"), run(server.control.info())
+    bundle, info = sender.finish("run:1"), run(server.control.info())
     assert info.can_be_overwritten
     loaded = run(server.control.checksums())
     run(server.control.pause("retract"))
@@ -98,7 +98,7 @@ def test_a_push_restores_both_shares_after_they_were_overwritten(server, tiny_fo
     run(server.control.flush())
     noise = run(server.control.checksums())
     assert all(noise[name] != value for name, value in loaded.items())
-    run(transport.deliver(parcel, server.control, info))
+    run(transport.deliver(bundle, server.control, info))
     assert run(server.control.checksums()) == loaded
     run(server.control.resume())
     made = server.generate(PROMPT, max_new_tokens=30, ignore_eos=True)

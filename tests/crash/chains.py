@@ -61,7 +61,7 @@ MODES = {
         "script": "train_async.py",
         "rollout_engine": "sglang",
         "rollout_router": "sglang",
-        "engine_start_timeout_s": 900,
+        "timeouts": "engine-start=900",
     },
 }
 ALWAYS = list(MODES)[:3]
@@ -121,7 +121,7 @@ def settings(world: Path, run: str, mode: str, num_rollout: int) -> tuple[str, l
         "save_interval": 2,
         "eval_interval": 2,
         "eval_prompt_data": ["held", world / "eval.jsonl"],
-        "engine_restart_limit": 50,
+        "limits": "engine-restarts=50",
         "skip_preflight": ["reward", "lengths", "machine"],
     }
     return script, flags(world, run, **more, **values)

@@ -95,7 +95,7 @@ def test_a_page_that_dies_before_its_run_is_told_of(tmp_path, capfd):
             eventually(lambda: "http" in capfd.readouterr().out)
             [page] = [p for p in psutil.Process().children() if str(tmp_path / "run") in cmdline(p)]
             page.kill()
-            eventually(lambda: "was killed by signal 9; the run goes on" in capfd.readouterr().out)
+            eventually(lambda: "was killed by signal 9; the run continues" in capfd.readouterr().out)
     finally:
         lock.release()
 

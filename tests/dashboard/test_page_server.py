@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 from page_world import HOSTILE, make_run, serving
 
-from slime.observability.wait_table import WaitRow, write_table
+from slime.liveness.wait_table import WaitRow, write_table
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.run_file import add_restart
 

@@ -70,7 +70,7 @@ def test_steps_that_are_not_there_and_addresses_that_are_none_are_told(tmp_path,
     for steps in ("5-1", "9" * 30):
         with pytest.raises(SystemExit):
             main(["trace", run, "--steps", steps])
-        assert f"'{steps}' holds no step" in capsys.readouterr().err
+        assert f"'{steps}' contains no step" in capsys.readouterr().err
     assert main(["trace", run, "--steps", "7"]) == 2
     assert "has no spans of these steps" in capsys.readouterr().err
     assert main(["trace", run, "--otlp", "nonsense"]) == 1

@@ -170,9 +170,9 @@ def test_a_span_takes_the_words_of_plug_ins():
 
     assert call(traced) == 0
     old("slime.utils.trace_utils.trace_next_attempt")(traced, attrs={"why": "aborted"})
-    events = traced.trace["events"]
-    assert [event["name"] for event in events] == ["tool", "tool", "call", "call", "attempt_start"]
-    assert events[1]["attrs"] == {"b": 2, "c": 3} and events[-1]["attempt"] == 1
+    spans = traced.trace["spans"]
+    assert [span["name"] for span in spans] == ["tool", "call", "attempt_start"]
+    assert spans[0]["about"] == {"a": 1, "b": 2, "c": 3} and spans[-1]["about"]["attempt"] == 1
 
 
 # -- losses

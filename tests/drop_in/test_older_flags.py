@@ -170,7 +170,7 @@ def test_other_flags_that_are_ignored_stay_errors():
 def test_a_run_that_resumes_by_itself_does_not_go_back_to_a_step_of_no_effect(tmp_path, monkeypatch):
     from slime.arguments.groups import run
 
-    monkeypatch.setattr(run, "goes_on_with", lambda *given: True)
+    monkeypatch.setattr(run, "is_unfinished", lambda *given: True)
     args = parse("--ckpt-step", "7", save=str(tmp_path / "out"), run_dir=str(tmp_path / "run"))
     assert (args.load, args.ckpt_step) == (str(tmp_path / "out"), None)
 

@@ -202,7 +202,7 @@ def test_a_reward_that_raises_is_retried_then_stops_the_run_with_cause_and_count
     ended = end(
         "raises",
         **rollout_only(
-            custom_rm_path=f"{world}/bad_plugins.py:raises", reward_failure_limit=3, reward_retries=1
+            custom_rm_path=f"{world}/bad_plugins.py:raises", limits="reward-failures=3,reward-retries=1"
         ),
         save=world / "raises-ckpt",
         save_interval=1,
@@ -213,7 +213,7 @@ def test_a_reward_that_raises_is_retried_then_stops_the_run_with_cause_and_count
         "3 sample(s) in a row got no reward",
         "ConnectionError: judge.example is down",
         f"{world}/bad_plugins.py:{line_of('judge.example')} in raises",
-        "--reward-failure-limit 3",
+        "--limits reward-failures=3",
         code=1,
     )
     assert "Traceback" in (world / "raises" / "error.txt").read_text()
@@ -226,7 +226,7 @@ def test_a_reward_of_nan_never_becomes_a_number(world, end):
         "nan",
         skip_preflight="reward",
         **rollout_only(
-            custom_rm_path=f"{world}/bad_plugins.py:nan", reward_failure_limit=2, reward_retries=0
+            custom_rm_path=f"{world}/bad_plugins.py:nan", limits="reward-failures=2,reward-retries=0"
         ),
     )
     assert_one_message(

@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_named_and_the_run_goes_on_from_the_checkpoint_before(w
     flip(last.path / weights)
     ended = replay(world, trainer, **flags)
     assert f"step_{LAST:07d} is damaged: {weights}: its content has changed" in ended.stderr
-    assert f"going on from the checkpoint before: {save}/step_{LAST - 1:07d}" in ended.stderr
+    assert f"Resuming from the checkpoint before it: {save}/step_{LAST - 1:07d}" in ended.stderr
     assert series(world, trainer, "train/grad_norm") == whole, "the step was taken again, bit for bit"
     assert read_step(last.path).damage(read=True) == [] and (save / f"{last.path.name}.aside").is_dir()
     flip(last.path / weights)

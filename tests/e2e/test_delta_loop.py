@@ -176,7 +176,7 @@ def test_sglang_loads_deltas_without_a_patch(world):
         timeout=1200,
         num_rollout=2,
         rollout_engine="sglang",
-        engine_start_timeout_s=900,
+        timeouts="engine-start=900",
         update_weight_mode="delta",
         update_weight_delta_encoding="overwrite",
         weight_checksum_interval=1,

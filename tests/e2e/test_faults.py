@@ -12,8 +12,9 @@ from loop_helpers import ROOT, make_world, run_train, series, start_train, wait_
 from patience import PATIENCE_S
 from processes import cmdline
 
+from slime.liveness import stacks
 from slime.rollout.dumps import load_rollout_dump
-from slime.utils.machine import shm, stacks
+from slime.utils.machine import shm
 
 SLOW_REWARD = '''
 """A reward that takes a while, and behind the first rollout as long as there is a file `wait`."""
@@ -126,7 +127,7 @@ def test_a_stopped_trainer_rank_ends_the_run_by_name(world):
     settings = {
         "custom_rm_path": f"{world}/slow.py:reward",
         "num_rollout": 1000,
-        "worker_silence_timeout_s": 4,
+        "timeouts": "worker-silence=4",
         "max_restarts": 0,
     }
     process = start_train(world, "frozen", **settings)
@@ -137,7 +138,7 @@ def test_a_stopped_trainer_rank_ends_the_run_by_name(world):
     assert process.wait(PATIENCE_S) == 1
     said = (world / "frozen.out").read_text()
     assert f"error: trainer-0 (pid {rank.pid}) has not answered for" in said and "stopped (SIGSTOP" in said
-    assert "--worker-silence-timeout-s 4" in said and "Traceback" not in said
+    assert "--timeouts worker-silence=4" in said and "Traceback" not in said
     assert "who waited for whom:" in said and "for trainer-0: a sign of life" in said
     assert "stacks of the driver" in (world / "frozen" / "logs" / "driver.log").read_text()
     assert "Current thread" in (world / "frozen" / "logs" / "engine-0.log").read_text()
@@ -169,7 +170,7 @@ def test_a_rank_that_is_stopped_in_mid_push_ends_the_run_by_name_with_who_waited
         update_weight_disk_dir=world / "mid-push-weights",
         custom_update_weight_post_write_path=f"{world}/stops.py:stop_rank",
         max_restarts=0,
-        worker_silence_timeout_s=4,
+        timeouts="worker-silence=4",
     )
     family = wait_for(lambda: children(psutil.Process(process.pid)), process)
     assert process.wait(PATIENCE_S) == 1
@@ -182,11 +183,11 @@ def test_a_rank_that_is_stopped_in_mid_push_ends_the_run_by_name_with_who_waited
 def test_a_run_that_stands_still_ends_with_who_waited_for_whom(world):
     (world / "stuck.py").write_text(STUCK)
     process = start_train(
-        world, "still", rollout_function_path=f"{world}/stuck.py:generate_rollout", hang_timeout_s=2
+        world, "still", rollout_function_path=f"{world}/stuck.py:generate_rollout", timeouts="hang=2"
     )
     assert process.wait(PATIENCE_S) == 1
     said = (world / "still.out").read_text()
-    assert "(--hang-timeout-s 2): no process does anything" in said and "Traceback" not in said
+    assert "(--timeouts hang=2): no process does anything" in said and "Traceback" not in said
     assert "run waits: generating" in said and "driver waits: rollout.manager.generate" in said
     assert "in generate_rollout" in (world / "still" / "logs" / "driver.log").read_text()
     status = subprocess.run(
@@ -204,7 +205,7 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):
         "dying",
         custom_rm_path=f"{world}/slow.py:reward",
         num_rollout=200,
-        engine_restart_limit=1,
+        limits="engine-restarts=1",
     )
     driver = psutil.Process(process.pid)
     wait_for(lambda: series(world, "dying", "train/loss"), process)

@@ -81,7 +81,7 @@ def test_a_machine_that_joins_takes_the_place_of_the_lost_one(world, monkeypatch
 
 
 def test_without_one_the_run_says_what_it_needs(world, monkeypatch):
-    code, said = lose_a_machine(world, "ended", monkeypatch, restart_wait_s=1)
+    code, said = lose_a_machine(world, "ended", monkeypatch, timeouts="restart-wait=1")
     assert code == 1
     assert "error: the trainer needs 2 ranks on 2 machine(s) (--actor-num-nodes" in said
-    assert "has 1 machine(s) for 1, also after --restart-wait-s 1" in said and "--elastic" in said
+    assert "has 1 machine(s) for 1, also after --timeouts restart-wait=1" in said and "--elastic" in said

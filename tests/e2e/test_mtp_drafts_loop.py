@@ -38,7 +38,7 @@ def test_heads_that_train_reach_the_draft_of_the_engine(tmp_path):
         lr=1e-2,
         dtype="float32",
         rollout_engine="sglang",
-        engine_start_timeout_s=900,
+        timeouts="engine-start=900",
         train_backend="megatron",
         enable_mtp_training=True,
         mtp_loss_scaling_factor=1.0,

@@ -97,9 +97,9 @@ def test_the_ledger_replays_a_step_and_notices_a_reward_that_was_altered(world, 
     for name in ("run.json", "metrics.jsonl", "record.db"):
         shutil.copy(world / "live" / name, run / name)
     assert ledger_command.main(["replay", str(run), "--step", "0"]) == 0
-    assert "same     advantages of 16 answers" in capsys.readouterr().out
+    assert "same     advantages of 16 samples" in capsys.readouterr().out
     with sqlite3.connect(run / "record.db") as connection:
         connection.execute("UPDATE samples SET reward = reward + 0.01 WHERE id = 1")
     assert ledger_command.main(["replay", str(run), "--step", "0"]) == 1
     said = capsys.readouterr().out
-    assert "DIFFERS  advantages of 16 answers" in said and "DIFFERS  rollout/raw_reward" in said
+    assert "DIFFERS  advantages of 16 samples" in said and "DIFFERS  rollout/raw_reward" in said

@@ -39,7 +39,7 @@ def test_experts_chosen_by_sglang_are_recorded_and_replayed(tmp_path):
         timeout=1200,
         num_rollout=2,
         rollout_engine="sglang",
-        engine_start_timeout_s=900,
+        timeouts="engine-start=900",
         train_backend="megatron",
         use_rollout_routing_replay=True,
         save_debug_rollout_data=dump,

@@ -114,7 +114,7 @@ def test_so_it_is_with_megatrons_tensor_parallel_ranks(world, peer_copies):
 
 @pytest.mark.slow
 def test_one_of_two_ranks_that_stops_is_replaced_with_the_other(world):
-    two = {"actor_num_gpus_per_node": 2, "worker_silence_timeout_s": 6}
+    two = {"actor_num_gpus_per_node": 2, "timeouts": "worker-silence=6"}
     code, said, _ = start(world, "calm-two", **two)
     assert code == 0, said[-4000:]
     traps = [{"point": "optimizer", "nth": 2, "rank": 1, "how": "stop"}, {"point": "backward", "nth": 3}]

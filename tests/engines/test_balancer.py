@@ -21,8 +21,6 @@ from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.utils import async_utils, http_utils
 from slime.utils.async_utils import run
 
-pytestmark = pytest.mark.usefixtures("way")
-
 
 def refused_url() -> str:
     """An address at which nobody listens."""

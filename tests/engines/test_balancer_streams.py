@@ -13,8 +13,6 @@ from slime.engines.balancer import Balancer
 from slime.utils import async_utils, http_utils
 from slime.utils.async_utils import run
 
-pytestmark = pytest.mark.usefixtures("way")
-
 STREAM = {**PAYLOAD, "stream": True, "rid": "a"}
 
 
@@ -42,7 +40,7 @@ def test_events_pass_through_with_the_name_of_their_engine():
         run(until(lambda: idle(balancer)))
 
 
-def test_a_stream_counts_at_its_engine_until_it_is_left(way):
+def test_a_stream_counts_at_its_engine_until_it_is_left():
     async def scene(url, balancer, stuck, other):
         events = http_utils.stream(f"{url}/generate", STREAM)
         await anext(events)
@@ -51,10 +49,8 @@ def test_a_stream_counts_at_its_engine_until_it_is_left(way):
         assert (await post(url))["meta_info"]["answered_by"] == other.url  # which has fewer
         await until(lambda: "a" in stuck._held)
         await events.aclose()
-        if way == "own loop":  # a socket's other end is noticed when it is written to
-            assert idle(balancer)
-        await release(stuck)
         await until(lambda: idle(balancer))
+        await release(stuck)
 
     with (
         FakeEngine(lambda *_: {"hold": True}) as stuck,
@@ -85,7 +81,7 @@ def test_whoever_reads_a_stream_sees_it_break_when_its_engine_leaves():
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_who_waits_no_longer_does_not_make_an_engine_broken(way, streams):
+def test_who_waits_no_longer_does_not_make_an_engine_broken(streams):
     async def ask(url):
         if not streams:
             return await http_utils.post(f"{url}/generate", PAYLOAD, max_retries=0, timeout_s=0.3)
@@ -96,8 +92,7 @@ def test_who_waits_no_longer_does_not_make_an_engine_broken(way, streams):
         with pytest.raises(http_utils.HttpError, match="TimeoutError") as error:
             run(ask(url))
         assert error.value.status == 0 and not balancer._num_broken and len(engine.requests) == 1
-        if way == "own loop":
-            assert idle(balancer)
+        run(until(lambda: idle(balancer)))
         run(release(engine))
 
 

@@ -22,18 +22,27 @@ from slime.wire.dialects import dialect_of
 HERE = Path(__file__)
 
 
-def toy_command(args, site):
-    """An engine kind of its own, as a folder of slime/engines would have it."""
+TOY_COMMAND = """
+def run_command(args, site):
     return lambda port, ready_file, life_fd: ["toy-engine", site.model_path, args.toy_flag, str(port)]
 
+def run_environment(args, site):
+    return {"TOY": "1"}
 
+def num_threads(model, cores):
+    return 1
+"""
 TOY_TRANSPORT = transport_of("disk")
 
 
 @pytest.fixture
-def toy(monkeypatch):
+def toy(monkeypatch, tmp_path):
+    """An engine of its own, as a folder of slime/engines would have it."""
+    (tmp_path / "toy_engine").mkdir()
+    (tmp_path / "toy_engine" / "command.py").write_text(TOY_COMMAND)
+    monkeypatch.syspath_prepend(tmp_path)
     dialect = Dialect(name="toy", transports=("toy_way",))
-    kind = EngineKind(f"{HERE}:toy_command", "for this test", "toy", dialect)
+    kind = EngineKind("toy_engine", "for this test", "toy", dialect)
     monkeypatch.setitem(ENGINES, "toy", kind)
     row = TransportRow(f"{HERE}:TOY_TRANSPORT", "for this test", "disk", "toy_way", 9, 9)
     monkeypatch.setitem(TRANSPORTS, "toy", row)
@@ -45,12 +54,13 @@ def test_an_engine_kind_is_a_row_and_its_code(toy, tmp_path):
         rollout_engine="toy",
         toy_flag="red",
         engine_threads=None,
-        engine_start_timeout_s=1.0,
+        timeouts={"engine-start": 1.0},
         engine_topology=plain_topology("org/model", 1, 1),
         rollout_quantization="none",
     )
     [plan] = plan_engines(args, Run("id", tmp_path, "slime-x"), (Slot(),))
     assert plan.command(7, tmp_path, 3) == ["toy-engine", "org/model", "red", "7"]
+    assert plan.env["TOY"] == "1"
     assert "PYTHONPATH" in plan.env, "it runs in our Python, with our modules"
     assert dialect_of({"engine": "toy", "version": "1"}) is toy
 
@@ -72,8 +82,8 @@ def test_every_transport_is_where_its_row_says(name):
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engine_is_where_its_row_says(name):
     kind = ENGINES[name]
-    assert callable(load_function(kind.command))
-    assert kind.find_python is None or callable(load_function(kind.find_python))
+    assert callable(kind.command.run_command) and callable(kind.command.num_threads)
+    assert callable(kind.rules.make_reproducible)
     needs = {row.engine_needs for row in TRANSPORTS.values()}
     assert {*kind.dialect.transports, kind.dialect.adapters_by} - {None} <= needs
 

@@ -11,7 +11,7 @@ from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import import_environment, thread_environment
+from slime.utils.machine.children import import_environment, thread_environment
 from slime.utils.machine.run_identity import EngineToken
 from slime.wire.control import EngineControl
 

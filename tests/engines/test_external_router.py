@@ -79,9 +79,9 @@ def test_plug_ins_get_the_address_of_the_router_that_was_given(tmp_path):
 def service_args(port):
     return SimpleNamespace(
         rollout_router="sglang", sglang_router_ip="127.0.0.1", sglang_router_port=port,
-        no_engine_timeout_s=5.0, engine_restart_limit=3, engine_restart_window_s=600.0,
-        engine_silence_timeout_s=0.0, use_fault_tolerance=False, rollout_health_check_timeout=5.0,
-        rollout_health_check_first_wait=0.0, rollout_health_check_failures=1, engine_topology=None,
+        timeouts={"no-engine": 5.0, "engine-silence": 0.0, "health-check": 5.0}, limits={},
+        use_fault_tolerance=False,
+        rollout_health_check_first_wait=0.0, engine_topology=None,
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def service_args(port):
 def test_sglangs_own_router_takes_the_engines_and_forgets_them_at_the_end(tmp_path):
     if find_python(None, ".venv-router", "sglang_router") is None:
         pytest.skip("there is no sglang-router: `make sglang-env`")
-    command = router_command(need_router_python(None, "this test"), "round_robin")
+    command = router_command(need_router_python("this test"), "round_robin")
     theirs = SGLangRouter(LaunchPlan("router", command, {}, tmp_path / "router.log", 120.0))
     with RegisteredEngine() as one, RegisteredEngine() as two:
         try:

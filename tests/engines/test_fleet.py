@@ -14,7 +14,7 @@ from patience import LONG_S, PATIENCE_S, eventually
 from slime.engines import engine_process as engine_server
 from slime.engines.engine_process import EngineServer, EngineStartError, LaunchPlan, MachineLost
 from slime.engines.fleet import EngineFleet, EnginesKeepDying, NoEngineLeft, WatchPolicy
-from slime.utils.waits import WaitTimeout
+from slime.liveness.waits import WaitTimeout
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fake_engine_process.py"
 
@@ -106,7 +106,8 @@ def test_an_engine_that_computes_is_not_replaced_although_it_is_silent(make):
     fleet = make(silence_limit_s=1.0)
     fleet.start()
     fleet.set_mood("spins")
-    [clock] = fleet.fleet._pulse._clocks
+    [watched] = fleet.fleet._heartbeats._watched.values()
+    clock = watched.clock
     eventually(lambda: clock.silent_s > 2.0)
     fleet.set_mood("well")
     eventually(lambda: clock.silent_s == 0.0)
@@ -142,7 +143,7 @@ def test_more_deaths_than_the_limit_end_the_run_with_the_cause(make):
     eventually(lambda: fleet.fleet.num_restarts == 1)
     fleet.kill()
     with pytest.raises(
-        EnginesKeepDying, match=r"died 2 times within 600 s \(--engine-restart-limit 1\).*signal 9"
+        EnginesKeepDying, match=r"died 2 times within 600 s \(--limits engine-restarts=1\).*signal 9"
     ):
         fleet.fleet.failure.result(PATIENCE_S)
 
@@ -349,7 +350,7 @@ def test_no_engine_left_for_too_long_ends_the_run_with_the_cause(make):
     fleet.kill(1)
     with pytest.raises(
         NoEngineLeft,
-        match=r"(?s)no engine was left for 0\.5 s \(--no-engine-timeout-s\).*engine-\d was killed",
+        match=r"(?s)no engine was left for 0\.5 s \(--timeouts no-engine\).*engine-\d was killed",
     ):
         fleet.fleet.failure.result(PATIENCE_S)
 

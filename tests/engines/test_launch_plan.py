@@ -260,8 +260,3 @@ def test_a_flag_of_the_router_needs_engines_that_it_can_talk_to():
         ValueError, match="--rollout-router builtin is set, but --router-policy needs SGLang's router"
     ):
         parse("--router-policy", "manual", "--rollout-router", "builtin")
-
-
-def test_a_flag_that_only_sglang_s_router_reads_is_refused_beside_the_built_in_one():
-    with pytest.raises(ValueError, match="--router-python is x, but the built-in balancer does not read it"):
-        parse("--router-python", "x", "--strict")

@@ -27,7 +27,7 @@ PAYLOAD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
 def python() -> str:
     if find_python(None, ".venv-router", "sglang_router") is None:
         pytest.skip("there is no sglang-router: `make sglang-env`")
-    return need_router_python(None, "this test")
+    return need_router_python("this test")
 
 
 def server(

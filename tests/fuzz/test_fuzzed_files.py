@@ -15,12 +15,13 @@ from page_world import make_run
 from safetensors.torch import save_file
 
 from slime.arguments.core.files import read_yaml_mapping
+from slime.cluster.checkpoints.checkpoint import ROLLOUT, read_state, write_state
 from slime.data.prompt_sources import read_file
 from slime.observability.tracking import read_metrics
-from slime.record import LedgerReader, Record, Select, plain_bytes
+from slime.record import LedgerReader, Record, Select
 from slime.record.audit import audit
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
-from slime.utils.files.plain_files import load_plain, save_plain
+from slime.utils import codec
 from slime.utils.files.run_file import read_run
 from slime.utils.files.safetensors_files import INDEX, files_by_tensor, read_tensors
 from slime.utils.files.step_folders import Manifest, find_step
@@ -173,14 +174,14 @@ def test_a_dump_of_anything_is_samples_or_a_sentence(tmp_path_factory, data):
 
 def test_a_damaged_state_of_a_checkpoint_is_told(tmp_path):
     state = {"offset": 3, "buffer": [{"tokens": [1, 2]}], "array": torch.arange(4)}
-    save_plain(state, tmp_path / "rollout.pt")
-    whole = (tmp_path / "rollout.pt").read_bytes()
+    write_state(state, tmp_path / ROLLOUT)
+    whole = (tmp_path / ROLLOUT).read_bytes()
 
     @few(60)
     @given(data=damaged(whole))
     def check(data):
-        (tmp_path / "rollout.pt").write_bytes(data)
-        told(load_plain, tmp_path / "rollout.pt")
+        (tmp_path / ROLLOUT).write_bytes(data)
+        told(read_state, tmp_path / ROLLOUT)
 
     check()
 
@@ -218,11 +219,9 @@ def test_a_damaged_folder_of_megatron_is_told(tmp_path):
 
 
 @few(120)
-@given(
-    data=damaged(plain_bytes.dumps({"a": [1, 2, 3, 400], "f": [0.5] * 5, "t": torch.arange(6), "s": ("x",)}))
-)
+@given(data=damaged(codec.encode({"a": [1, 2, 3, 400], "f": [0.5] * 5, "t": torch.arange(6), "s": ("x",)})))
 def test_damaged_bytes_of_the_ledger_are_a_value_or_a_sentence(data):
-    told(plain_bytes.loads, data)
+    told(codec.decode, data)
 
 
 def test_a_damaged_record_is_read_or_told(tmp_path):

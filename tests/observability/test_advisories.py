@@ -46,19 +46,19 @@ CASES = {
     "groups_without_difference": ({"rollout/zero_std/count_1.0": [25]}, "in 94% of the groups"),
     "special_ending": (
         {"rollout/raw_reward": [0.0], "rollout/special_ending_ratio": [0.9]},
-        "90% of the answers end in a special token",
+        "90% of the responses end in a special token",
     ),
     "no_gradient": ({"train/grad_norm": [1.0, 0.0]}, "gradient was 0"),
     "answers_cut": (
         {"rollout/truncated_ratio": [0.75]},
-        "75% of the answers .* --rollout-max-response-len 100",
+        "75% of the responses .* --rollout-max-response-len 100",
     ),
     "entropy_collapse": ({"train/entropy_loss": [1.2, 1.1, 1.0, 0.01]}, "fell from 1.1 to 0.01"),
     "kl_runaway": ({"train/kl_loss": [0.1, 2.0]}, "above 1 nat"),
     "length_explodes": ({"rollout/response_len/mean": [20.0, 20.0, 20.0, 90.0]}, "grew from 20 to 90 tokens"),
     "evaluation_falls": ({"eval/held": [0.2, 0.6, 0.5, 0.3]}, r"fell from 0.6 \(step 1\) to 0.3"),
     "reward_is_slow": ({"perf/non_generation_time/mean": [7.0]}, "7.0 s outside the engine"),
-    "trainer_waits": ({"perf/train_wait_time": [9.5]}, "waited for answers in 95%"),
+    "trainer_waits": ({"perf/train_wait_time": [9.5]}, "waited for responses in 95%"),
 }
 
 

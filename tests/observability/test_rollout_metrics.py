@@ -15,7 +15,7 @@ from slime.observability.rollout_metrics import (
     sample_metrics,
     version_metrics,
 )
-from slime.observability.trace_utils import trace_span
+from slime.observability.tracer import trace_span
 from slime.utils.types import PrefixCacheInfo, Sample, SpecInfo, invalid
 
 

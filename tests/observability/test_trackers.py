@@ -246,7 +246,7 @@ def test_what_cannot_be_sent_is_refused_in_one_line(tmp_path, capsys, monkeypatc
     assert "slime[wandb]" in capsys.readouterr().err
     lock = FolderLock(tmp_path, "--run-dir")
     assert track.main([str(tmp_path), "wandb"]) == 2
-    assert "the run goes on" in capsys.readouterr().err
+    assert "the run is still active" in capsys.readouterr().err
     lock.release()
 
 

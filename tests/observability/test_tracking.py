@@ -116,7 +116,7 @@ def service(monkeypatch):
     def choose(name):
         row = replace(TRACKERS["tensorboard"], service=f"tracker_doubles.{name}")
         monkeypatch.setitem(TRACKERS, "tensorboard", row)
-        return make_args(use_tensorboard=True, tracker_samples=2)
+        return make_args(use_tensorboard=True, limits={"tracker-samples": 2})
 
     return choose
 
@@ -141,7 +141,7 @@ def test_a_tracker_gets_everything_before_the_run_ends(tmp_path, service, caplog
 
 
 def test_a_tracker_out_of_reach_is_told_once_and_stops_nothing(tmp_path, service, caplog, monkeypatch):
-    monkeypatch.setattr(feed, "_LOOK_S", 0.0)
+    monkeypatch.setattr(feed, "_CHECK_S", 0.0)
     with Tracker(service("Absent"), tmp_path) as tracker:
         tracker.log({"train/loss": 1.0}, "train/step", 0)
         eventually(lambda: read_progress(tmp_path, "tensorboard").error)
@@ -162,11 +162,11 @@ def test_a_tracker_that_hangs_is_ended_with_the_run(tmp_path, service, caplog, m
         process = tracker._feeds[0]._process
     assert process.poll() is not None
     [record] = caplog.records
-    assert "did not take the rest" in record.getMessage()
+    assert "did not accept the rest" in record.getMessage()
 
 
 def test_a_silent_tracker_is_told_while_the_run_goes_on(tmp_path, service, caplog, monkeypatch):
-    monkeypatch.setattr(feed, "_LOOK_S", 0.0)
+    monkeypatch.setattr(feed, "_CHECK_S", 0.0)
     monkeypatch.setattr(feed, "_END_SILENT_S", 0.0)
     with Tracker(service("Hanging"), tmp_path) as tracker:
         tracker.log({"train/loss": 1.0}, "train/step", 0)
@@ -174,7 +174,7 @@ def test_a_silent_tracker_is_told_while_the_run_goes_on(tmp_path, service, caplo
         monkeypatch.setattr(feed, "_SILENT_S", 0.0)
         for step in range(1, 4):
             tracker.log({"train/loss": 1.0}, "train/step", step)
-        assert ["has taken nothing" in record.getMessage() for record in caplog.records] == [True]
+        assert ["has accepted nothing" in record.getMessage() for record in caplog.records] == [True]
     assert len(caplog.records) == 1
 
 

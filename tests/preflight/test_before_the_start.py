@@ -358,9 +358,9 @@ def test_a_dry_run_of_a_wrong_run_lists_everything_and_fails(start, world, tmp_p
     code, printed = start("--dry-run", label_key="nothere", update_weights_interval=2)
     assert code == 2 and tree(tmp_path) == before
     assert "'nothere'" in printed and "--update-weights-interval" in printed
-    assert "2 thing(s) keep this run from starting" in printed
+    assert "2 problems found; nothing was started." in printed
     told = start(label_key="nothere", update_weights_interval=2, main=doctor.main)
-    assert told[0] == 2 and "2 thing(s) keep this run from starting" in told[1]
+    assert told[0] == 2 and "2 problems found; nothing was started." in told[1]
 
 
 def test_a_dry_run_leaves_the_folder_of_an_earlier_run_alone(start, world, tmp_path):
@@ -377,6 +377,6 @@ def test_a_dry_run_says_which_folders_the_run_would_not_get(start, tmp_path):
     code, printed = start(
         "--dry-run", load=tmp_path / "empty", skip_preflight=["reward", "lengths", "machine"]
     )
-    assert code == 2 and "1 thing(s) keep this run from starting" in printed
+    assert code == 2 and "1 problem found; nothing was started." in printed
     assert f"--load {tmp_path / 'empty'} holds no complete checkpoint" in printed
     assert tree(tmp_path) == before

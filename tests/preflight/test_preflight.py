@@ -12,7 +12,8 @@ from external_router import OtherRouter
 from patience import PATIENCE_S
 from tiny_model import make_tiny_model, make_tiny_tokenizer
 
-from slime.preflight.all_checks import LOOKS, preflight
+from slime.catalog.checks import CHECKS
+from slime.preflight.all_checks import preflight
 from slime.preflight.findings import Finding, Report
 from slime.preflight.machine import weights_bytes
 from slime.utils.machine import shm
@@ -225,9 +226,9 @@ def test_a_check_that_needs_what_is_missing_is_left_out(look):
 
 def test_the_checks_need_only_what_comes_before_them():
     seen = []
-    for look in LOOKS:
-        assert set(look.needs) <= set(seen)
-        seen.append(look.check)
+    for name, row in CHECKS.items():
+        assert set(row.needs) <= set(seen)
+        seen.append(name)
 
 
 def test_lines_are_grouped_and_begin_with_errors():

@@ -64,7 +64,7 @@ def test_adapters_and_recomputation_and_offload_need_less(planned):
 
 
 def test_the_embedded_engine_holds_weights_and_a_cache(planned):
-    engine = planned(embedded_max_total_tokens=1000).engine
+    engine = planned(limits="embedded-tokens=1000").engine
     assert engine["weights"] == pytest.approx(2 * PARAMETERS, rel=0.01)
     assert engine["KV cache"] == 1000 * 2 * 36 * 8 * 128 * 2
     assert planned().engine["KV cache"] == pytest.approx(0.4 * (80 * GIB - engine["weights"]), rel=0.01)
@@ -108,7 +108,7 @@ def test_a_whole_step_on_an_h200_is_predicted_within_a_fifth(planned):
     """docs/performance.md: 512 responses of 950 tokens, 22.2 s generating and 22.4 training of 45.2 s."""
     words = ("--colocate", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "16384")
     flags = dict(
-        embedded_max_running_requests=256,
+        limits="embedded-requests=256",
         rollout_batch_size=64,
         n_samples_per_prompt=8,
         rollout_max_response_len=950,

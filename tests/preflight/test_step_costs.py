@@ -125,14 +125,14 @@ def test_gpus_that_no_layout_divides_are_told_from_too_few(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--gpus", "257", "--model", "deepseek-v3"])
     told = capsys.readouterr().err
-    assert "uses exactly so many; --gpus 256 has one" in told and "use more" not in told
+    assert "uses exactly this number; --gpus 256 has one" in told and "use more" not in told
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--longest 10", "answers cannot have 4096 tokens on average"),
-        ("--optimizer-steps 4096", "a rollout has 2048 (--samples)"),
+        ("--longest 10", "is below the mean length, --answer-tokens 4096"),
+        ("--optimizer-steps 4096", "a rollout has only 2048 samples"),
     ],
 )
 def test_lengths_that_no_run_has_are_named(capsys, words, told):

@@ -100,14 +100,6 @@ def test_a_finished_sample_that_is_damaged_is_generated_again(tmp_path, caplog):
     world.stop()
 
 
-def test_keys_that_are_damaged_are_told_with_the_file(tmp_path):
-    path = made_run(tmp_path).path
-    with sqlite3.connect(path) as connection:
-        connection.execute("INSERT INTO ledger_finished VALUES (99, 0, 's', '[[1', x'00')")
-    with LedgerReader(path) as reader, pytest.raises(RecordError, match=r"record\.db cannot be read"):
-        reader.finished_entries("s")
-
-
 # ---- what the audit finds ----------------------------------------------------------------------------------
 
 
@@ -129,12 +121,15 @@ _COPIED = "group_row, sample_index, execution, status, reward, response, num_tok
     ("statements", "told"),
     [
         (["DELETE FROM samples WHERE id = 3"], "step 0: samples [2] are in its batch or in the ledger"),
-        ([f"INSERT INTO samples ({_COPIED}) SELECT {_COPIED} FROM samples WHERE id = 3"], "train 0 are not"),
-        (_FORGET_GROUP_3, "the samples of train 1 are not those that were written"),
-        (["DELETE FROM ledger WHERE rollout = 1"], "samples of rollout 1 are in the record, and the ledger"),
-        (["UPDATE samples SET reward = 0.5 WHERE id = 2"], "the samples of train 0 are not those that were"),
-        (["UPDATE samples SET response = 'else' WHERE id = 2"], "the samples of train 0 are not those"),
-        (["DELETE FROM numbers_of_answers"], "the samples of train 0 are not those that were written"),
+        ([f"INSERT INTO samples ({_COPIED}) SELECT {_COPIED} FROM samples WHERE id = 3"], "train 0 differ"),
+        (_FORGET_GROUP_3, "the samples of train 1 differ from what was written"),
+        (["DELETE FROM ledger WHERE rollout = 1"], "samples of rollout 1 are in the record, but the ledger"),
+        (["UPDATE samples SET reward = 0.5 WHERE id = 2"], "the samples of train 0 differ from what"),
+        (["UPDATE samples SET response = 'else' WHERE id = 2"], "the samples of train 0 differ from"),
+        (
+            ["UPDATE samples SET numbers = NULL WHERE id = 2"],
+            "the samples of train 0 differ from what was written",
+        ),
         (["UPDATE ledger SET rollout = 1 << 62 WHERE event = 'committed'"], "misses step 1"),
         (
             ["UPDATE ledger SET group_index = 1 << 62 WHERE event = 'issued' AND group_index = 3"],
@@ -150,18 +145,15 @@ def test_what_was_changed_behind_the_runs_back_is_found(tmp_path, statements, to
     assert any(told in violation for violation in violations), violations
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["in one piece", "in columns"])
-def test_a_flipped_bit_of_a_log_prob_or_a_token_is_found(tmp_path, monkeypatch, large):
-    if large:
-        monkeypatch.setattr("slime.record.numbers._FEW_TOKENS", 1)
+def test_a_flipped_bit_of_a_log_prob_or_a_token_is_found(tmp_path):
     path = made_run(tmp_path).path
     assert audit(path, finished=False).violations == []
-    whole, places = path.read_bytes(), [b"\x05\x00\x06\x00\x07\x00", b"\x00\x00\x80\xbe"]  # tokens, -0.25
+    whole, places = path.read_bytes(), [b"\x94\x93\x05\x06\x07", b"\x00\x00\x80\xbe"]  # tokens, -0.25
     for place in places:
-        at = whole.rindex(place)
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        at = whole.rindex(place) + 2
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         [violation] = audit(path, finished=False).violations
-        assert "are not those that were written" in violation
+        assert "differ from what was written" in violation
 
 
 def test_rewards_that_sqlite_keeps_otherwise_are_those_that_were_written(tmp_path):
@@ -173,16 +165,6 @@ def test_rewards_that_sqlite_keeps_otherwise_are_those_that_were_written(tmp_pat
     world.stop()
     with Record(world.path) as record:
         assert record.changed() == []
-
-
-def test_a_record_of_the_schema_before_has_no_checksums_and_is_audited_all_the_same(tmp_path):
-    path = made_run(tmp_path).path
-    change(
-        path, "ALTER TABLE rollouts DROP COLUMN checksum", "UPDATE meta SET value = '4' WHERE key = 'schema'"
-    )
-    assert audit(path, finished=False).violations == []
-    change(path, "DELETE FROM samples WHERE id = 3")
-    assert audit(path, finished=False).violations
 
 
 def test_the_record_of_another_run_is_told_from_that_of_the_folder(tmp_path, capsys):
@@ -209,7 +191,7 @@ def test_a_record_whose_tables_went_with_the_write_ahead_log_is_begun_anew(tmp_p
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
     assert path.stat().st_size
-    with pytest.raises(RecordError, match=r"holds nothing: what was written is in record\.db-wal"):
+    with pytest.raises(RecordError, match=r"is empty: its content is in record\.db-wal"):
         audit(path, finished=False)
     refuse_foreign(path, "run")
     assert made_run(tmp_path).audit(finished=False).violations == []

@@ -47,10 +47,10 @@ def test_what_a_full_disk_took_from_the_ledger_is_told_once_and_missing_samples_
     found = world.audit()
     assert found.unrecorded == [1, 2] and len(found.violations) == 2
     assert "1 events could not be written" in found.violations[0]
-    assert "start 2 went on from the checkpoint after step 2" in found.violations[1]
+    assert "start 2 resumed from the checkpoint after step 2" in found.violations[1]
     assert "does not say that steps [2] were trained" in found.violations[1]
     assert command.main(["audit", str(world.path.parent)]) == 1
-    assert "the samples of steps [1, 2] are not in the record" in capsys.readouterr().out
+    assert "samples of steps [1, 2] are missing" in capsys.readouterr().out
 
 
 def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_path):
@@ -58,7 +58,7 @@ def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_
     world.step(0, [group_of(0)])
     world.stop()
     assert command.main(["audit", str(tmp_path)]) == 0
-    assert "conserved: every group has one fate" in capsys.readouterr().out
+    assert "conserved: every group has one outcome" in capsys.readouterr().out
     assert command.main(["show", str(tmp_path), "--step", "0", "--sample", "1"]) == 0
     assert "tokens    [5, 6, 7]" in capsys.readouterr().out
     assert command.main(["show", str(tmp_path), "--step", "0", "--sample", "9"]) == 2
@@ -118,7 +118,7 @@ def test_a_run_that_was_killed_before_its_first_rollout_has_lost_nothing(tmp_pat
         connection.execute("PRAGMA journal_mode=WAL")
         connection.close()
     assert command.main(["audit", str(tmp_path)]) == 0
-    assert "no rollout was made yet" in capsys.readouterr().out
+    assert "there was no rollout yet" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert command.main(["audit", str(tmp_path)]) == 2, "it has logged a step: its record is lost"
 
@@ -152,7 +152,7 @@ def test_a_replay_gets_pairs_and_siblings_as_they_were(world, tmp_path):
 def test_a_run_that_was_killed_before_its_first_event_has_lost_nothing(tmp_path, capsys):
     RecordWriter(tmp_path / "record.db", "run", MIB).close()
     assert command.main(["audit", str(tmp_path)]) == 0
-    assert "the ledger is empty: no rollout was made yet" in capsys.readouterr().out
+    assert "the ledger is empty: there was no rollout yet" in capsys.readouterr().out
     assert audit(tmp_path / "record.db", finished=True).violations
 
 
@@ -178,8 +178,8 @@ def test_a_replay_takes_the_settings_of_the_start_that_trained_the_step(world, t
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"advantage_estimator": "remax"}, "--advantage-estimator remax compares with greedy answers"),
-        ({"rollout_top_p": 0.9}, "the token ids that answers were drawn from"),
+        ({"advantage_estimator": "remax"}, "--advantage-estimator remax compares with greedy responses"),
+        ({"rollout_top_p": 0.9}, "the token ids kept by --rollout-top-p"),
         ({"use_opd": True, "opd_type": "engine"}, "log-probs of a teacher"),
         ({"use_rollout_routing_replay": True}, "the experts that engines chose"),
         ({"multimodal_keys": {"image": "images"}}, "pictures"),
@@ -213,7 +213,7 @@ def test_a_replay_begins_with_the_weights_that_the_start_loaded(tmp_path):
     assert flags_of(8) == load
     assert flags_of(0, finetune=True) == [*load, "--finetune", "--start-rollout-id", "0"]
     assert flags_of(0, anew=True) == [] and flags_of(4, anew=True, start_rollout_id=4)[-1] == "4"
-    with pytest.raises(RecordError, match="step 0 began with the weights"):
+    with pytest.raises(RecordError, match="step 0 started from the weights"):
         flags_of(0)
 
 
@@ -230,6 +230,6 @@ def test_advantages_of_single_answers_are_compared(world, tmp_path, capsys):
     assert replay._compare_advantages(logged, dict(logged), 1e-3, 1e-4) == 0
     assert replay._compare_advantages(logged, {**logged, 1: Advantage(1, 1.01)}, 1e-3, 1e-4) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "same     advantages of 2 answers",
-        "DIFFERS  advantages of 2 answers, of samples [1]",
+        "same     advantages of 2 samples",
+        "DIFFERS  advantages of 2 samples, of samples [1]",
     ]

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from ledger_world import MIB, World, finish, full_disk, group_of
-from patience import PATIENCE_S, eventually
+from patience import PATIENCE_S
 
-from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, ledger_rows
+from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, writer
 from slime.record.audit import audit
+from slime.record.texts import json_text
 from slime.rollout.ledger import Ledger, follow
 from slime.rollout.prompt_groups import begin_again, copy_group
 from slime.utils.types import RewardFailure, Sample
@@ -54,9 +55,8 @@ def test_finished_samples_of_an_unfinished_rollout_come_back_with_every_number(w
 
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("traced", [(), (0,), (0, 1, 2, 3)])
-@pytest.mark.parametrize("together", [False, True])  # then they are packed by columns
 @pytest.mark.parametrize("attached", [(), (1,), (0, 1, 2, 3)])
-def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached, together, traced, private):
+def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached, traced, private):
     ledger = world.start(private=private)
     ledger.begin(0, "run:1")
     group = group_of(0, copies=4)
@@ -68,11 +68,8 @@ def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached,
         made[place].trace = {"events": []}  # is in most, and is not kept
     made[2].non_generation_time, made[2].remove_sample, made[2].loss_mask = 0.5, True, [1, 0]
     made[3].version_spans, made[3].turn_rewards = [("run:1", 0, 1), ("run:2", 1, 2)], [(0, 2, 0.5)]
-    if together:
-        ledger.finished_from_prompt(made)
-    else:
-        for before, after in zip(group, made, strict=True):
-            ledger.finished(before, after)
+    for before, after in zip(group, made, strict=True):
+        ledger.finished(before, after)
     ledger = world.start(any_version=True)
     ledger.begin(0, "run:1")
     found = [ledger.recall(sample) for sample in group]
@@ -82,11 +79,10 @@ def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached,
     assert [str(sample.reward) for sample in found] == ["0.0", "-0.0", "1", "0.3"]
 
 
-@pytest.mark.parametrize("together", [False, True])  # then the writer's thread sorts them
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("reward", [0.5, {"score": 0.5}])  # a number takes no copy
 @pytest.mark.parametrize("alike", [False, True])
-def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, alike, reward, private, together):
+def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, alike, reward, private):
     ledger = world.start(private=private)
     ledger.begin(0, "run:1")
     group = group_of(0)
@@ -95,11 +91,8 @@ def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, alike
         made[0].status = Sample.Status.TRUNCATED
     before = [Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) for sample in made]
     world.writer._write_notes = hold = Held(world.writer._write_notes)
-    if together:
-        ledger.finished_from_prompt(made)
-    else:
-        for origin, sample in zip(group, made, strict=True):
-            ledger.finished(origin, sample)
+    for origin, sample in zip(group, made, strict=True):
+        ledger.finished(origin, sample)
     ledger.begin(1, "run:2")  # as a pool's samples of weights before
     for sample in made:  # as filters and the buffer do it
         if isinstance(sample.reward, dict):
@@ -394,43 +387,17 @@ def test_a_flush_returns_when_every_event_until_then_can_be_read(world):
     world.writer.flush()  # of a writer that is closed: nothing is waited for
 
 
-def test_a_complete_batch_is_written_at_once_and_its_samples_are_not_packed(world, monkeypatch):
-    packed = []
-    monkeypatch.setattr(ledger_rows, "_kept_rows", lambda notes: packed.append(notes) or [])
-    world.start()
-    world.writer.flush()
-    world.writer._gather_s = 10 * PATIENCE_S
-    world.make(0, [group_of(0)])
-
-    def is_made():
-        with LedgerReader(world.path) as reader:
-            return any(row.event == "made" for row in reader.events())
-
-    eventually(is_made)
-    assert packed == []
-
-
-def test_a_batch_that_waits_for_the_next_is_written_also_if_that_never_comes(world, monkeypatch):
-    """And without the samples of the next one, which may still be complete soon."""
-    packed = []
-    monkeypatch.setattr(ledger_rows, "_kept_rows", lambda notes: packed.append(notes) or [])
-    ledger = world.start()
-    world.writer.flush()
-    world.writer._awaits_another = lambda latest: True  # as where the last two came shortly one after another
-    world.writer._gather_s = 10 * PATIENCE_S
+def test_the_samples_of_a_batch_that_is_complete_soon_are_not_stored(world, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(writer, "GATHER_S", 10 * PATIENCE_S)
+    monkeypatch.setattr("slime.rollout.ledger._encode_samples", lambda *what: encoded.append(what))
+    ledger = world.start(private=True)
     world.make(0, [group_of(0)])
     ledger.begin(1, "run:1")
-    ledger.issued([group_of(1)], from_buffer=False)
-    ledger.finished_from_prompt([finish(sample) for sample in group_of(1)])
-
-    def events():
-        with LedgerReader(world.path) as reader:
-            return [(row.event, row.rollout) for row in reader.events()]
-
-    eventually(lambda: ("made", 0) in events())
-    assert packed == [] and ("generated", 1) not in events()
+    for sample in group_of(1):
+        ledger.finished(sample, finish(sample))
     world.writer.flush()
-    assert ("generated", 1) in events() and packed
+    assert [[fields["index"] for fields in several] for several, _ in encoded] == [[2], [3]]
 
 
 @pytest.mark.parametrize(
@@ -445,7 +412,7 @@ def test_a_batch_that_waits_for_the_next_is_written_also_if_that_never_comes(wor
 )
 def test_rewards_are_written_as_json(rewards):
     by_index = {68 + place: reward for place, reward in enumerate(rewards)}
-    assert ledger_rows._rewards_text(by_index) == json.dumps(by_index)
+    assert json_text(by_index) == json.dumps(by_index)
 
 
 def test_what_several_threads_tell_at_once_is_all_written_and_in_their_order(world):

@@ -5,13 +5,9 @@ import sqlite3
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from patience import LONG_S, eventually
 
 from slime.record import RecordError, RecordWriter, Select, group_entries, open_record
-from slime.record.packed import pack_floats, pack_ids, pack_mask, unpack_floats, unpack_ids, unpack_mask
-from slime.record.rows import insert_columns, insert_rows
 from slime.utils.files.run_file import open_run_file
 from slime.utils.types import RewardFailure, Sample
 
@@ -256,7 +252,7 @@ def test_another_schema_is_refused(tmp_path):
     with sqlite3.connect(tmp_path / "record.db") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
     connection.close()
-    with pytest.raises(RecordError, match="has schema 99, this version of slime reads 5"):
+    with pytest.raises(RecordError, match="has schema 99, this version of slime reads 6"):
         open_record(tmp_path)
     with pytest.raises(RecordError, match="has schema 99"):
         RecordWriter(tmp_path / "record.db", "run-1", MIB)
@@ -271,27 +267,7 @@ def test_samples_that_hold_what_no_column_can_are_told_and_the_others_are_record
     with record_of(writer) as record:
         assert [row.rollout_id for row in record.rollouts()] == [1]
     [told] = [r.getMessage() for r in caplog.records if "cannot be written" in r.getMessage()]
-    assert "samples of train 0: not recorded" in told and "_value_" in told
-
-
-@pytest.mark.parametrize("count", [0, 1, 111, 112, 113, 450])
-def test_many_rows_are_added_in_their_order(count):
-    connection = sqlite3.connect(":memory:")
-    connection.execute("CREATE TABLE things (a, b, c, d, e, f, g, h)")
-    rows = [tuple(f"{row}.{column}" for column in range(8)) for row in range(count)]
-    insert_rows(connection, "things", tuple("abcdefgh"), rows)
-    assert connection.execute("SELECT * FROM things ORDER BY rowid").fetchall() == rows
-
-
-@pytest.mark.parametrize("count", [1, 7, 300])
-def test_columns_are_added_with_what_all_rows_have_in_common_and_without_those_of_none(count):
-    connection = sqlite3.connect(":memory:")
-    connection.execute("CREATE TABLE things (a, b, c, d)")
-    some = [None if row % 3 else row for row in range(count)]
-    columns = {"b": [f"{row}" for row in range(count)], "c": [None] * count, "d": some}
-    insert_columns(connection, "things", columns, {"a": "all"})
-    rows = [("all", f"{row}", None, some[row]) for row in range(count)]
-    assert connection.execute("SELECT * FROM things ORDER BY rowid").fetchall() == rows
+    assert "samples of train 0: not recorded" in told and "value" in told
 
 
 def test_a_write_that_fails_is_told_once_and_the_run_goes_on(writer, caplog):
@@ -309,28 +285,6 @@ def test_a_write_that_fails_is_told_once_and_the_run_goes_on(writer, caplog):
         assert [row.rollout_id for row in record.rollouts()] == [2]
     told = [r.getMessage() for r in caplog.records if "cannot be written" in r.getMessage()]
     assert len(told) == 1 and "disk is full" in told[0] and "train 0" in told[0]
-
-
-@given(st.lists(st.integers(0, 2**32 - 1)))
-@settings(deadline=None)
-def test_ids_come_back(ids):
-    assert unpack_ids(pack_ids(ids)) == ids
-
-
-@given(st.lists(st.integers(0, 1)))
-@settings(deadline=None)
-def test_masks_come_back(mask):
-    assert unpack_mask(pack_mask(mask)) == mask
-
-
-@given(st.lists(st.floats(width=32, allow_nan=False)))
-@settings(deadline=None)
-def test_log_probs_come_back(values):
-    assert unpack_floats(pack_floats(values)) == values
-
-
-def test_ids_take_two_or_three_bytes():
-    assert len(pack_ids([1, 65_535])) == 5 and len(pack_ids([1, 151_000])) == 7
 
 
 def test_one_file_holds_everything_after_the_end_also_if_somebody_reads(writer, tmp_path):

@@ -5,11 +5,11 @@ import sqlite3
 
 import pytest
 
-from slime.record import RecordError, RecordWriter, group_entries, open_record, schema
+from slime.liveness import waits
+from slime.observability.tracer import Span, spans_of_samples, spans_of_waits, write_spans
+from slime.record import RecordWriter, group_entries
 from slime.record.actions import ask, read_actions, write_answer
 from slime.record.additions import Advantage, PieceBook, read_advantage, write_advantages
-from slime.record.spans import Span, spans_of_samples, spans_of_waits, write_spans
-from slime.utils import waits
 from slime.utils.types import Sample
 
 MIB = 1 << 20
@@ -87,7 +87,7 @@ def test_the_text_of_a_token_is_asked_for_once(tmp_path):
 
 
 def test_spans_of_samples_are_read_from_their_traces(tmp_path):
-    from slime.observability.trace_utils import trace_span
+    from slime.observability.tracer import trace_span
 
     samples = [make_sample(0), make_sample(1)]
     with trace_span(samples[0], "generate", {"x": 1}) as span:
@@ -101,29 +101,13 @@ def test_spans_of_samples_are_read_from_their_traces(tmp_path):
     assert [r[0] for r in rows(tmp_path, "SELECT lane FROM spans")] == ["engines", "reward", "loop"]
 
 
-def test_a_record_of_the_first_schema_is_read_and_completed_by_a_run_that_goes_on(tmp_path):
-    with sqlite3.connect(tmp_path / "record.db") as old:
-        old.executescript(schema._TABLES)
-        old.execute("INSERT INTO meta VALUES ('schema', '1'), ('run', 'run-1')")
-    old.close()
-    with open_record(tmp_path) as record:
-        assert record.rollouts() == []
-    with pytest.raises(RecordError, match="older version"):
-        ask(tmp_path, "pause", None, "page")
-    write(tmp_path, [make_sample(0)])
-    assert ask(tmp_path, "pause", None, "page") == 1
-    assert rows(tmp_path, "SELECT value FROM meta WHERE key = 'schema'") == [("5",)]
-
-
 def test_bars_of_answers_lie_in_the_lane_of_their_engine():
     samples = []
     for index, engine in enumerate(["engine-1", None]):
-        span = {"name": "generate", "span_id": "a"}
-        attrs = {"tokens": 3, **({"engine": engine} if engine else {})}
-        start = {**span, "type": "span_start", "ts": 10.0}
-        end = {**span, "type": "span_end", "ts": 12.0, "attrs": attrs}
+        about = {"tokens": 3, **({"engine": engine} if engine else {})}
         sample = make_sample(index)
-        sample.__dict__["trace"] = {"events": [start, end]}
+        span = {"name": "generate", "start": 10.0, "end": 12.0, "about": about}
+        sample.__dict__["trace"] = {"spans": [span]}
         samples.append(sample)
     found = spans_of_samples(4, samples)
     assert [(span.lane, span.name) for span in found] == [("engine-1", "sample 0"), ("engines", "sample 1")]
@@ -135,10 +119,8 @@ def test_answers_of_a_group_that_take_the_same_time_are_one_bar():
     for sample in samples:
         sample.group_index = 0
     for sample, end in zip(samples, (12.0, 12.001, 12.002, 13.0), strict=True):
-        span = {"name": "generate", "span_id": "a"}
-        start = {**span, "type": "span_start", "ts": 10.0}
-        stop = {**span, "type": "span_end", "ts": end, "attrs": {"engine": "engine-0"}}
-        sample.__dict__["trace"] = {"events": [start, stop]}
+        span = {"name": "generate", "start": 10.0, "end": end, "about": {"engine": "engine-0"}}
+        sample.__dict__["trace"] = {"spans": [span]}
     found = [(s.name, s.start, s.end, s.about) for s in spans_of_samples(4, samples)]
     assert found == [
         ("group 0", 10.0, 12.002, {"group": 0, "samples": 3}),

@@ -61,7 +61,7 @@ def of_a_group(args, completions):
 
 def score(name, *samples):
     reset_breaker()
-    args = declared(generate_timeout_s=30.0, custom_rm_path=here(name))
+    args = declared(timeouts={"generate": 30.0}, custom_rm_path=here(name))
     asyncio.run(score_samples(args, list(samples)))
     return [sample.reward for sample in samples]
 

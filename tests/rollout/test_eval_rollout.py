@@ -77,7 +77,15 @@ def test_a_dataset_may_have_its_own_generate_function(tmp_path):
 def test_samples_without_a_score_are_left_out_and_counted(tmp_path):
     data = write_prompts(tmp_path / "one.jsonl", 4)
     with FakeEngine() as engine:
-        flags = ("--eval-prompt-data", "one", str(data), "--eval-interval", "1", "--reward-retries", "0")
+        flags = (
+            "--eval-prompt-data",
+            "one",
+            str(data),
+            "--eval-interval",
+            "1",
+            "--limits",
+            "reward-retries=0",
+        )
         args = make_args(tmp_path, engine, *flags, "--custom-rm-path", "rollout_plugins.fails_for_odd_groups")
         output = generate_rollout(args, 0, None, evaluation=True)
     assert output.data["one"]["rewards"] == [1.0, 1.0] and len(output.data["one"]["samples"]) == 2
@@ -103,7 +111,15 @@ def test_a_prompt_that_takes_too_long_is_left_out_and_counted(tmp_path):
 def test_an_evaluation_without_any_score_is_an_error(tmp_path):
     data = write_prompts(tmp_path / "one.jsonl", 2)
     with FakeEngine() as engine:
-        flags = ("--eval-prompt-data", "one", str(data), "--eval-interval", "1", "--reward-retries", "0")
+        flags = (
+            "--eval-prompt-data",
+            "one",
+            str(data),
+            "--eval-interval",
+            "1",
+            "--limits",
+            "reward-retries=0",
+        )
         args = make_args(tmp_path, engine, *flags, "--custom-rm-path", "rollout_plugins.always_fails")
         with pytest.raises(
             RuntimeError, match=r"evaluation one: none of 2 samples has a score.*judge is down"

@@ -8,7 +8,7 @@ from fake_engine import FakeEngine, sample_index
 from rollout_helpers import assert_conserved, counts, make_args, make_source
 
 from slime.batch.convert import samples_to_batch
-from slime.observability.wait_table import collapse, rows_of_this_process
+from slime.liveness.wait_table import collapse, rows_of_this_process
 from slime.rollout.collection.collector import MAX_FAILED_IN_A_ROW, GroupFailed
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout
@@ -84,7 +84,7 @@ def test_stop_ends_the_run_with_the_cause(tmp_path):
 
 def test_a_group_is_tried_as_often_as_it_is_told(tmp_path):
     with FakeEngine(sample_3_is_garbage, takes_groups=False) as engine:
-        args = make_args(tmp_path, engine, "--group-max-attempts", "5")
+        args = make_args(tmp_path, engine, "--limits", "group-attempts=5")
         with pytest.raises(GroupFailed, match="5 attempts were made"):
             generate_rollout(args, 0, make_source(args))
         assert sum(sample_index(r) == 3 for r in engine.requests) == 5
@@ -110,9 +110,9 @@ async def never_returns(args, sample, sampling_params):
 def test_a_generate_function_that_never_returns_is_named_with_its_deadline(tmp_path):
     name = f"--custom-generate-function-path {__name__}.never_returns"
     with FakeEngine() as engine:
-        args = make_args(tmp_path, engine, *name.split(), "--custom-generate-timeout-s", "0.2")
+        args = make_args(tmp_path, engine, *name.split(), "--timeouts", "custom-generate=0.2")
         source = make_source(args)
-        with pytest.raises(GroupFailed, match=r"never_returns did not return within .*-timeout-s 0\.2"):
+        with pytest.raises(GroupFailed, match=r"never_returns did not return within .*generate=0\.2"):
             generate_rollout(args, 0, source)
     [row] = [row for row in SEEN if row.what == name][:1]
     assert (row.owner, row.deadline_s) == ("rollout", 0.2)

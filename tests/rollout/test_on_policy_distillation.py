@@ -32,7 +32,7 @@ async def ask(answer, sample):
     await site.start()
     port = site._server.sockets[0].getsockname()[1]
     args = SimpleNamespace(
-        rm_url=f"http://127.0.0.1:{port}/generate", rollout_temperature=1.0, generate_timeout_s=PATIENCE_S
+        rm_url=f"http://127.0.0.1:{port}/generate", rollout_temperature=1.0, timeouts={"generate": PATIENCE_S}
     )
     try:
         return await reward_func(args, sample), seen

@@ -157,7 +157,10 @@ def test_answers_that_end_in_a_token_are_counted():
 
 def test_built_in_rewards_do_not_mind_them():
     args = declared(
-        rm_type="f1", reward_key=None, reward_retries=0, reward_failure_limit=1, reward_failure_action="stop"
+        rm_type="f1",
+        reward_key=None,
+        limits={"reward-retries": 0, "reward-failures": 1},
+        reward_failure_action="stop",
     )
     sample = Sample(index=0, response="yes<|im_end|>", label="yes")
     asyncio.run(score_samples(args, [sample]))

@@ -55,9 +55,8 @@ def make_args(rm_type):
         rm_type=rm_type,
         reward_key="score",
         rollout_seed=1,
-        reward_timeout_s=120.0,  # nothing here may need it
-        reward_retries=0,
-        reward_failure_limit=1,
+        timeouts={"reward": 120.0},  # nothing here may need it
+        limits={"reward-retries": 0, "reward-failures": 1},
         reward_failure_action="stop",
     )
 

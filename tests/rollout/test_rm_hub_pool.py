@@ -70,7 +70,7 @@ def test_hanging_check_is_killed_at_the_deadline_and_the_pool_stays_usable(pool)
     failure = late_after(pool, 1.0, "re:match", r"(a+)+$", "a" * 60 + "b")
     assert time.monotonic() - start < LONG_S
     assert isinstance(failure, RewardFailure) and failure.kind == "invalid"
-    assert failure.reason.startswith("timeout") and "--reward-timeout-s 1" in failure.reason
+    assert failure.reason.startswith("timeout") and "--timeouts reward=1" in failure.reason
     assert not is_running(first)
     second = asyncio.run(pool.check("os:getpid"))
     assert second != first
@@ -239,5 +239,5 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("size, deadline", [(0, 1.0), (1, 0.0)])
 def test_useless_sizes_are_refused_by_flag_name(size, deadline):
-    with pytest.raises(ValueError, match="--reward-"):
+    with pytest.raises(ValueError, match=r"--limits reward-workers|--timeouts reward"):
         CheckPool(size, deadline)

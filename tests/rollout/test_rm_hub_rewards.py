@@ -32,7 +32,7 @@ from slime.utils.types import RewardFailure, Sample
 
 
 def make_args(**changes):
-    return declared(**{"reward_timeout_s": 20.0, "generate_timeout_s": 30.0, **changes})
+    return declared(**{"timeouts": {"reward": 20.0, "generate": 30.0}, **changes})
 
 
 def reward(rm_type, response, label=None, **metadata):

@@ -35,7 +35,7 @@ def _fresh():
 
 
 def make_args(**changes):
-    return declared(**{"reward_timeout_s": LONG_S, "generate_timeout_s": PATIENCE_S, **changes})
+    return declared(**{"timeouts": {"reward": LONG_S, "generate": PATIENCE_S}, **changes})
 
 
 def here(name):
@@ -185,10 +185,7 @@ def test_single_signature_holds_for_fan_out_lists():
 def test_scoring_is_a_span_of_the_sample_s_trace():
     sample = Sample(index=0, response="a")
     score(make_args(custom_rm_path=here("length_reward")), sample)
-    assert [(e["type"], e["name"]) for e in sample.trace["events"]] == [
-        ("span_start", "reward_model"),
-        ("span_end", "reward_model"),
-    ]
+    assert [span["name"] for span in sample.trace["spans"]] == ["reward_model"]
 
 
 def test_sample_that_has_a_reward_keeps_it():
@@ -318,7 +315,7 @@ def test_an_answer_that_cannot_be_judged_is_not_judged_again():
 
 def test_a_task_of_the_function_s_own_that_was_cancelled_is_a_failure_not_the_end():
     sample = Sample(index=5)
-    score(make_args(custom_rm_path=here("cancelled_reward"), reward_retries=0), sample)
+    score(make_args(custom_rm_path=here("cancelled_reward"), limits={"reward-retries": 0}), sample)
     assert sample.reward_failure.kind == "infra_error" and "cancelled" in sample.reward_failure.reason
 
 
@@ -335,7 +332,7 @@ def test_a_task_of_the_function_s_own_that_was_cancelled_is_a_failure_not_the_en
 )
 def test_exits_and_stop_iteration_are_mistakes_too(name):
     with pytest.raises(PluginError, match=f"in {name}"):
-        score(make_args(custom_rm_path=here(name), generate_timeout_s=60.0), Sample(index=5))
+        score(make_args(custom_rm_path=here(name), timeouts={"generate": 60.0}), Sample(index=5))
 
 
 def test_an_interrupt_that_a_reward_raises_itself_does_not_end_the_event_loop():
@@ -363,15 +360,17 @@ def test_reward_that_recovers_within_its_retries_is_a_score():
 def test_hanging_custom_reward_ends_at_its_deadline(name):
     sample = Sample(index=0)
     start = time.monotonic()
-    score(make_args(custom_rm_path=here(name), generate_timeout_s=0.2, reward_retries=0), sample)
+    score(
+        make_args(custom_rm_path=here(name), timeouts={"generate": 0.2}, limits={"reward-retries": 0}), sample
+    )
     assert time.monotonic() - start < LONG_S
     assert sample.reward_failure.kind == "infra_error"
-    assert "--generate-timeout-s 0.2" in sample.reward_failure.reason
+    assert "--timeouts generate=0.2" in sample.reward_failure.reason
 
 
 def test_time_out_raised_by_the_function_keeps_its_own_words():
     sample = Sample(index=0)
-    score(make_args(custom_rm_path=here("own_timeout_reward"), reward_retries=0), sample)
+    score(make_args(custom_rm_path=here("own_timeout_reward"), limits={"reward-retries": 0}), sample)
     assert "upstream judge" in sample.reward_failure.reason
 
 
@@ -379,7 +378,7 @@ def test_built_in_check_that_hangs_is_invalid_and_is_not_tried_again(monkeypatch
     monkeypatch.setitem(REWARDS, "endless", Reward(here("endless_reward"), "never ends", in_worker=False))
     for seconds in longer_each_time(0.5):  # the other one has no longer
         calls_of(here("endless_reward")).clear()
-        args = make_args(rm_type="endless", reward_timeout_s=seconds)
+        args = make_args(rm_type="endless", timeouts={"reward": seconds})
         hung, fine = Sample(index=0), Sample(index=1, response="cat", label="cat", metadata={"rm_type": "f1"})
         score(args, hung, fine)
         close_pools()
@@ -397,7 +396,9 @@ def test_configuration_error_stops_at_once():
 
 # Breaker
 def test_breaker_names_kind_reason_count_sample_and_flag():
-    args = make_args(custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_limit=3)
+    args = make_args(
+        custom_rm_path=here("unreachable_reward"), limits={"reward-retries": 0, "reward-failures": 3}
+    )
     score(args, Sample(index=0), Sample(index=1))
     with pytest.raises(RewardFailuresExceeded) as caught:
         score(args, Sample(index=9, group_index=4))
@@ -406,13 +407,15 @@ def test_breaker_names_kind_reason_count_sample_and_flag():
         "sample 9 (group 4)",
         "infra_error",
         "no such judge",
-        "--reward-failure-limit 3",
+        "--limits reward-failures=3",
     ):
         assert part in str(caught.value)
 
 
 def test_success_starts_the_breaker_count_anew():
-    failing = make_args(custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_limit=2)
+    failing = make_args(
+        custom_rm_path=here("unreachable_reward"), limits={"reward-retries": 0, "reward-failures": 2}
+    )
     for _ in range(4):
         score(failing, Sample(index=0))
         score(make_args(custom_rm_path=here("length_reward")), Sample(index=1, response="a"))
@@ -420,7 +423,7 @@ def test_success_starts_the_breaker_count_anew():
 
 def test_stop_action_ends_the_run_at_the_first_failure():
     args = make_args(
-        custom_rm_path=here("unreachable_reward"), reward_retries=0, reward_failure_action="stop"
+        custom_rm_path=here("unreachable_reward"), limits={"reward-retries": 0}, reward_failure_action="stop"
     )
     with pytest.raises(RewardFailuresExceeded, match="--reward-failure-action stop"):
         score(args, Sample(index=0))

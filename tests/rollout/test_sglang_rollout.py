@@ -303,7 +303,7 @@ def test_the_response_is_clamped_to_the_context(tmp_path):
 def test_a_failed_reward_is_generated_again_with_another_seed(tmp_path):
     with FakeEngine() as engine:
         args = make_args(
-            tmp_path, engine, "--custom-rm-path", "rollout_plugins.fails_once", "--reward-retries", "0"
+            tmp_path, engine, "--custom-rm-path", "rollout_plugins.fails_once", "--limits", "reward-retries=0"
         )
         source = make_source(args)
         output = rollout(args, source)
@@ -316,7 +316,7 @@ def test_a_failed_reward_is_generated_again_with_another_seed(tmp_path):
 
 def test_a_reward_that_fails_for_ever_stops_the_run_with_the_cause(tmp_path):
     with FakeEngine() as engine:
-        flags = ("--custom-rm-path", "rollout_plugins.fails_for_odd_groups", "--reward-retries", "0")
+        flags = ("--custom-rm-path", "rollout_plugins.fails_for_odd_groups", "--limits", "reward-retries=0")
         args = make_args(tmp_path, engine, *flags)
         source = make_source(args)
         with pytest.raises(
@@ -329,7 +329,7 @@ def test_a_reward_that_fails_for_ever_stops_the_run_with_the_cause(tmp_path):
 
 def test_groups_without_reward_can_be_dropped_and_are_counted(tmp_path):
     with FakeEngine() as engine:
-        flags = ("--custom-rm-path", "rollout_plugins.fails_for_odd_groups", "--reward-retries", "0")
+        flags = ("--custom-rm-path", "rollout_plugins.fails_for_odd_groups", "--limits", "reward-retries=0")
         args = make_args(tmp_path, engine, *flags, "--reward-failure-action", "drop")
         source = make_source(args)
         output = rollout(args, source)
@@ -340,8 +340,8 @@ def test_groups_without_reward_can_be_dropped_and_are_counted(tmp_path):
 
 def test_rewards_that_all_fail_trip_the_breaker(tmp_path):
     with FakeEngine() as engine:
-        flags = ("--custom-rm-path", "rollout_plugins.always_fails", "--reward-retries", "0")
-        args = make_args(tmp_path, engine, *flags, "--reward-failure-limit", "5")
+        flags = ("--custom-rm-path", "rollout_plugins.always_fails", "--limits", "reward-retries=0")
+        args = make_args(tmp_path, engine, *flags, "--limits", "reward-failures=5")
         source = make_source(args)
         with pytest.raises(RewardFailuresExceeded, match="judge is down"):
             rollout(args, source)
@@ -350,7 +350,7 @@ def test_rewards_that_all_fail_trip_the_breaker(tmp_path):
 
 def test_a_dead_engine_is_an_error_with_a_deadline(tmp_path):
     with FakeEngine(lambda payload, number: {"delay_s": 60}) as engine:
-        args = make_args(tmp_path, engine, "--generate-timeout-s", "0.2")
+        args = make_args(tmp_path, engine, "--timeouts", "generate=0.2")
         source = make_source(args)
         with pytest.raises(GroupFailed, match=r"not done after 0\.2 s"):
             rollout(args, source)

@@ -5,7 +5,7 @@ import sessions_under_test as episodes
 from fake_engine import FakeEngine, names, sample_index
 from rollout_helpers import assert_conserved, make_args, make_source
 
-from slime.rollout.generation import turnstile
+from slime.rollout.generation import turn_gate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample, flatten_samples
 
@@ -16,7 +16,7 @@ EOS = 2  # <|im_end|> of the tiny tokenizer
 def fresh():
     episodes.made.clear()
     yield
-    turnstile.forget_all()
+    turn_gate.forget_all()
 
 
 def ends(payload):

@@ -83,7 +83,7 @@ def test_a_filter_and_equal_rewards_are_told_apart(tmp_path):
 
 
 def test_groups_without_a_reward_are_wasted_as_failed(tmp_path):
-    flags = ("--custom-rm-path", "rollout_plugins.fails_for_odd_groups", "--reward-retries", "0")
+    flags = ("--custom-rm-path", "rollout_plugins.fails_for_odd_groups", "--limits", "reward-retries=0")
     with FakeEngine() as engine:
         found = waste(tmp_path, engine, *flags, "--reward-failure-action", "drop")
     assert found["failed/samples"] >= 4 and found["failed/tokens"] == 4 * found["failed/samples"]

@@ -11,13 +11,12 @@ import warm_start
 from patience import PATIENCE_S, eventually
 from worker_target import Reporting, SlowToMake, Target, Unmade, Unreadable
 
-from slime.runtime import heartbeat
-from slime.runtime.base import Guarded, WorkerDied, WorkerSpec, gather
-from slime.runtime.heartbeat import WorkerSilent
+from slime.liveness import heartbeat, waits
+from slime.runtime.base import FailFastFuture, WorkerSpec, gather
 from slime.runtime.local import LocalFuture, LocalRuntime
 from slime.runtime.placement import Slot
-from slime.utils import waits
-from slime.utils.errors import RunStopped
+from slime.runtime.worker_watch import WorkerSilent
+from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine import shm
 
 LIMIT_S = 2.0
@@ -174,7 +173,7 @@ def test_a_death_is_noticed_although_nobody_waits_with_the_last_lines_of_its_log
 
 
 def test_the_death_itself_tells_of_it_and_no_look_of_a_watch(watched_alone, monkeypatch):
-    monkeypatch.setattr(heartbeat._Watched, "look", lambda watched, elapsed_s: None)
+    monkeypatch.setattr(heartbeat.HeartbeatWatch, "_judge", lambda *rest: None)
     doomed = watched_alone.spawn(WorkerSpec("doomed"), Target, 0)
     os.kill(doomed.call(Target.pid).result(PATIENCE_S), signal.SIGKILL)
     with pytest.raises(WorkerDied, match="doomed"):
@@ -236,7 +235,7 @@ def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(made, watche
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(
         WorkerSilent,
-        match=rf"sleeper \(pid {pid}.*\) has not answered for \d+ s: .*stopped .*--worker-silence",
+        match=rf"sleeper \(pid {pid}.*\) has not answered for \d+ s: .*stopped .*worker-silence",
     ):
         gather([sleeper.call(Target.add, 1), sleeper.call_control(Target.wake)], 120)
     with pytest.raises(WorkerDied):
@@ -250,7 +249,7 @@ def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(made, watche
 
 def test_a_wait_for_something_else_ends_with_a_silent_worker():
     work, failure = concurrent.futures.Future(), concurrent.futures.Future()
-    waiting = Guarded(LocalFuture(work, "rollout", "generate"), failure)
+    waiting = FailFastFuture(LocalFuture(work, "rollout", "generate"), failure)
     with pytest.raises(waits.WaitTimeout, match=r"rollout\.generate: not done"):
         waiting.result(0.01)
     assert not waiting.done()
@@ -259,7 +258,7 @@ def test_a_wait_for_something_else_ends_with_a_silent_worker():
     with pytest.raises(WorkerSilent, match="trainer-1"):
         waiting.result()
     work.set_result(5)
-    assert Guarded(LocalFuture(work, "rollout", "generate"), concurrent.futures.Future()).result() == 5
+    assert FailFastFuture(LocalFuture(work, "rollout", "generate"), concurrent.futures.Future()).result() == 5
 
 
 def test_a_long_call_is_no_silence(made, watched):
@@ -320,7 +319,7 @@ def test_an_answer_that_comes_as_a_look_ends_is_the_answer():
                 raise waits.WaitTimeout(f"generate: not done after {deadline_s} s")
             return "batch"
 
-    assert Guarded(JustInTime(), concurrent.futures.Future()).result() == "batch"
+    assert FailFastFuture(JustInTime(), concurrent.futures.Future()).result() == "batch"
 
 
 def test_a_constructor_that_fails_is_the_cause_of_every_call(runtime):

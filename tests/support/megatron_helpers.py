@@ -24,7 +24,7 @@ SHORT = dict(
 
 
 def megatron_args(model, **changes) -> Args:
-    values = dict(use_distributed_optimizer=False, distributed_timeout_minutes=5, seed=1)
+    values = dict(use_distributed_optimizer=False, timeouts={"collective": 300}, seed=1)
     return trainer_args(model, **(values | {SHORT.get(name, name): value for name, value in changes.items()}))
 
 

@@ -15,9 +15,9 @@ from slime.dashboard import sample_pages
 from slime.dashboard.access import Access
 from slime.dashboard.run_folder import open_runs
 from slime.dashboard.server import Page
+from slime.observability.tracer import Span, write_spans
 from slime.record import RecordWriter, group_entries
 from slime.record.additions import Advantage, PieceBook, write_advantages
-from slime.record.spans import Span, write_spans
 from slime.utils.files.run_file import RunRecord, Start, write_run
 from slime.utils.types import Sample
 

@@ -17,6 +17,8 @@ one template share.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -36,9 +38,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.utils.machine.warm_start import LONGEST, ROOM, adopting_orphans, serve, show_command, take_files
-
 ROOT = Path(__file__).parents[2]
+LONGEST, _MAX_FILES = 1 << 17, 64  # bytes and files of a request
+ROOM = "x" * 16_384  # the last argument of a template: memory for the command lines that its children show
+_PR_SET_CHILD_SUBREAPER = 36
 IMPORTS = (
     "hypothesis.strategies",
     "torch.distributed.checkpoint",
@@ -280,6 +283,66 @@ def _job(
 
 
 # ---- the template ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def serve(owner: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Returns in each new process, with its job; the template itself never returns."""
+    while True:
+        request, fds, _, _ = socket.recv_fds(owner, LONGEST, _MAX_FILES)
+        if not request:
+            os._exit(0)  # the owner is gone
+        if len(os.listdir("/proc/self/task")) > 1:  # a lock that another thread holds would never be free
+            pid = b"0"
+        else:
+            told, tell = os.pipe()
+            adopted, let_go = os.pipe()
+            if (between := os.fork()) == 0:
+                if (child := os.fork()) == 0:
+                    os.close(let_go)
+                    if not os.read(adopted, 1):  # until the one between has ended, and the owner adopts this
+                        os._exit(1)  # the template was ended
+                    return json.loads(request), fds
+                os.write(tell, str(child).encode())
+                os._exit(0)
+            os.waitpid(between, 0)
+            os.write(let_go, b"1")
+            pid = os.read(told, 64)
+            for fd in (told, tell, adopted, let_go):
+                os.close(fd)
+        for fd in fds:
+            os.close(fd)
+        owner.send(pid)
+
+
+def show_command(words: list[str]) -> None:
+    """What `ps` says: written over the arguments that the template was started with."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(map(os.fsencode, words))[: max(0, end - start - 1)]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def take_files(wanted: dict[int, int]) -> None:
+    """Each file at its number, and no other open."""
+    high = max(64, *wanted, *wanted.values()) + 1
+    parked = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, high) for number, fd in wanted.items()}
+    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if fd not in parked.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    for number, fd in parked.items():
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def _ignore_signals() -> None:

@@ -80,7 +80,7 @@ class Unmade:
 
     def __init__(self):
         threading.Thread(target=threading.Event().wait, name="stays").start()
-        raise ValueError("--host-timeout-s 5: host1 did not answer")
+        raise ValueError("--timeouts host=5: host1 did not answer")
 
     def add(self, x):
         return x

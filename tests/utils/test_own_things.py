@@ -8,9 +8,8 @@ import sys
 import pytest
 from patience import PATIENCE_S
 
-from slime.utils import waits
-from slime.utils.machine.own_processes import protect
-from slime.utils.machine.processes import stop_process
+from slime.liveness import waits
+from slime.utils.machine.children import protect, stop_process
 from slime.utils.plugin_errors import PluginError
 
 CLOSES = """

@@ -9,7 +9,7 @@ import pytest
 from slime.cli.main import user_errors
 from slime.observability.terminal.capture import Capture, log_to
 from slime.record import RecordWriter
-from slime.utils.machine.processes import open_log
+from slime.utils.machine.children import open_log
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 from patience import LONG_S
 
-from slime.utils import async_utils, http_utils, misc, waits
+from slime.liveness import waits
+from slime.utils import async_utils, http_utils, misc
 from slime.utils.machine import shm
 
 
@@ -150,10 +151,10 @@ def test_retries_end():
 
 def test_a_server_that_lives_and_fails_on_a_request_is_asked_a_few_times_and_told(monkeypatch, caplog):
     monkeypatch.setattr(http_utils, "_BACKOFF_CAP_S", 0.01)
-    monkeypatch.setattr(http_utils, "_told_at", float("-inf"))
+    monkeypatch.setattr(http_utils, "_warned_at", float("-inf"))
     error, count = call([500] * 60)
     assert (error.status, count) == (500, 1 + http_utils._ANSWERED_RETRIES)
-    assert caplog.text.count("it is asked again") == 1
+    assert caplog.text.count("the request is sent again") == 1
     assert call([503] * 20 + [200]) == ({"ok": True}, 21)
 
 

@@ -171,15 +171,3 @@ def test_the_package_offers_the_sample():
     assert slime.Sample is Sample
     with pytest.raises(AttributeError, match="no attribute 'Simple'"):
         _ = slime.Simple
-
-
-def test_an_answer_that_was_read_is_appended_as_any_other():
-    one, other = Sample(tokens=[5]), Sample(tokens=[5])
-    for version in ("r:1", "r:2"):
-        one.append_response_tokens(
-            tokens=[7, 2], log_probs=[-0.1, -1], meta_info=answer(version=version), text="a"
-        )
-        other.append_answer(None, (7, 2), (-0.1, -1.0), answer(version=version), "a")
-    assert one == other and one.rollout_log_probs == [-0.1, -1.0] * 2
-    with pytest.raises(ValueError, match="0 log-probs for 1"):
-        other.append_answer(None, (7,), (), answer(), "")

@@ -29,7 +29,7 @@ from slime.step.training_step import TrainingStep
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine.children import thread_environment
 from slime.utils.types import Sample
 from slime.weight_sync import choose_adapter_transport, transport_of
 from slime.weight_sync.base import SenderOptions
@@ -64,7 +64,7 @@ def engines(request, model, tmp_path_factory):
         pause_generation_mode="auto",
         check_weight_update_equal=True,
         weight_checksum_interval=1,
-        update_weight_timeout_s=60.0,
+        timeouts={"update-weight": 60.0},
     )
     fleet = EngineFleet([server], WatchPolicy(8, 3600.0))
     weights = EngineWeights(settings, prefix, ((),), fleet)
@@ -108,7 +108,7 @@ def train(trainer) -> None:
     TrainingStep(backend, args, 0, split_for_ranks(args, batch, 1)[0]).run()
 
 
-def make_parcel(sender, backend, version: str):
+def make_bundle(sender, backend, version: str):
     for bucket in backend.export_adapter():
         sender.send(bucket)
     return sender.finish(version)
@@ -144,9 +144,9 @@ def test_the_engine_says_what_the_trainer_says_after_each_push_of_adapters(engin
     answers = []
     for number in (1, 2):
         train(trainer)
-        parcel = make_parcel(sender, backend, f"run:{number}")
-        assert parcel.nbytes < whole / 2
-        assert weights.receive(parcel)["perf/engines_evicted"] == 0
+        bundle = make_bundle(sender, backend, f"run:{number}")
+        assert bundle.nbytes < whole / 2
+        assert weights.receive(bundle)["perf/engines_evicted"] == 0
         answers.append(answer := generate(fleet.urls[0]))
         assert {span.version for span in answer.spans} == {f"run:{number}"}
         assert largest_difference(trainer_log_probs(trainer, answer.ids), answer.log_probs) < 1e-4
@@ -160,7 +160,7 @@ def test_an_engine_that_was_killed_comes_back_with_the_model_and_the_current_ada
 ):
     (fleet, weights, _), backend = engines, trainer[0]
     train(trainer)
-    weights.receive(make_parcel(sender, backend, "run:7"))
+    weights.receive(make_bundle(sender, backend, "run:7"))
     os.kill(fleet.pids[0], signal.SIGKILL)
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
@@ -178,7 +178,7 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(engines, tr
     info = weights.info(fleet.urls[0])
     if not info.compares_manifests:
         pytest.skip("this engine does not promise to live after adapters that do not fit")
-    weights.receive(make_parcel(sender, backend, "run:8"))
+    weights.receive(make_bundle(sender, backend, "run:8"))
     for bucket in backend.export_adapter():
         sender.send([(name, tensor[:, :3] if "lora_A" in name else tensor) for name, tensor in bucket])
     bad = sender.finish("run:9")
@@ -192,7 +192,7 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(engines, tr
 
 def test_a_request_for_adapters_that_the_engine_has_not_is_refused(engines, trainer, sender):
     fleet, weights, _ = engines
-    weights.receive(make_parcel(sender, trainer[0], "run:10"))
+    weights.receive(make_bundle(sender, trainer[0], "run:10"))
     with pytest.raises(HttpError) as error:
         generate(fleet.urls[0], lora_path="other")
     assert error.value.status == 400
@@ -203,10 +203,10 @@ def test_whole_weights_after_adapters_leave_none_of_them(engines, trainer, sende
     if not weights.info(fleet.urls[0]).compares_manifests:
         pytest.skip("only the embedded engine merges adapters")
     control = EngineControl(fleet.urls[0])
-    weights.receive(make_parcel(sender, trainer[0], "run:11"))
+    weights.receive(make_bundle(sender, trainer[0], "run:11"))
     run(control.update_from_disk(str(model), "plain"))
     plain = run(control.checksums())
-    weights.receive(make_parcel(sender, trainer[0], "run:12"))
+    weights.receive(make_bundle(sender, trainer[0], "run:12"))
     held = run(control.checksums())
     assert {name: held[name] for name in plain} == plain  # the model itself is as it was
     assert held.keys() - plain.keys() == {
@@ -214,15 +214,15 @@ def test_whole_weights_after_adapters_leave_none_of_them(engines, trainer, sende
     }
 
 
-def test_a_parcel_that_was_changed_on_the_way_is_not_taken(engines, trainer, sender):
+def test_a_bundle_that_was_changed_on_the_way_is_not_taken(engines, trainer, sender):
     fleet, weights, _ = engines
-    parcel = make_parcel(sender, trainer[0], "run:13")
-    segment = shm.open_segment(parcel.payload.manifest.buckets[0].segment)
+    bundle = make_bundle(sender, trainer[0], "run:13")
+    segment = shm.open_segment(bundle.payload.manifest.buckets[0].segment)
     segment.buffer[5] ^= 1
     segment.close()
     control, info = EngineControl(fleet.urls[0]), weights.info(fleet.urls[0])
     with pytest.raises((HttpError, RuntimeError), match="checksum"):
-        run(transport_of(parcel.transport).deliver(parcel, control, info))
+        run(transport_of(bundle.transport).deliver(bundle, control, info))
 
 
 def test_engines_that_take_no_adapters_are_told_so():

@@ -52,12 +52,12 @@ def test_after_many_deltas_the_copy_is_the_trainer_s_bit_by_bit(tmp_path, encodi
     copy, source, state = LocalCopy(tmp_path / "l"), FolderSource(tmp_path / "p"), small_state()
     for i in range(1, 7):
         state = step(state, i)
-        parcel = publish(sender, state, f"run:{i}")
+        bundle = publish(sender, state, f"run:{i}")
         arrival = copy.bring_to(source, f"run:{i}", exact=True)
         assert (arrival.version, arrival.route) == (f"run:{i}", "full" if i == 1 else "delta")
         assert_same_bits(load_folder(arrival.folder), state)
         if i > 1:
-            assert 0.01 < parcel.metrics["perf/update_weights_density"] < 0.1
+            assert 0.01 < bundle.metrics["perf/update_weights_density"] < 0.1
     sender.close()
     assert list((tmp_path / "p").iterdir()) == []
 

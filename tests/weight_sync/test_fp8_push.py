@@ -117,10 +117,10 @@ def test_the_engine_serves_and_takes_fp8_and_says_what_it_stands_for(
     transport = transport_of("shared_memory")
     sender = transport.make_sender(SenderOptions(prefix, tmp_path, str(model)))
     sender.send(list(quantize_state(changed.items(), CONFIG)))
-    parcel = sender.finish("run:1")
+    bundle = sender.finish("run:1")
     info = run(control.info())
-    check_receipt(parcel, run(transport.deliver(parcel, control, info)), control.url)
-    assert run(transport.compare(parcel, control, info, prefix)) == []
+    check_receipt(bundle, run(transport.deliver(bundle, control, info)), control.url)
+    assert run(transport.compare(bundle, control, info, prefix)) == []
     pushed, block = dict(quantize_state(changed.items(), CONFIG)), tuple(CONFIG["weight_block_size"])
     state = {
         name: dequantize_blocks(t, pushed[name + "_scale_inv"], block, torch.float32) if t.dtype == FP8 else t

@@ -13,11 +13,11 @@ from patience import LONG_S, PATIENCE_S
 from slime.catalog.engines import ENGINES
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.liveness.waits import until
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
-from slime.utils.waits import until
 from slime.weight_sync import disk
-from slime.weight_sync.base import Parcel, SenderOptions
+from slime.weight_sync.base import SenderOptions, WeightBundle
 from slime.weight_sync.disk import until_written
 from slime.weight_sync.late_copy import LateCopySender
 from slime.wire.control import EngineControl
@@ -61,31 +61,31 @@ def publish(sender, version: str = "run:1"):
 
 
 def test_who_asks_hears_the_cause_at_once_and_may_ask_again(sender, faulty):
-    parcel = publish(sender)
+    bundle = publish(sender)
     faulty.error = errno.EIO
     for _ in range(2):
         started = time.monotonic()
         with pytest.raises(RuntimeError, match=r"weights-run-1 could not be written: OSError.*EIO") as caught:
-            run(until_written(parcel.payload))
+            run(until_written(bundle.payload))
         assert time.monotonic() - started < LONG_S and not isinstance(caught.value, RunStopped)
     faulty.error = None
-    run(until_written(parcel.payload))
-    assert sorted(file.name for file in parcel.payload.parent.iterdir()) == ["weights-run-1"]
-    assert len(list(parcel.payload.glob("*.safetensors"))) == 2
+    run(until_written(bundle.payload))
+    assert sorted(file.name for file in bundle.payload.parent.iterdir()) == ["weights-run-1"]
+    assert len(list(bundle.payload.glob("*.safetensors"))) == 2
     publish(sender, "run:2")  # the next push is free
 
 
 def test_a_full_disk_ends_the_wait_with_the_folder_s_name(sender, faulty, tmp_path):
-    parcel = publish(sender)
+    bundle = publish(sender)
     faulty.error = errno.ENOSPC
     with pytest.raises(
         RunStopped, match=rf"no room for weights in {tmp_path}/weights .*--update-weight-disk-dir"
     ):
-        run(until_written(parcel.payload))
+        run(until_written(bundle.payload))
 
 
 def test_a_cause_that_does_not_fit_on_the_disk_is_still_a_refusal(sender, faulty, monkeypatch):
-    parcel = publish(sender)
+    bundle = publish(sender)
     faulty.error = errno.ENOSPC
     write_text = disk.Path.write_text
 
@@ -96,7 +96,7 @@ def test_a_cause_that_does_not_fit_on_the_disk_is_still_a_refusal(sender, faulty
 
     monkeypatch.setattr(disk.Path, "write_text", full)
     with pytest.raises(RunStopped, match="no room for weights in"):
-        run(until_written(parcel.payload))
+        run(until_written(bundle.payload))
 
 
 class Server:
@@ -141,7 +141,7 @@ def member(monkeypatch):
         pause_generation_mode="auto",
         check_weight_update_equal=False,
         weight_checksum_interval=None,
-        update_weight_timeout_s=60.0,
+        timeouts={"update-weight": 60.0},
     )
     fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02))
     weights = EngineWeights(args, "slime-x", ((),), fleet)
@@ -178,7 +178,7 @@ def test_an_engine_that_a_live_push_reached_is_compared_where_asked_for(member, 
 
 def test_no_room_for_a_restarted_engine_ends_the_run_at_once(member, sender, faulty):
     fleet, weights, server = member
-    weights.parcel = publish(sender)
+    weights.bundle = publish(sender)
     faulty.error = errno.ENOSPC
     server.up = False
     fleet.wait_ready()
@@ -205,11 +205,14 @@ def test_an_engine_that_does_not_answer_within_the_deadline_is_evicted_by_name(
 
     monkeypatch.setattr(EngineControl, "update_from_disk", UPDATE_FROM_DISK)
     server.url = run(serve())
-    weights._args.update_weight_timeout_s = 0.3
-    (tmp_path / "parcel").mkdir()
+    (tmp_path / "bundle").mkdir()
+    weights._args.timeouts = {"update-weight": 0.3}
     started = time.monotonic()
     assert (
-        weights.receive(Parcel("run:1", "disk", 1, 4, None, tmp_path / "parcel"))["perf/engines_evicted"] == 1
+        weights.receive(WeightBundle("run:1", "disk", 1, 4, None, tmp_path / "bundle"))[
+            "perf/engines_evicted"
+        ]
+        == 1
     )
     assert time.monotonic() - started < LONG_S and server.kills == 1
     assert (

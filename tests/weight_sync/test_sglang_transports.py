@@ -164,15 +164,15 @@ def test_a_late_copy_is_the_weights_at_the_time_of_the_push_and_appears_whole(tm
         tensors = named_tensors(number)
         sender.send(tensors[:1])
         sender.send(tensors[1:])
-        parcel = sender.finish(f"run:{number}")
+        bundle = sender.finish(f"run:{number}")
         expected = {name: tensor.clone() for name, tensor in tensors}
         for _, tensor in tensors:
             tensor.zero_()  # the trainer goes on
-        run(until_written(parcel.payload))
+        run(until_written(bundle.payload))
         held = {}
-        for file in parcel.payload.glob("*.safetensors"):
+        for file in bundle.payload.glob("*.safetensors"):
             held |= load_file(file)
-        assert parcel.num_tensors == 3 and all(torch.equal(held[name], expected[name]) for name in expected)
+        assert bundle.num_tensors == 3 and all(torch.equal(held[name], expected[name]) for name in expected)
     sender.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -16,11 +16,11 @@ from tiny_model import make_tiny_model
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.liveness.waits import until
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import thread_environment
-from slime.utils.waits import until
-from slime.weight_sync import LiveReport, Parcel
+from slime.utils.machine.children import thread_environment
+from slime.weight_sync import LiveReport, WeightBundle
 from slime.weight_sync.base import SenderOptions, Target
 from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
@@ -48,7 +48,7 @@ def served(models, tmp_path_factory):
         pause_generation_mode="auto",
         check_weight_update_equal=False,
         weight_checksum_interval=1,
-        update_weight_timeout_s=DEADLINE_S,
+        timeouts={"update-weight": DEADLINE_S},
     )
     fleet = EngineFleet([EngineServer(plan) for plan in plans], WatchPolicy(8, 3600.0))
     weights = EngineWeights(args, prefix, ((), ()), fleet)
@@ -96,9 +96,9 @@ def held(fleet) -> list[tuple[str, dict]]:
     return [(run(EngineControl(url).version()), run(EngineControl(url).checksums())) for url in fleet.urls]
 
 
-def copy_on_disk(version: str, model) -> Parcel:
+def copy_on_disk(version: str, model) -> WeightBundle:
     """What the trainer leaves for engines that a live push did not reach."""
-    return Parcel(version, "disk", 0, 0, None, model)
+    return WeightBundle(version, "disk", 0, 0, None, model)
 
 
 def as_report(answer: dict) -> LiveReport:

@@ -63,12 +63,12 @@ def send(sender, state: dict[str, torch.Tensor], version: str):
 
 def test_a_push_is_received_whole_and_compares_equal(transport, sender, engine, state):
     control, info, prefix = engine
-    parcel = send(sender, changed(state, 0.25), "run:1")
-    receipt = run(transport.deliver(parcel, control, info))
-    check_receipt(parcel, receipt, control.url)
+    bundle = send(sender, changed(state, 0.25), "run:1")
+    receipt = run(transport.deliver(bundle, control, info))
+    check_receipt(bundle, receipt, control.url)
     assert receipt.version == run(control.version()) == "run:1"
-    assert parcel.num_tensors == len(state)
-    assert run(transport.compare(parcel, control, info, prefix)) == []
+    assert bundle.num_tensors == len(state)
+    assert run(transport.compare(bundle, control, info, prefix)) == []
 
 
 def test_perturbed_tensors_are_named_by_the_comparison(transport, sender, engine, state):
@@ -79,8 +79,8 @@ def test_perturbed_tensors_are_named_by_the_comparison(transport, sender, engine
     for name in names:
         other[name] = state[name].clone()
         other[name].view(-1)[-1] += 1e-6 + other[name].view(-1)[-1].abs() * 1e-3
-    parcel = send(sender, other, "run:3")  # made, but not delivered
-    assert sorted(run(transport.compare(parcel, control, info, prefix))) == sorted(names)
+    bundle = send(sender, other, "run:3")  # made, but not delivered
+    assert sorted(run(transport.compare(bundle, control, info, prefix))) == sorted(names)
 
 
 def test_an_engine_with_other_weights_is_caught_by_its_receipt(sender, transport, engine, state):
@@ -97,15 +97,15 @@ def test_an_engine_with_other_weights_is_caught_by_its_receipt(sender, transport
 def test_a_checksum_that_differs_is_caught_although_the_version_agrees(engine, model, state, tmp_path):
     shared_memory = transport_of("shared_memory")
     sender = shared_memory.make_sender(SenderOptions(engine[2], tmp_path, str(model)))
-    parcel = send(sender, state, "run:6")
-    receipt = run(shared_memory.deliver(parcel, *engine[:2]))
-    assert receipt.checksum == parcel.checksum
+    bundle = send(sender, state, "run:6")
+    receipt = run(shared_memory.deliver(bundle, *engine[:2]))
+    assert receipt.checksum == bundle.checksum
     with pytest.raises(RuntimeError, match=r"checksum \d+ sent but \d+ held"):
-        check_receipt(parcel, replace(receipt, checksum=receipt.checksum ^ 1), "engine-0")
+        check_receipt(bundle, replace(receipt, checksum=receipt.checksum ^ 1), "engine-0")
     sender.close()
 
 
-def test_an_engine_that_comes_late_takes_the_parcel_while_the_next_is_written(
+def test_an_engine_that_comes_late_takes_the_bundle_while_the_next_is_written(
     transport, sender, engine, state
 ):
     control, info, prefix = engine
@@ -132,22 +132,22 @@ def options(prefix: str, folder: Path, model: str = "hub/name") -> SenderOptions
     return SenderOptions(prefix, folder, model)
 
 
-def segments(parcel) -> list[str]:
-    return [bucket.segment for bucket in parcel.payload.buckets]
+def segments(bundle) -> list[str]:
+    return [bucket.segment for bucket in bundle.payload.buckets]
 
 
-def is_whole(parcel) -> bool:
-    found = [shm.open_segment(bucket.segment).buffer[: bucket.nbytes] for bucket in parcel.payload.buckets]
-    return [byte_checksum(b) for b in found] == [bucket.checksum for bucket in parcel.payload.buckets]
+def is_whole(bundle) -> bool:
+    found = [shm.open_segment(bucket.segment).buffer[: bucket.nbytes] for bucket in bundle.payload.buckets]
+    return [byte_checksum(b) for b in found] == [bucket.checksum for bucket in bundle.payload.buckets]
 
 
 def test_weights_whose_shared_memory_was_removed_are_published_again(prefix, tmp_path):
     """Somebody empties /dev/shm: engines find the version that they should have, and every later one."""
     sender = transport_of("shared_memory").make_sender(options(prefix, tmp_path))
-    parcel = send(sender, {"a": torch.ones(8), "b": torch.arange(9)}, "run:1")
+    bundle = send(sender, {"a": torch.ones(8), "b": torch.arange(9)}, "run:1")
     shm.unlink_prefix(prefix)
     eventually(lambda: len(shm.list_segments(prefix)) == 2)
-    assert is_whole(parcel)
+    assert is_whole(bundle)
     for version in range(2, 6):  # both sets of segments
         shm.unlink_prefix(prefix)
         assert is_whole(send(sender, {"a": torch.ones(8) * version, "b": torch.arange(9)}, f"run:{version}"))
@@ -157,12 +157,12 @@ def test_weights_whose_shared_memory_was_removed_are_published_again(prefix, tmp
 
 def test_shared_memory_takes_turns_between_two_sets_of_segments(prefix, tmp_path):
     sender = transport_of("shared_memory").make_sender(options(prefix, tmp_path))
-    parcels = [send(sender, {"a": torch.ones(8) * i, "b": torch.ones(9) * i}, f"run:{i}") for i in range(5)]
-    assert segments(parcels[0]) == segments(parcels[2]) == segments(parcels[4])
-    assert segments(parcels[1]) == segments(parcels[3])
-    assert not set(segments(parcels[0])) & set(segments(parcels[1]))
+    bundles = [send(sender, {"a": torch.ones(8) * i, "b": torch.ones(9) * i}, f"run:{i}") for i in range(5)]
+    assert segments(bundles[0]) == segments(bundles[2]) == segments(bundles[4])
+    assert segments(bundles[1]) == segments(bundles[3])
+    assert not set(segments(bundles[0])) & set(segments(bundles[1]))
     assert len(shm.list_segments(prefix)) == 4
-    for bucket in (*parcels[4].payload.buckets, *parcels[3].payload.buckets):  # the last two are still whole
+    for bucket in (*bundles[4].payload.buckets, *bundles[3].payload.buckets):  # the last two are still whole
         assert byte_checksum(shm.open_segment(bucket.segment).buffer[: bucket.nbytes]) == bucket.checksum
     sender.close()
     assert shm.list_segments(prefix) == []
@@ -171,8 +171,8 @@ def test_shared_memory_takes_turns_between_two_sets_of_segments(prefix, tmp_path
 def test_a_segment_that_became_too_small_is_replaced_and_removed(prefix, tmp_path):
     sender = transport_of("shared_memory").make_sender(options(prefix, tmp_path))
     for version, size in enumerate((8, 8, 800, 800, 8)):
-        parcel = send(sender, {"a": torch.ones(size), "b": torch.ones(size)}, f"run:{version}")
-    assert parcel.nbytes == 2 * 32
+        bundle = send(sender, {"a": torch.ones(size), "b": torch.ones(size)}, f"run:{version}")
+    assert bundle.nbytes == 2 * 32
     assert len(shm.list_segments(prefix)) == 4
     sender.close()
 
@@ -180,9 +180,9 @@ def test_a_segment_that_became_too_small_is_replaced_and_removed(prefix, tmp_pat
 def test_the_disk_keeps_two_versions_that_can_be_read_back(prefix, tmp_path):
     sender = transport_of("disk").make_sender(options(prefix, tmp_path / "w"))
     for version in range(4):
-        parcel = send(sender, {"a": torch.ones(2) * version, "b": torch.ones(3)}, f"run:{version}")
+        bundle = send(sender, {"a": torch.ones(2) * version, "b": torch.ones(3)}, f"run:{version}")
     assert sorted(p.name for p in (tmp_path / "w").iterdir()) == ["weights-run-2", "weights-run-3"]
-    [file, _] = sorted(parcel.payload.glob("*.safetensors"))
+    [file, _] = sorted(bundle.payload.glob("*.safetensors"))
     with safe_open(file, "pt") as opened:
         assert opened.get_tensor("a").tolist() == [3.0, 3.0]
     sender.close()
@@ -195,9 +195,9 @@ def test_the_disk_shows_no_half_written_version_and_the_next_sender_clears_it(pr
     crashed.send([("a", torch.ones(2))])  # and never finishes
     assert [p.name for p in folder.iterdir()] == ["incoming.tmp"]
     sender = transport_of("disk").make_sender(options(prefix, folder))
-    parcel = send(sender, {"b": torch.ones(1), "c": torch.ones(1)}, "run:1")
+    bundle = send(sender, {"b": torch.ones(1), "c": torch.ones(1)}, "run:1")
     assert [p.name for p in folder.iterdir()] == ["weights-run-1"]
-    assert sorted(name for file in parcel.payload.glob("*.safetensors") for name in load_file(file)) == [
+    assert sorted(name for file in bundle.payload.glob("*.safetensors") for name in load_file(file)) == [
         "b",
         "c",
     ]

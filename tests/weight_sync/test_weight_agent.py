@@ -20,7 +20,7 @@ from tiny_model import make_tiny_model
 
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import stop_process, thread_environment
+from slime.utils.machine.children import stop_process, thread_environment
 from slime.weight_sync.base import check_receipt
 from slime.weight_sync.delta.publication import open_source
 from slime.weight_sync.delta.transport import DELTA
@@ -69,11 +69,11 @@ def test_the_engine_holds_the_trainer_s_bits_after_each_of_several_pushes(engine
     state = load_folder(model)
     for i in range(1, 5):
         state = moved(state, i)
-        parcel = publish(sender, state, f"push:{i}")
-        run(DELTA.prepare(parcel, control))
+        bundle = publish(sender, state, f"push:{i}")
+        run(DELTA.prepare(bundle, control))
         assert run(control.version()) != f"push:{i}"  # it still serves
-        check_receipt(parcel, run(DELTA.deliver(parcel, control, info)), control.url)
-        assert run(DELTA.compare(parcel, control, info, prefix)) == []
+        check_receipt(bundle, run(DELTA.deliver(bundle, control, info)), control.url)
+        assert run(DELTA.compare(bundle, control, info, prefix)) == []
         assert differing(engine, state) == []
     assert differing(engine, moved(state, 9)) != []
     sender.close()
@@ -152,13 +152,13 @@ def test_a_push_goes_through_the_agent_and_an_agent_that_is_gone_is_an_error(eng
     with serving(agent.app()) as url:
         sender = make_sender(tmp_path / "p", tmp_path / "unused", str(model), agents={control.url: url})
         state = moved(load_folder(model), 7)
-        parcel = publish(sender, state, "agent:1")
-        run(DELTA.prepare(parcel, control))
-        check_receipt(parcel, run(DELTA.deliver(parcel, control, info)), control.url)
-        assert run(DELTA.compare(parcel, control, info, prefix)) == [] == differing(engine, state)
+        bundle = publish(sender, state, "agent:1")
+        run(DELTA.prepare(bundle, control))
+        check_receipt(bundle, run(DELTA.deliver(bundle, control, info)), control.url)
+        assert run(DELTA.compare(bundle, control, info, prefix)) == [] == differing(engine, state)
         assert not (tmp_path / "unused").exists()
     with pytest.raises(RuntimeError, match=rf"{url}/pull"):
-        run(DELTA.deliver(parcel, control, info))
+        run(DELTA.deliver(bundle, control, info))
     sender.close()
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
+from slime.liveness.waits import WaitTimeout
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
-from slime.utils.waits import WaitTimeout
 from slime.wire.client import SESSION_HEADER, EngineClient
 from slime.wire.control import EngineControl
 from slime.wire.protocol import GenerateRequest, SamplingParams
@@ -75,8 +75,7 @@ def test_a_bad_request_raises_at_once():
     assert error.value.status == 400 and len(seen) == 1
 
 
-def test_an_id_that_the_engine_still_holds_is_sent_until_it_lets_go(monkeypatch):
-    monkeypatch.setattr("slime.wire.client._TAKEN_PAUSE_S", 0.01)
+def test_an_id_that_the_engine_still_holds_is_sent_until_it_lets_go():
     seen = []
 
     async def handler(request):

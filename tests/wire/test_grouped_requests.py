@@ -1,16 +1,15 @@
 """Requests of a group travel as one, and each is answered, aborted and refused as if it were alone."""
 
 import asyncio
-import json
 
 import pytest
 from fake_engine import FakeEngine
 
 from slime.utils.async_utils import run
-from slime.utils.http_utils import HttpError, _as_json
+from slime.utils.http_utils import HttpError
 from slime.wire.client import EngineClient
-from slime.wire.grouped import MAX_REFUSALS, group_json, siblings_json
-from slime.wire.protocol import GenerateRequest, SamplingParams, SiblingRequests
+from slime.wire.grouped import MAX_REFUSALS
+from slime.wire.protocol import GenerateRequest, SamplingParams
 
 
 def request(number: int, group: str | None = "g") -> GenerateRequest:
@@ -33,13 +32,6 @@ def test_a_group_is_one_request_and_its_answers_are_those_of_single_ones():
         alone = ask(engine, *(request(n, group=None) for n in range(4)))
     assert engine.group_sizes == [4] and engine.paths.count("/generate") == 5
     assert together == alone and len({one.ids for one in together}) == 4
-
-
-def test_requests_that_differ_in_seed_and_id_are_spelled_as_those_that_differ_in_more():
-    requests = [request(n) for n in range(3)]
-    siblings = SiblingRequests(requests[0], [r.sampling.sampling_seed for r in requests], ["r0", "r1", "r2"])
-    body = siblings_json(siblings)
-    assert body == group_json(requests) == json.loads(_as_json(body))
 
 
 def test_two_groups_are_two_requests_and_one_member_goes_alone():

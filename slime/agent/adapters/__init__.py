@@ -1,4 +1,4 @@
-"""HTTP endpoints that agent programs take for OpenAI's or Anthropic's, in front of the policy's engines."""
+"""HTTP endpoints with the APIs of OpenAI and Anthropic, in front of the policy's engines."""
 
 from slime.agent.adapters.anthropic import AnthropicAdapter
 from slime.agent.adapters.common import BaseAdapter

@@ -1,4 +1,4 @@
-"""Anthropic's messages API: requests read, answers and streams written, prompts counted."""
+"""Anthropic's messages API: reads requests, writes responses and streams, counts tokens."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import json
 import re
 from typing import Any
 
-from slime.agent.adapters.bodies import Body
-from slime.agent.adapters.chat_calls import Call, content_parts, folded, function_tool, paired, text_parts
 from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
 from slime.agent.adapters.common import BaseAdapter
-from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
-from slime.agent.adapters.unused import ANTHROPIC, PART, check_unused
+from slime.agent.adapters.dialect import (
+    Call,
+    ClientDialect,
+    Reply,
+    Stream,
+    content_parts,
+    folded,
+    function_tool,
+    paired,
+    text_parts,
+)
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 
@@ -24,7 +31,7 @@ _ERROR_TYPES = {
     "engine": "api_error",
     "ours": "api_error",
 }
-_SERVER_TOOL = re.compile(r"_20\d{6}$")  # their names end with a date
+_SERVER_TOOL = re.compile(r"_20\d{6}$")  # the types of tools that the real endpoint runs end with a date
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _STOP_REASONS = {"length": "max_tokens"}
 
@@ -32,29 +39,23 @@ _STOP_REASONS = {"length": "max_tokens"}
 class Messages(ClientDialect):
     path = "/v1/messages"
 
-    def read(self, request: Body) -> Call:
-        body = request.fields
+    def read(self, body: dict[str, Any]) -> Call:
         given = want(body.get("messages"), list, "messages", "a list")
         if count(body, "max_tokens") is None:
             raise invalid("max_tokens: Field required", "max_tokens")
         system = body.get("system")
-        check_unused(body, ANTHROPIC)
         if (maybe(body, "output_config", dict, "an object") or {}).get("format") is not None:
             raise invalid("output_config.format: other formats than text are not supported")
-
-        def read(start: int) -> list[Message]:
-            messages: list[Message] = []
-            if start == 0 and system is not None and (words := _text(system, "system")):
-                messages.append({"role": "system", "content": words})
-            for place, message in enumerate(given, start):
-                _add_message(messages, message, f"messages.{place}")
-            return paired(folded(messages), start)
-
+        messages: list[Message] = []
+        if system is not None and (words := _text(system, "system")):
+            messages.append({"role": "system", "content": words})
+        for place, message in enumerate(given):
+            _add_message(messages, message, f"messages.{place}")
         choice = maybe(body, "tool_choice", dict, "an object")
         if choice is not None and choice.get("type") not in ("auto", "none"):
             raise invalid("tool_choice: only auto and none are supported: a call cannot be forced here")
         return Call(
-            messages=request.messages(read),
+            messages=paired(folded(messages)),
             tools=_tools(body.get("tools")),
             sampling=_sampling(body),
             stream=bool(maybe(body, "stream", bool, "a boolean")),
@@ -98,7 +99,7 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
-    """Tools of the client; those that the real endpoint would run itself have a type and no schema."""
+    """Return the client's tools, without the ones that the real endpoint would run itself."""
     out = []
     for place, tool in enumerate(want([] if given is None else given, list, "tools", "a list")):
         where = f"tools.{place}"
@@ -116,14 +117,14 @@ def _text(content: Any, where: str) -> str:
 
 
 def _shown(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Text, or parts with pictures."""
+    """Return text, or parts if there are images."""
     return (
         content if isinstance(content, str) else content_parts(content, where, ("text",), {"image": _source})
     )
 
 
 def _source(block: dict[str, Any], where: str) -> str:
-    """The picture of a block, as a data URL or the address that it gives."""
+    """Return the image of a block, as a data URL or the address that it gives."""
     source = want(block.get("source"), dict, f"{where}.source", "an object")
     kind = source.get("type")
     if kind == "url":
@@ -165,7 +166,6 @@ def _add_user_blocks(messages: list[Message], blocks: list[dict[str, Any]], wher
             continue
         name = f"{where}.content.{place}"
         identity = want(block.get("tool_use_id"), str, f"{name}.tool_use_id", "a string")
-        check_unused(block, PART, name)
         content = block.get("content")
         result = _shown("" if content is None else content, f"{name}.content")
         messages.append({"role": "tool", "tool_call_id": identity, "content": result})
@@ -174,11 +174,10 @@ def _add_user_blocks(messages: list[Message], blocks: list[dict[str, Any]], wher
 
 
 def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
-    """An answer that comes back. Thoughts belong to it in this API: none is a statement, too."""
+    """Read a response that the client sends back. This API sends thoughts too, so none means none."""
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):
         name, kind = f"{where}.content.{place}", block.get("type")
-        check_unused(block, PART, name)
         if kind == "text":
             texts.append(want(block.get("text"), str, f"{name}.text", "a string"))
         elif kind == "thinking":
@@ -191,7 +190,7 @@ def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
             }
             calls.append({"id": identity, "type": "function", "function": function})
         elif kind != "redacted_thinking":
-            raise invalid(f"{name}: blocks of type {kind!r} are not supported in answers")
+            raise invalid(f"{name}: blocks of type {kind!r} are not supported in assistant messages")
     message: Message = {"role": "assistant", "content": "\n".join(texts), THOUGHTS: "\n".join(thoughts)}
     if calls:
         message["tool_calls"] = calls
@@ -221,7 +220,7 @@ def _ending(reply: Reply) -> dict[str, Any]:
 
 
 class _MessageStream(Stream):
-    """One block is open at a time; it closes when another kind of text begins, or at the end."""
+    """Writes events with one open block at a time; another kind of text closes it."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -293,6 +292,6 @@ class _MessageStream(Stream):
 
 
 class AnthropicAdapter(BaseAdapter):
-    """Base url for clients: `http://HOST:PORT`; the key is the session's id."""
+    """Serves Anthropic's API. The base url for clients is `http://HOST:PORT`, the key is the session's id."""
 
     protocols = (Messages(),)

@@ -1,4 +1,4 @@
-"""Errors that a client gets, as status and words; each protocol writes them in its own JSON."""
+"""Errors sent to clients, and checks of request fields; each protocol writes errors in its own JSON."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from slime.agent.session import (
     TokenBudgetUsed,
     TurnBudgetUsed,
 )
-from slime.rollout.generation.turnstile import RolloutEnded
+from slime.liveness.waits import WaitTimeout
+from slime.rollout.generation.turn_gate import RolloutEnded
 from slime.utils.errors import EngineAnswerError
 from slime.utils.http_utils import HttpError
-from slime.utils.waits import WaitTimeout
 
 
 class ApiError(Exception):
-    """`kind` is one of: invalid, auth, not_found, too_large, context, budget, closed, engine, ours,
-    unknown_answer.
+    """An error response. `retry` False: a header asks clients not to send the request again.
 
-    `retry` False: clients that would send the request again are told not to.
+    `kind` is invalid, auth, not_found, too_large, context, budget, closed, engine, ours or unknown_answer.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of a failure of ours or of its own."""
+    """Return the error response for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextExhausted):
@@ -56,14 +55,14 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, HttpError) and 400 <= error.status < 500:
         return invalid(f"the engine refuses the request: {error.body[:500]}")
     if isinstance(error, (PolicyDown, HttpError, EngineAnswerError, WaitTimeout)):
-        return ApiError(502, "engine", f"the engines gave no answer: {error}"[:500])
+        return ApiError(502, "engine", f"the engines gave no response: {error}"[:500])
     if isinstance(error, ValueError):  # sampling parameters that the engines' protocol does not have
         return invalid(str(error)[:500])
     return ApiError(500, "ours", f"{type(error).__name__}: {error}"[:500])
 
 
 def want(value: Any, kinds: type | tuple[type, ...], name: str, what: str) -> Any:
-    """`value`, which must be of one of `kinds`; a boolean is no number."""
+    """Return `value`, which must be of one of `kinds`; a boolean is no number."""
     wrong_bool = isinstance(value, bool) and bool not in (kinds if isinstance(kinds, tuple) else (kinds,))
     if wrong_bool or not isinstance(value, kinds):
         raise invalid(f"Invalid type for '{name}': expected {what}, got {type(value).__name__}.", name)
@@ -71,13 +70,13 @@ def want(value: Any, kinds: type | tuple[type, ...], name: str, what: str) -> An
 
 
 def maybe(given: dict[str, Any], name: str, kinds: type, what: str) -> Any:
-    """A field that may be left out; None: it is, or it is null."""
+    """Return an optional field; None: it is absent or null."""
     value = given.get(name)
     return None if value is None else want(value, kinds, name, what)
 
 
 def number(body: dict[str, Any], name: str, low: float, high: float) -> float | None:
-    """A number of the body between two others; None: it has none."""
+    """Return a number of the body, which must be within a range; None: it is absent."""
     value = body.get(name)
     if value is None:
         return None
@@ -100,7 +99,7 @@ def count(body: dict[str, Any], name: str, low: int = 1, high: int | None = None
 
 
 def check_stops(given: list[Any], name: str) -> None:
-    """Stop strings: an empty one would end every answer before it begins."""
+    """Refuse empty stop strings, which would end every response at once."""
     for place, text in enumerate(given):
         if not want(text, str, f"{name}[{place}]", "a string"):
             raise invalid(f"Invalid '{name}[{place}]': empty string. Expected at least one character.", name)

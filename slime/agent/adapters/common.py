@@ -1,28 +1,27 @@
-"""The endpoint itself: sessions by key, one turn from request to record, and what a client is told.
+"""The HTTP endpoint for agent programs: sessions by key, and one turn from its request to its record.
 
-An answer is recorded when its last byte that matters was handed to the connection: what a client never got is
-not trained. A client that leaves ends its request at the engine, and its session goes on. A client that lost
-an answer which was already made, and repeats its request, gets that answer.
+A response is recorded once it is written to the connection: what a client never received is not trained. When
+a client disconnects, its request ends at the engine and its session continues. A client that lost a finished
+response and repeats its request receives that response.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from uuid import uuid4
 
 from aiohttp import web
 
-from slime.agent.adapters.bodies import Body, Known, read_body
-from slime.agent.adapters.chat_calls import Call, folded, paired
 from slime.agent.adapters.client_errors import ApiError, api_error, invalid
-from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
+from slime.agent.adapters.dialect import Call, ClientDialect, Reply, Stream, folded, json_object, paired
 from slime.agent.adapters.live_text import LiveText, Piece
 from slime.agent.engine_access import EnginePolicy, Made, Policy
 from slime.agent.parsing import FormatParser, parser_for
@@ -39,16 +38,13 @@ from slime.wire.openai_shapes import model_list
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
-_REMEMBERED = 4096  # sessions that are over and known as such
+_REMEMBERED = 4096  # closed sessions whose keys are still recognised
 _POLL_S = 0.02
 _MAX_UNREAD = 8
 
 
 def flatten_content(content: Any) -> str:
-    """The text of a message's content in the form of either API: a string, or a list of parts.
-
-    Pictures leave a note in their place, because a chat template gets text alone.
-    """
+    """Return the text of a message's content, which is a string or a list of parts; images leave a note."""
     if content is None:
         return ""
     if not isinstance(content, list):
@@ -69,28 +65,39 @@ def _text_of_part(part: Any) -> str:
 
 @dataclass
 class _Open:
-    """A session and its requests in flight."""
+    """An open session and its requests in flight."""
 
     session: Session
     tasks: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
-    unread: dict[bytes, tuple[Asked, Made]] = field(default_factory=dict)  # made, and lost on the way
-    last: tuple[bytes, str, Asked, Made] | None = None  # what was delivered last
-    kept: dict[str, tuple[TurnNode, bool]] = field(default_factory=dict)  # by id: answers to go on with
-    known: Known = field(default_factory=Known)
+    unread: dict[bytes, tuple[Asked, Made]] = field(default_factory=dict)  # finished, but never received
+    last: tuple[bytes, str, Asked, Made] | None = None  # the response that was delivered last
+    # Responses that a request may continue, by id; whether the first message was instructions.
+    kept: dict[str, tuple[TurnNode, bool]] = field(default_factory=dict)
 
     def keep(self, digest: bytes, asked: Asked, made: Made) -> None:
-        """Keep an answer for a client that asks again; of those that never do, a few are kept."""
+        """Keep a response that its client lost, until the client repeats its request."""
         self.unread[digest] = (asked, made)
         while len(self.unread) > _MAX_UNREAD:
             del self.unread[next(iter(self.unread))]
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request and the session that it belongs to."""
+
+    request: web.Request
+    protocol: ClientDialect
+    held: _Open
+    body: dict[str, Any]
+    digest: bytes  # of the body: a retry has the same
 
 
 class BaseAdapter:
     """Serves `protocols` for any number of sessions; `app` is the aiohttp application.
 
     A session's key is in the path (`/sessions/KEY/v1/...`), else the Bearer token or X-Api-Key of a request;
-    without any it is "default". An unknown key is refused. `fork_threshold_tokens` is taken and does nothing:
-    prompts extend the ids that exist, so that no answer is ever replaced by a rendering of it.
+    without any it is "default". An unknown key is refused. `fork_threshold_tokens` is accepted and ignored:
+    prompts extend the token ids that exist, so that no response is ever rendered again.
     """
 
     protocols: ClassVar[tuple[ClientDialect, ...]] = ()
@@ -126,7 +133,7 @@ class BaseAdapter:
         self.app = self._make_app()
 
     def _make_app(self) -> web.Application:
-        # Programs in sandboxes may know this machine by any name, and name no type; a session has a key.
+        # Programs in sandboxes may know this machine by any name; the key protects a session.
         guard = browser_guard(known=None, json_only=False)
         app = web.Application(client_max_size=self.max_body_bytes, middlewares=[guard])
         app.on_cleanup.append(_close_connections)
@@ -152,7 +159,7 @@ class BaseAdapter:
         budget: Budget | None = None,
         seed: int | None = None,
     ) -> Session:
-        """From now on requests with the key `sid` are turns of this session."""
+        """Open a session: from now on requests with the key `sid` are its turns."""
         if sid in self._sessions:
             raise ValueError(f"session {sid!r} is open already: a key names one episode")
         defaults = dict(sampling_defaults or {})
@@ -187,7 +194,7 @@ class BaseAdapter:
         max_sample_tokens: int | None = None,
         args: PluginArgs | None = None,
     ) -> list[Sample]:
-        """Wait a while for what is in flight, close the session, give its samples. Any event loop may."""
+        """Wait for requests in flight, close the session and return its samples, from any event loop."""
         held = self._sessions.get(sid)
         if held is None:
             raise KeyError(f"there is no session {sid!r}")
@@ -206,7 +213,7 @@ class BaseAdapter:
         return samples
 
     async def shutdown_session(self, sid: str) -> None:
-        """No further turn is taken; those in flight end, also at the engine, and are not recorded."""
+        """Refuse further turns; requests in flight end, also at the engine, and are not recorded."""
         held = self._sessions.get(sid)
         if held is None:
             return
@@ -218,23 +225,21 @@ class BaseAdapter:
             await asyncio.sleep(_POLL_S)
 
     def drop_session(self, sid: str) -> None:
-        """Forget it. Requests that still come for it are told that it is over."""
+        """Forget a session; later requests for it get status 503."""
         held = self._sessions.pop(sid, None)
         if held is not None:
             held.session.end()
             self._over.append(sid)
 
-    def _find(self, request: web.Request, protocol: ClientDialect, raw: bytes) -> tuple[_Open, Body]:
-        """Whose request it is, and what it says."""
+    def _find(self, request: web.Request, protocol: ClientDialect, body: Mapping[str, Any]) -> _Open:
+        """Return the session that a request belongs to."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else None
         named = request.match_info.get("sid") or bearer or request.headers.get("X-Api-Key")
-        held = self._sessions.get(named) if named else None
-        body = read_body(raw, protocol.path, held.known if held is not None else Known())
-        key = named or protocol.key_in(body.fields) or "default"
+        key = named or protocol.key_in(body) or "default"
         held = self._sessions.get(key)
         if held is not None:
-            return held, body
+            return held
         if key in self._over:
             raise ApiError(503, "closed", "this session is over", retry=False)
         raise ApiError(
@@ -244,17 +249,21 @@ class BaseAdapter:
     # -- one request ---------------------------------------------------------------------------------------
 
     def _handler(
-        self, protocol: ClientDialect, serve: Callable[[web.Request, ClientDialect, _Open, Body], Any]
+        self, protocol: ClientDialect, serve: Callable[[_Exchange], Any]
     ) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 raw = await request.read()
-                held, body = self._find(request, protocol, raw)
+                body = json_object(raw)
+                held = self._find(request, protocol, body)
+                digest = hashlib.blake2b(raw, digest_size=16).digest()
                 task = asyncio.current_task()
                 assert task is not None, "a handler runs in a task"
                 held.tasks[task] = asyncio.get_running_loop()
                 try:
-                    response: web.StreamResponse = await serve(request, protocol, held, body)
+                    response: web.StreamResponse = await serve(
+                        _Exchange(request, protocol, held, body, digest)
+                    )
                     return response
                 finally:
                     held.tasks.pop(task, None)
@@ -262,23 +271,22 @@ class BaseAdapter:
                 told = ApiError(
                     413, "too_large", f"Request exceeds {self.max_body_bytes} bytes.", retry=False
                 )
-            except web.RequestPayloadError as error:  # a body that is cut, or not packed as it says
+            except web.RequestPayloadError as error:  # truncated, or not compressed as its header says
                 told = invalid(f"We could not read the body of your request: {error}")
             except Exception as error:
                 told = api_error(error)
                 if told.kind == "ours":
-                    logger.exception("a request of an agent failed")
+                    logger.exception("A request of an agent program failed.")
             return web.json_response(protocol.error(told), status=told.status, headers=told.headers)
 
         return handle
 
-    async def _count(
-        self, request: web.Request, protocol: ClientDialect, held: _Open, body: Body
-    ) -> web.StreamResponse:
-        call = self._read(protocol, replace(body, fields={"max_tokens": 1, **body.fields}))
-        return web.json_response(protocol.count(held.session.count_tokens(call.messages, call.tools)))
+    async def _count(self, one: _Exchange) -> web.StreamResponse:
+        call = self._read(one.protocol, {"max_tokens": 1, **one.body})
+        num_tokens = one.held.session.count_tokens(call.messages, call.tools)
+        return web.json_response(one.protocol.count(num_tokens))
 
-    def _read(self, protocol: ClientDialect, body: Body) -> Call:
+    def _read(self, protocol: ClientDialect, body: dict[str, Any]) -> Call:
         call = protocol.read(body)
         call.response_id, call.tokenizer = uuid4().hex[:24], self.tokenizer
         if self._folds and call.after is None:
@@ -286,7 +294,7 @@ class BaseAdapter:
         return call
 
     def _with_earlier(self, held: _Open, call: Call) -> list[Message]:
-        """The conversation that a request names by its last answer, with what the request adds to it.
+        """Return the conversation that `previous_response_id` names, extended by the request.
 
         Instructions are those of the request alone, as in the real API.
         """
@@ -299,24 +307,19 @@ class BaseAdapter:
         messages = [*call.messages[:head], *before, *call.messages[head:]]
         return paired(folded(messages) if self._folds else messages)
 
-    async def _turn(
-        self, request: web.Request, protocol: ClientDialect, held: _Open, body: Body
-    ) -> web.StreamResponse:
-        call = self._read(protocol, body)
+    async def _turn(self, one: _Exchange) -> web.StreamResponse:
+        held, call = one.held, self._read(one.protocol, one.body)
         if call.after is not None:
             call.messages = self._with_earlier(held, call)
-        digest = body.digest
-        again = held.unread.pop(digest, None)
-        if again is None and held.last is not None and held.last[0] == digest and _is_retry(request):
+        if (lost := held.unread.pop(one.digest, None)) is not None:
+            return await self._deliver(one, call, *lost)
+        if held.last is not None and held.last[0] == one.digest and _is_retry(one.request):
             call.response_id = held.last[1]
-            return await self._deliver(request, protocol, held, call, *held.last[2:], record=False)
-        if again is not None:
-            return await self._deliver(request, protocol, held, call, *again, digest=digest)
+            return await self._deliver(one, call, *held.last[2:], record=False)
         asked = held.session.ask(call.messages, call.tools, call.sampling)
         if call.stream:
-            return await self._stream(request, protocol, held, call, asked, digest)
-        made = await held.session.complete(asked)
-        return await self._deliver(request, protocol, held, call, asked, made, digest=digest)
+            return await self._stream(one, call, asked)
+        return await self._deliver(one, call, asked, await held.session.complete(asked))
 
     def _reply(self, held: _Open, call: Call, asked: Asked, made: Made) -> Reply:
         tools = asked.tools if call.uses_tools else []
@@ -325,77 +328,59 @@ class BaseAdapter:
         return Reply(call, held.session, asked, made, parsed, held.session.message_of(asked, parsed))
 
     async def _deliver(
-        self,
-        request: web.Request,
-        protocol: ClientDialect,
-        held: _Open,
-        call: Call,
-        asked: Asked,
-        made: Made,
-        *,
-        digest: bytes = b"",
-        record: bool = True,
+        self, one: _Exchange, call: Call, asked: Asked, made: Made, *, record: bool = True
     ) -> web.StreamResponse:
-        """Write an answer that exists; it is recorded once it is written."""
-        reply = self._reply(held, call, asked, made)
+        """Write a finished response, and record it once it is written."""
+        reply = self._reply(one.held, call, asked, made)
         response: web.StreamResponse
         try:
             if call.stream:
-                stream = protocol.stream(call)
-                live = self._live(call, asked)
-                response = await _begin(request, stream.start(reply.num_prompt))
+                stream, live = one.protocol.stream(call), self._live(call, asked)
+                response = await _begin(one.request, stream.start(reply.num_prompt))
                 await response.write(b"".join(self._last_pieces(live, stream, reply)))
             else:
-                response = web.json_response(protocol.answer(reply))
-                await response.prepare(request)
+                response = web.json_response(one.protocol.answer(reply))
+                await response.prepare(one.request)
                 await response.write_eof()
         except BaseException:
             if record:
-                held.keep(digest, asked, made)
+                one.held.keep(one.digest, asked, made)
             raise
         if record:
-            self._record(held, reply, digest)
+            self._record(one, reply)
         await response.write_eof()
         return response
 
-    async def _stream(
-        self,
-        request: web.Request,
-        protocol: ClientDialect,
-        held: _Open,
-        call: Call,
-        asked: Asked,
-        digest: bytes,
-    ) -> web.StreamResponse:
-        """Write an answer as it is made. Headers go with the first token: before it errors have a status."""
-        stream, live = protocol.stream(call), self._live(call, asked)
+    async def _stream(self, one: _Exchange, call: Call, asked: Asked) -> web.StreamResponse:
+        """Stream a response. Headers are sent with the first token, so that earlier errors have a status."""
+        session, stream, live = one.held.session, one.protocol.stream(call), self._live(call, asked)
         response: web.StreamResponse | None = None
         made, seen = Made(), 0
         try:
-            async with contextlib.aclosing(held.session.stream(asked)) as answers:
+            async with contextlib.aclosing(session.stream(asked)) as answers:
                 async for made in answers:
                     if response is None:
-                        response = await _begin(request, stream.start(asked.num_prompt))
+                        response = await _begin(one.request, stream.start(asked.num_prompt))
                     pieces = list(live.feed(made.ids)) if made.finish is None else []
                     if pieces:
                         new = _slice(made, seen)
                         seen = len(made.ids)
                         await response.write(b"".join(_written(stream, pieces, new)))
-            assert response is not None, "an answer has a last event"
-            reply = self._reply(held, call, asked, made)
+            assert response is not None, "a response has a last event"
+            reply = self._reply(one.held, call, asked, made)
             await response.write(b"".join(self._last_pieces(live, stream, reply, seen)))
         except (asyncio.CancelledError, ConnectionError):
             if made.finish is not None:
-                held.keep(digest, asked, made)
+                one.held.keep(one.digest, asked, made)
             raise
         except Exception as error:
             if response is None:
                 raise
             told = api_error(error)
-            logger.warning("a streamed answer broke: %s", told.message)
+            logger.warning("Session %s: a streamed response broke: %s", session.session_id, told.message)
             await response.write(stream.error(told))
             return response
-        self._record(held, reply, digest)
+        self._record(one, reply)
         await response.write_eof()
         return response
 
@@ -412,10 +397,11 @@ class BaseAdapter:
         yield from _written(stream, pieces or [("text", "")], _slice(reply.made, seen))
         yield stream.end(reply)
 
-    def _record(self, held: _Open, reply: Reply, digest: bytes) -> None:
+    def _record(self, one: _Exchange, reply: Reply) -> None:
+        held = one.held
         node = held.session.record(reply.asked, reply.made, reply.parsed).node
         reply.asked.prompt_ids = []  # the tree has them
-        held.last = (digest, reply.call.response_id, reply.asked, reply.made)
+        held.last = (one.digest, reply.call.response_id, reply.asked, reply.made)
         if reply.call.keeps:
             held.kept[reply.call.response_id] = (node, reply.call.has_instructions)
         if self.debug_callback is not None:
@@ -444,12 +430,12 @@ class BaseAdapter:
 
 
 async def _close_connections(app: web.Application) -> None:
-    """Those to the engines, which belong to the loop that the application ran in."""
+    """Close the connections to the engines, which belong to the application's event loop."""
     await http_utils.close_session()
 
 
 def _is_retry(request: web.Request) -> bool:
-    """OpenAI's and Anthropic's SDKs say when they send a request again."""
+    """Return whether the SDK of OpenAI or Anthropic marks the request as a retry."""
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
@@ -465,6 +451,6 @@ def _slice(made: Made, start: int) -> Made:
 
 
 def _written(stream: Stream, pieces: list[Piece], new: Made) -> Iterator[bytes]:
-    """Tokens travel with the first of the pieces that came with them."""
+    """Yield the events of the pieces; new tokens travel with the first."""
     for place, (kind, text) in enumerate(pieces):
         yield stream.piece(kind, text, new if place == 0 else None)

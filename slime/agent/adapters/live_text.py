@@ -1,7 +1,7 @@
-"""An answer as it grows: which of its text may be shown already, and whether it is thought or speech.
+"""Streaming a response: which part of its text can be sent already, and whether it is thought or text.
 
-Text is held back where it may be the beginning of a tool call, of a stop string or of the end of a thought,
-or where a character is not complete. Calls are shown when the answer has ended and they are read.
+Text is held back where it may start a tool call, a stop string or the end of a thought, or where a character
+is incomplete. Calls are sent when the response has ended and they are parsed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slime.agent.parsing.output import THINK_END, THINK_START, ParsedModelOutput
+from slime.agent.parsing import THINK_END, THINK_START, ParsedModelOutput
 
 Piece = tuple[str, str]  # ("thought" or "text", what is new of it)
 _BROKEN = "\ufffd"
 
 
 class LiveText:
-    """Fed with all ids so far, gives the pieces that are new."""
+    """Takes all token ids so far and yields the new pieces of text."""
 
     def __init__(
         self,
@@ -25,10 +25,10 @@ class LiveText:
         marks: Sequence[str],
         stops: Sequence[str] = (),
         opens_thought: bool = False,
-        held: bool = False,  # nothing is shown before the end: who reads the thoughts needs all of it
+        held: bool = False,  # nothing is sent before the end, because the parser of thoughts needs all of it
     ) -> None:
         self._tokenizer = tokenizer
-        # A single character begins a call only where it begins the answer.
+        # A single character starts a call only at the start of the response.
         self._first = tuple(mark for mark in marks if len(mark) == 1)
         self._marks = (*(mark for mark in marks if len(mark) > 1), *stops)
         self._state = "held" if held else "thought" if opens_thought else "start"
@@ -37,7 +37,7 @@ class LiveText:
         self.shown = {"thought": "", "text": ""}
 
     def feed(self, ids: Sequence[int]) -> Iterator[Piece]:
-        """New text of an answer of which `ids` is all that exists."""
+        """Yield the new text of a response of which `ids` is all that exists."""
         text = self._tokenizer.decode(ids[self._start :], skip_special_tokens=False)
         if text.endswith(_BROKEN):
             return
@@ -63,7 +63,7 @@ class LiveText:
                 return
             self._buffer, self._state = rest, "speech"
             yield from self._emit("thought", thought)
-        if self._state == "speech":  # behind a thought
+        if self._state == "speech":  # after a thought
             self._buffer = self._buffer.lstrip()
             if not self._buffer:
                 return
@@ -78,7 +78,7 @@ class LiveText:
             yield from self._emit("text", shown)
 
     def _show(self, kind: str, marks: Sequence[str]) -> Iterator[Piece]:
-        """All but an end that may become one of `marks`."""
+        """Yield all but an end that may become one of `marks`."""
         longest = max(map(len, marks), default=1) - 1
         keep = 0
         for size in range(min(longest, len(self._buffer)), 0, -1):
@@ -98,7 +98,7 @@ class LiveText:
             yield kind, text
 
     def rest(self, parsed: ParsedModelOutput) -> Iterator[Piece]:
-        """What is still to be shown when the answer has been read as a whole."""
+        """Yield what was not sent yet, once the whole response is parsed."""
         for kind, whole in (("thought", parsed.reasoning), ("text", parsed.text)):
             shown = self.shown[kind]
             for seen in (shown, shown.strip()):

@@ -1,4 +1,4 @@
-"""One endpoint with every protocol, started beside the run that a generate function was called in."""
+"""The endpoint of a run, with every protocol at one address; a generate function starts it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from slime.agent.adapters.anthropic import Messages
 from slime.agent.adapters.common import BaseAdapter
+from slime.agent.adapters.openai import Responses
 from slime.agent.adapters.openai_chat import ChatCompletions
-from slime.agent.adapters.openai_responses import Responses
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
 from slime.arguments import PluginArgs
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -27,7 +27,7 @@ class AgentAdapter(BaseAdapter):
         return f"http://{self.handle.host}:{self.handle.port}"
 
     def start(self, host: str = "127.0.0.1", port: int = 0) -> AgentAdapter:
-        """Serve from a thread of its own; port 0: the system's choice."""
+        """Serve from a thread of its own; port 0: the system chooses one."""
         self.handle = run_app_in_thread(self.app, host, port)
         return self
 
@@ -42,9 +42,9 @@ _adapters: dict[str, AgentAdapter] = {}
 
 
 async def adapter_of(args: PluginArgs, **options: Any) -> AgentAdapter:
-    """The adapter of this process for the policy of a run, started on first use; it ends with the process.
+    """Return this process's adapter for the policy of a run, started on first use.
 
-    `options` are those of `BaseAdapter`, of the first call.
+    `options` of the first call go to `BaseAdapter`. The adapter ends with the process.
     """
     return await asyncio.to_thread(_adapter_of, args, options)
 

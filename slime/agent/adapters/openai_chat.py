@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests read, answers and streams written."""
+"""OpenAI's chat completions: reads requests, writes responses and streams."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from slime.agent.adapters.bodies import Body
-from slime.agent.adapters.chat_calls import Call, arguments_of, content_parts, function_tool, paired
 from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
-from slime.agent.adapters.dialect import ClientDialect, Reply, Stream
-from slime.agent.adapters.unused import CHAT, CHAT_MESSAGE, FUNCTION, check_unused
+from slime.agent.adapters.dialect import (
+    Call,
+    ClientDialect,
+    Reply,
+    Stream,
+    arguments_of,
+    content_parts,
+    function_tool,
+    paired,
+)
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 from slime.wire.openai_shapes import error_json, log_prob_entries
@@ -34,7 +40,7 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 
 
 def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, Any]:
-    """Sampling parameters in the engines' words; `limits` are the names for the length of an answer."""
+    """Return sampling parameters as engines name them; `limits`: names for the length of a response."""
     body = dict(body)
     stop = body.get("stop")
     stop = [stop] if isinstance(stop, str) else stop
@@ -55,9 +61,9 @@ def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, A
 
 
 def refuse_what_is_not_done(body: dict[str, Any]) -> None:
-    """Wishes that cannot be met are refused rather than left out without a word."""
+    """Refuse options that cannot be honoured, instead of ignoring them silently."""
     if count(body, "n") not in (None, 1):
-        raise invalid("'n' above 1 is not supported: send the request again for another answer.", "n")
+        raise invalid("'n' above 1 is not supported: send the request again for another response.", "n")
     style = maybe(body, "response_format", dict, "an object")
     if style is not None and style.get("type") != "text":
         raise invalid("'response_format' other than text is not supported.", "response_format")
@@ -71,11 +77,10 @@ def refuse_what_is_not_done(body: dict[str, Any]) -> None:
     for name in ("audio", "web_search_options"):
         if body.get(name) is not None:
             raise invalid(f"'{name}' is not supported.", name)
-    check_unused(body, CHAT)
 
 
 def tool_choice_of(body: Mapping[str, Any]) -> bool:
-    """Whether tools may be called; that one must be called cannot be promised."""
+    """Return whether tools may be called; a forced call is refused."""
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise invalid("'tool_choice' must be auto or none: a call cannot be forced here.", "tool_choice")
@@ -98,20 +103,14 @@ class OpenAIDialect(ClientDialect):
 class ChatCompletions(OpenAIDialect):
     path = "/v1/chat/completions"
 
-    def read(self, request: Body) -> Call:
-        body = request.fields
+    def read(self, body: dict[str, Any]) -> Call:
         refuse_what_is_not_done(body)
         given = want(body.get("messages"), list, "messages", "an array of objects")
-
-        def read(start: int) -> list[Message]:
-            places = enumerate(given, start)
-            return paired([_message(message, f"messages[{place}]") for place, message in places], start)
-
         if count(body, "top_logprobs", 0):
             raise invalid("'top_logprobs' above 0 is not supported.", "top_logprobs")
         options = maybe(body, "stream_options", dict, "an object") or {}
         return Call(
-            messages=request.messages(read),
+            messages=paired([_message(one, f"messages[{place}]") for place, one in enumerate(given)]),
             tools=_tools(body.get("tools")),
             sampling=sampling_of(body, ("max_tokens", "max_completion_tokens")),
             stream=bool(maybe(body, "stream", bool, "a boolean")),
@@ -223,7 +222,7 @@ def _entries(tokenizer: Any, made: Made) -> list[dict[str, Any]]:
 
 
 def _as_json_text(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as this API writes it: arguments are text."""
+    """Return a call as this API writes it, with arguments as text."""
     function = {
         **call["function"],
         "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
@@ -240,7 +239,6 @@ def _tools(given: Any) -> list[dict[str, Any]]:
                 f"Invalid value: {tool.get('type')!r}. Supported values are: 'function'.", f"{where}.type"
             )
         function = want(tool.get("function"), dict, f"{where}.function", "an object")
-        check_unused(function, FUNCTION, f"{where}.function")
         out.append(
             function_tool(
                 function.get("name"), function.get("description"), function.get("parameters"), where
@@ -253,7 +251,6 @@ def _message(given: Any, where: str) -> Message:
     role = want(given, dict, where, "an object").get("role")
     if role not in _ROLES:
         raise invalid(f"Invalid value: {role!r}. Supported values are: {', '.join(_ROLES)}.", f"{where}.role")
-    check_unused(given, CHAT_MESSAGE, where)
     content = given.get("content")
     if isinstance(content, list):
         pictures = {"image_url": _image_url} if role in ("user", "tool") else {}

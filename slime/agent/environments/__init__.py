@@ -1,1 +1,1 @@
-"""Environments: what an episode acts in, by `--env`; `protocol` says what one is, `episode` plays it."""
+"""Environments of `--env`: `protocol` is their interface, `episode` plays them."""

@@ -1,9 +1,9 @@
 """Playing episodes: `generate` is the generate function of a run with --env.
 
-The policy reads an observation, writes its turn, the environment steps; until the environment is done, or a
-budget of turns, tokens or time is used up. A weight push in mid-episode changes nothing: the turn goes on.
-When a rollout ends first, --partial-rollout keeps the episode: its environment waits for the next rollout in
-this process, or is brought to the same point again by the actions that were recorded.
+The policy reads an observation and writes its turn, the environment steps, until the environment is done or a
+budget of turns, tokens or time is used up. A weight push does not interrupt an episode. If a rollout ends
+first, --partial-rollout keeps the episode: its environment waits in this process for the next rollout, or is
+brought to the same state again by replaying the recorded actions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +30,7 @@ from slime.agent.environments.rows import ENV_KEY, HELD_OUT_KEY, SEED_KEY, seed_
 from slime.agent.environments.seat import Seat, Voice, fingerprint
 from slime.arguments import PluginArgs
 from slime.batch.convert import ROLE_KEY
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.environments import ENVIRONMENTS, Choice, read_choices
 from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
@@ -43,20 +44,20 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-# In Sample.metadata: where an episode stands that was cut short; what the row's prompt was; how it ended.
+# In Sample.metadata: the progress of an interrupted episode; the row's prompt; how the episode ended.
 PROGRESS_KEY, ROW_PROMPT_KEY, END_KEY = "episode_progress", "env_row_prompt", "episode_end"
-MAX_WAITING = 512  # environments that wait for the next rollout
+MAX_WAITING = 512  # environments that are kept for the next rollout
 
 _waiting: OrderedDict[str, tuple[EnvironmentCalls, Observation]] = OrderedDict()
 
 
-class _CutShort(Exception):
-    """The rollout ended while the episode was under way."""
+class _Interrupted(Exception):
+    """The rollout ended during the episode."""
 
 
 @dataclass
 class _Progress:
-    """What must be done again to come back to this point, and what it cost so far."""
+    """The actions to replay to return to this state, and the costs so far."""
 
     actions: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)  # fingerprints of the observations, one more than actions
@@ -68,19 +69,11 @@ class _Progress:
         saved = sample.metadata.get(PROGRESS_KEY)
         return cls(**saved) if isinstance(saved, Mapping) else None
 
-    def plain(self) -> dict[str, Any]:
-        return {
-            "actions": list(self.actions),
-            "seen": list(self.seen),
-            "turn_start": self.turn_start,
-            "counts": dict(self.counts),
-        }
-
 
 async def generate(
     args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """Play one episode: a sample with its reward, or of several players one sample each."""
+    """Play one episode: returns a sample with its reward, or one sample for each player."""
     choice = choice_of(args, sample)
     if not ENVIRONMENTS[choice.family].plays_itself:
         return await Episode(args, sample, sampling_params).play()
@@ -104,7 +97,7 @@ async def generate(
 
 
 def choice_of(args: PluginArgs, sample: Sample) -> Choice:
-    """The environment of a sample: its own, else the run's."""
+    """Return the environment of a sample: its own, else the run's."""
     name = sample.metadata.get(ENV_KEY) or args.env
     if name is None:
         raise ValueError(f"{describe(sample)} names no environment: set --env, or `env` in its metadata.")
@@ -120,7 +113,7 @@ def make_environment(args: PluginArgs, choice: Choice) -> Any:
 
 
 def give_reward(args: PluginArgs, sample: Sample, total: float) -> None:
-    """The episode's reward, unless a reward of the run's own judges."""
+    """Set the episode's reward, unless the run has a reward function."""
     sample.metadata["env_score"], sample.reward = total, None
     if args.custom_rm_path or sample.custom_rm_path or args.rm_type or sample.metadata.get("rm_type"):
         return
@@ -128,11 +121,11 @@ def give_reward(args: PluginArgs, sample: Sample, total: float) -> None:
 
 
 def failed(sample: Sample, choice: Choice, failure: EnvironmentFailure) -> Sample:
-    """The typed outcome: no score, and the cause with the environment's name."""
+    """Return a sample without a score, whose failure names the environment and the cause."""
     reason = str(failure)
     if not reason.startswith("environment "):
         reason = f"environment {choice.name}: {reason}"
-    logger.warning("%s has no reward: %s", describe(sample), reason)
+    logger.warning("%s gets no reward: %s", describe(sample), reason)
     sample.status, sample.reward = Sample.Status.COMPLETED, None
     sample.reward_failure = infra_error(reason)
     return sample
@@ -141,7 +134,7 @@ def failed(sample: Sample, choice: Choice, failure: EnvironmentFailure) -> Sampl
 def item_of(args: PluginArgs, sample: Sample) -> Item:
     metadata = sample.metadata
     seed = metadata.get(SEED_KEY)
-    if seed is None:  # a row of a file: the same for every sample of its group
+    if seed is None:  # a row of a file: one seed for all samples of its group
         seed = seed_of(int(sample.group_index or 0) + 1, held_out=False)
     return Item(
         seed=int(seed),
@@ -153,7 +146,7 @@ def item_of(args: PluginArgs, sample: Sample) -> Item:
 
 
 class Episode:
-    """One environment, its players, and the loop between them."""
+    """One environment, its players, and the loop of turns."""
 
     def __init__(self, args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]):
         self.args, self.sample, self.params = args, sample, sampling_params
@@ -162,7 +155,7 @@ class Episode:
         self.voice = Voice(args, self.state.tokenizer)
         self.longest: int | None = sampling_params.get("max_new_tokens")
         self.calls = EnvironmentCalls(
-            self.choice.name, lambda: make_environment(args, self.choice), args.env_timeout_s
+            self.choice.name, lambda: make_environment(args, self.choice), timeout_s(args, "env")
         )
         self.seats: dict[int, Seat] = {}
         self.progress = _Progress()
@@ -173,9 +166,9 @@ class Episode:
         keep = False
         try:
             return await self._play()
-        except _CutShort:
+        except _Interrupted:
             keep = self._can_continue()
-            return self._cut_short(keep)
+            return self._interrupted(keep)
         except EnvironmentFailure as failure:
             return failed(self.sample, self.choice, failure)
         finally:
@@ -186,9 +179,8 @@ class Episode:
 
     async def _play(self) -> Sample | list[Sample]:
         observation, in_turn = await self._begin()
-        deadline = (
-            None if self.args.episode_timeout_s is None else time.monotonic() + self.args.episode_timeout_s
-        )
+        limit_s = timeout_s(self.args, "episode")
+        deadline = time.monotonic() + limit_s if limit_s else None
         end = None
         while end is None:
             seat = self._seat_of(observation.player)
@@ -203,7 +195,7 @@ class Episode:
                 end = "deadline"
                 break
             start = self.progress.turn_start
-            action = seat.words_since(start)
+            action = seat.text_since(start)
             result = as_step(self.choice.name, await self.calls.call("step", action))
             seat.end_turn(start, float(result.reward))
             self._count("turns", 1)
@@ -220,18 +212,21 @@ class Episode:
         return await self._finish(end)
 
     async def _begin(self) -> tuple[Observation, bool]:
-        """The observation to answer, and whether its answer was begun already."""
+        """Return the first observation, and whether the policy's turn was started already."""
         before = _Progress.of(self.sample) if self.sample.response_length or self.sample.tokens else None
         if before is not None:
-            observation = await self._come_back(before)
+            observation = await self._return_to(before)
             if observation is not None:
                 self.progress = before
                 self._seat_of(observation.player).sample.status = Sample.Status.ABORTED
                 return observation, True
-            logger.warning("%s begins again: its environment came to another point", describe(self.sample))
+            logger.warning(
+                "%s restarts: replaying its actions led its environment to another state.",
+                describe(self.sample),
+            )
         fresh = without_response(self.sample)
         fresh.tokens, fresh.session_id = [], self.sample.session_id
-        fresh.multimodal_inputs = fresh.image_spans = None  # the first observation shows its own
+        fresh.multimodal_inputs = fresh.image_spans = None  # the first observation brings its own
         fresh.multimodal_train_inputs = fresh.multimodal_train_input_id = None
         fresh.metadata.pop(PROGRESS_KEY, None)
         self.sample = fresh
@@ -248,15 +243,15 @@ class Episode:
         self.players = int(getattr(environment, "num_players", 1))
         return observation
 
-    async def _come_back(self, before: _Progress) -> Observation | None:
-        """The environment at the point where the episode was cut; None: it does not come there again."""
+    async def _return_to(self, before: _Progress) -> Observation | None:
+        """Return the observation at which the episode was interrupted; None: it cannot be reached again."""
         waiting = _waiting.pop(self.sample.session_id or "", None)
         if waiting is not None:
             await self.calls.close()
             self.calls, observation = waiting
             return observation
         if len(pictures_of(self.sample)) != len(self.sample.image_spans or ()):
-            return None  # the pictures that it was shown are not kept by a restart
+            return None  # a restart does not keep the images that were shown
         observation = await self._reset()
         for step, action in enumerate(before.actions):
             if fingerprint(observation) != before.seen[step]:
@@ -272,12 +267,12 @@ class Episode:
         return None
 
     async def _write_turn(self, seat: Seat, deadline: float | None) -> bool:
-        """Let the policy write until it stops or may write no more; False: the episode's time is over."""
+        """Let the policy write until it stops or reaches a limit; False: the episode's time is over."""
         sample, params = seat.sample, dict(self.params)
         if sample.status is not Sample.Status.ABORTED:
             sample.status = Sample.Status.PENDING
         if self.state.aborted:
-            raise _CutShort
+            raise _Interrupted
         longest, of_turn = self.longest, self.args.turn_max_response_len
         if of_turn is not None:
             ends = self.progress.turn_start + of_turn
@@ -298,7 +293,7 @@ class Episode:
         finally:
             self.engine_seconds += time.monotonic() - started
         if sample.status is Sample.Status.ABORTED:
-            raise _CutShort
+            raise _Interrupted
         return True
 
     def _used_up(self, seat: Seat) -> str | None:
@@ -313,7 +308,7 @@ class Episode:
     def _seat_of(self, player: int) -> Seat:
         if not 0 <= player < max(1, self.players):
             raise EnvironmentFailure(
-                f"environment {self.choice.name}: it is the turn of player {player}, there are {self.players}"
+                f"environment {self.choice.name}: player {player} is to move, of {self.players} players"
             )
         if player not in self.seats:
             own = self.sample if self.players == 1 else copy_sample(self.sample)
@@ -327,8 +322,8 @@ class Episode:
         acted = {player: seat for player, seat in self.seats.items() if seat.turns}
         if not acted:
             raise EnvironmentFailure(
-                f"environment {self.choice.name}: no turn was finished within --episode-timeout-s "
-                f"{self.args.episode_timeout_s}"
+                f"environment {self.choice.name}: no turn was finished within --timeouts "
+                f"episode={timeout_s(self.args, 'episode'):g}"
             )
         for player, seat in acted.items():
             seat.add_to_last_turn(scores[player])
@@ -340,12 +335,12 @@ class Episode:
                 sample.metadata[ROLE_KEY] = f"player {player}"
                 sample.rollout_id = self.sample.index if sample.rollout_id is None else sample.rollout_id
             give_reward(self.args, sample, seat.total)
-        self._tell_costs([seat.sample for seat in acted.values()])
+        self._add_costs([seat.sample for seat in acted.values()])
         made = [seat.sample for _, seat in sorted(acted.items())]
         return made if self.players > 1 else made[0]
 
-    def _tell_costs(self, samples: list[Sample]) -> None:
-        """Writes what the episode cost onto its samples; with several players each carries its share."""
+    def _add_costs(self, samples: list[Sample]) -> None:
+        """Write the costs of the episode into its samples, in equal shares."""
         counts = self.progress.counts
         counts["env_seconds"] = counts.get("env_seconds", 0.0) + self.calls.seconds
         counts["engine_seconds"] = counts.get("engine_seconds", 0.0) + self.engine_seconds
@@ -364,7 +359,7 @@ class Episode:
         args = self.args
         return bool(args.partial_rollout and args.partial_episodes == "continue" and self.players == 1)
 
-    def _cut_short(self, keep: bool) -> Sample:
+    def _interrupted(self, keep: bool) -> Sample:
         if not keep:
             sample = without_response(self.sample)
             sample.tokens, sample.status = [], Sample.Status.ABORTED
@@ -373,7 +368,7 @@ class Episode:
         sample = self.seats[0].sample
         counts = self.progress.counts
         counts["engine_seconds"] = counts.get("engine_seconds", 0.0) + self.engine_seconds
-        sample.metadata[PROGRESS_KEY] = self.progress.plain()
+        sample.metadata[PROGRESS_KEY] = asdict(self.progress)
         sample.status = Sample.Status.ABORTED
         if sample.session_id:
             _waiting[sample.session_id] = (self.calls, self._observation)

@@ -1,7 +1,7 @@
-"""Calls of an environment that cannot hold up the run: each episode's in a thread of its own, with deadlines.
+"""Calls of environments that cannot block the run: each episode has its own thread, each call a deadline.
 
-A thread cannot be ended from outside. One whose call hangs is left behind and counted; too many of them end
-the run with the name of the environment, before they eat the machine.
+A thread cannot be killed. One whose call hangs is abandoned and counted; too many of them stop the run, with
+an error that names the environment.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.agent.environments.protocol import EnvironmentFailure
+from slime.liveness.loop_watch import loop_watch
 from slime.utils.async_utils import in_thread
 from slime.utils.errors import RunStopped
-from slime.utils.machine.loop_watch import loop_watch
 
-MAX_HANGING = 64  # threads whose environment did not come back
+MAX_HANGING = 64  # threads whose call did not return
 _ABOUT_ERRORS = 300  # characters
 
 _hanging: set[threading.Thread] = set()
 
 
 class EnvironmentCalls:
-    """The methods of one environment, awaited. `seconds` is the time spent in them."""
+    """Awaitable methods of one environment. `seconds` is the time spent in them."""
 
     def __init__(self, name: str, make: Callable[[], Any], timeout_s: float):
         self.name, self.timeout_s, self.seconds = name, timeout_s, 0.0
@@ -37,12 +37,12 @@ class EnvironmentCalls:
         self._thread: threading.Thread | None = None
 
     async def start(self) -> Any:
-        """Make the environment; it is given back for its attributes, not for its methods."""
+        """Make the environment and return it, for its attributes only."""
         self._environment = await self._in_time("its start", lambda: self._threaded(self.make))
         return self._environment
 
     async def call(self, method: str, *values: Any) -> Any:
-        """The result of a method; EnvironmentFailure where it raises or does not return in time."""
+        """Call a method; EnvironmentFailure if it raises or does not return in time."""
         function = getattr(self._environment, method, None)
         if function is None:
             if method in ("score", "close"):
@@ -54,14 +54,14 @@ class EnvironmentCalls:
         return await self._in_time(method, lambda: self._threaded(lambda: function(*values)))
 
     async def close(self) -> None:
-        """Let the environment go; what its own `close` does wrong no longer matters."""
+        """Close the environment; errors of its own `close` are ignored."""
         if self._environment is not None:
             with contextlib.suppress(EnvironmentFailure):
                 await self.call("close")
         self._work.put(None)
 
     def forget(self) -> None:
-        """Ends the environment without waiting: its thread ends, and with it what only the thread holds."""
+        """End the environment's thread without waiting."""
         self._work.put(None)
 
     async def _in_time(self, what: str, begin: Callable[[], Any]) -> Any:
@@ -72,9 +72,9 @@ class EnvironmentCalls:
         except TimeoutError as error:
             if not deadline.expired():
                 raise self._failure(what, error) from error
-            self._leave_behind()
+            self._abandon_thread()
             raise EnvironmentFailure(
-                f"environment {self.name}: {what} did not return within --env-timeout-s {self.timeout_s:g}"
+                f"environment {self.name}: {what} did not return within --timeouts env={self.timeout_s:g}"
             ) from None
         except (EnvironmentFailure, RunStopped):
             raise
@@ -90,22 +90,22 @@ class EnvironmentCalls:
     async def _threaded(self, call: Callable[[], Any]) -> Any:
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_work_off, args=(self._work,), name=f"environment {self.name}", daemon=True
+                target=_run_tasks, args=(self._work,), name=f"environment {self.name}", daemon=True
             )
             self._thread.start()
 
         def alive() -> Any:
             try:
                 return call()
-            except SystemExit as error:  # of the environment, not of the run
+            except SystemExit as error:  # raised by the environment: it must not end the run
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
         return await in_thread(self._work.put, alive)
 
-    def _leave_behind(self) -> None:
+    def _abandon_thread(self) -> None:
         if self._thread is None:
             return
-        self._work.put(None)  # should it ever come back
+        self._work.put(None)  # in case it returns after all
         _hanging.add(self._thread)
         self._thread, self._environment = None, None
         self._work = queue.SimpleQueue()
@@ -113,10 +113,10 @@ class EnvironmentCalls:
         if len(_hanging) > MAX_HANGING:
             raise RunStopped(
                 f"--env {self.name}: {len(_hanging)} calls of environments hang for longer than "
-                f"--env-timeout-s {self.timeout_s:g}. Mend the environment, or give it more time."
+                f"--timeouts env={self.timeout_s:g}. Fix the environment, or give it more time."
             )
 
 
-def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _run_tasks(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := work.get()) is not None:
         task()

@@ -1,9 +1,9 @@
 """Gymnasium: observations as text, actions read from text.
 
-Text spaces pass as they are. Any other observation is written as Python shows it (arrays as lists), with the
-actions that there are. Actions: of a Discrete space the last whole number of the answer, or the name of one
-(option `actions`, a list of names); of a Text space the answer; of a Box the last so many numbers. An answer
-without one is told so and costs `invalid_reward` (-0.1). `prompt` is text before the first observation.
+Observations of a Text space are used as they are, others are written as Python prints them (arrays as lists),
+with the possible actions. The action is, for a Discrete space, the last whole number in the response or one
+of the names in the option `actions`; for a Text space the response; for a Box its last numbers. A response
+without an action gets an error message and `invalid_reward` (-0.1). `prompt` precedes the first observation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def task_names() -> list[str] | None:
-    """Ids of other packages (`my_package:Maze-v0`) are tried."""
+    """Return None: there is no list, any id is tried, also of other packages (`my_package:Maze-v0`)."""
     return None
 
 
@@ -47,7 +47,7 @@ class TextGymnasium:
     def step(self, action: str) -> StepResult:
         chosen = self._read(action)
         if chosen is None:
-            said = f"No action was found in your answer. {self._describe_actions()}".strip()
+            said = f"No action was found in your response. {self._describe_actions()}".strip()
             return StepResult(Observation(said), reward=self._invalid_reward, tool_errors=1)
         observation, reward, terminated, truncated, _ = self._env.step(chosen)
         over = bool(terminated or truncated)
@@ -55,7 +55,7 @@ class TextGymnasium:
         return StepResult(text, reward=float(reward), done=bool(terminated), truncated=bool(truncated))
 
     def score(self) -> None:
-        """The steps have said it all."""
+        """Return nothing: the steps have given all rewards."""
 
     def close(self) -> None:
         self._env.close()

@@ -1,4 +1,4 @@
-"""A class of the user's own: `--env my_package.envs:Maze`."""
+"""Environments that are classes of the user: `--env my_package.envs:Maze`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slime.utils.plugin_imports import missing_imports
 
 
 def task_names() -> None:
-    """Any path is tried."""
+    """Return None: there is no list, any path is tried."""
     return None
 
 
 def check(task: str) -> None:
-    """Raise ValueError for a path that leads to no environment."""
+    """Raise ValueError for a path that names no environment."""
     try:
         found = load_function(task)
     except Exception as error:  # a file of the user's may raise anything
@@ -39,7 +39,7 @@ def check(task: str) -> None:
 
 
 def make(task: str, options: Mapping[str, Any]) -> Any:
-    """An object of the class, called with the options of --env-args."""
+    """Create an object of the class with the options of --env-args."""
     made = load_function(task)(**options)
     missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
     if missing:

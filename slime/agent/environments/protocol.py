@@ -1,7 +1,7 @@
-"""What an environment is: `reset`, `step`, `score`, and the values that go in and come out.
+"""The interface of an environment: `reset`, `step`, `score`, and the values that they take and return.
 
-A class of your own needs no base class. Its methods may be plain or async: plain ones run in a thread of
-their own, always the same one of an episode, so that one that hangs holds up nobody else.
+Your class needs no base class. Its methods may be plain or async: plain ones run in a thread that belongs to
+the episode, so that one that hangs blocks no other episode.
 
     class Countdown:
         def reset(self, item):
@@ -28,10 +28,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What an episode is about. The same item gives the same start, however often it is played.
+    """The task of an episode. The same item gives the same start every time.
 
-    `seed` numbers items that the environment makes itself; those for evaluation (`held_out`) have other
-    numbers than those for training. With --prompt-data, `prompt`, `label` and `metadata` are the row's.
+    `seed` numbers the items that an environment makes itself; items for evaluation (`held_out`) and for
+    training have different seeds. With --prompt-data, `prompt`, `label` and `metadata` are the row's.
     """
 
     seed: int
@@ -43,9 +43,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy reads next. `player` is whose turn it is, where several play.
+    """What the policy reads next. `player`: whose turn it is, if there are several.
 
-    `images` (PIL, bytes, paths, data URLs) stand where the text says `<image>`, else before it.
+    `images` (PIL, bytes, paths, data URLs) replace `<image>` in the text, or precede it.
     """
 
     text: str
@@ -57,9 +57,9 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an action led to. `observation` may be text alone, or None at the end.
+    """The result of an action. `observation` may be text alone, or None at the end.
 
-    `reward` is of this action alone. `truncated`: the environment gave up on the episode.
+    `reward` is for this action alone. `truncated`: the environment stopped the episode early.
     """
 
     observation: Observation | str | None = None
@@ -72,23 +72,23 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode at a time; a new object for each."""
+    """An environment; each episode gets a new object."""
 
     def reset(self, item: Item) -> Observation | str: ...
 
     def step(self, action: str) -> StepResult: ...
 
     def score(self) -> float | Mapping[int, float] | None:
-        """Called at the end: what is added to the last turn's reward, by player where several play."""
+        """Return what is added to the last turn's reward at the end, by player if there are several."""
         ...
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised, hung or returned rubbish: the episode has no score, and says why."""
+    """An environment raised, hung or returned something invalid: the episode has no score."""
 
 
 def as_observation(name: str, call: str, value: Any) -> Observation:
-    """Text is an observation, too; anything else than these two is rubbish."""
+    """Check an observation; text alone is one, too."""
     if isinstance(value, str):
         value = Observation(value)
     if not isinstance(value, Observation) or not isinstance(value.text, str):
@@ -119,7 +119,7 @@ def as_step(name: str, value: Any) -> StepResult:
 
 
 def as_scores(name: str, value: Any, players: int) -> dict[int, float]:
-    """What `score` returned, by player; None is 0."""
+    """Return the result of `score` by player; None is 0."""
     scores = dict.fromkeys(range(players), 0.0)
     given = value if isinstance(value, Mapping) else {} if value is None else {0: value}
     for player, score in given.items():

@@ -1,7 +1,7 @@
 """reasoning-gym: a question, one answer, and the score of the task's own checker.
 
-An item is held out or not by a hash of its question, so that no question of evaluation is trained on,
-whatever the seeds: an item whose question belongs to the other side is replaced by the next one.
+A hash of its question decides whether an item is held out, so that no question of evaluation is trained on,
+whatever the seeds: an item of the other split is replaced by the next one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from slime.agent.environments.protocol import EnvironmentFailure, Item, Observation, StepResult
 
-MAX_DRAWS = 400  # items that are looked at for one of the right side
-_HELD_OUT_SHARE = 8  # one of so many questions is for evaluation
+MAX_DRAWS = 400  # items that are tried to find one of the right split
+_HELD_OUT_SHARE = 8  # one of this many questions is for evaluation
 _NO_SUCH_TASK = ("composite",)  # joins others, which --env does itself
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_lock = threading.Lock()  # building a data set may read its word lists
+_lock = threading.Lock()  # building a dataset may read its word lists
 
 
 def task_names() -> list[str]:
@@ -41,9 +41,9 @@ def _dataset(task: str, options: str) -> Any:
 
 
 class ReasoningGym:
-    """One question. `system`, an option of ours, is a system message before it; the others are the task's.
+    """One question. The option `system` is a system message before it; other options are the task's.
 
-    The answer is what stands between the last <answer> tags, or all of it.
+    The answer is the text between the last <answer> tags, or the whole response.
     """
 
     def __init__(self, task: str, options: Mapping[str, Any]):
@@ -64,7 +64,7 @@ class ReasoningGym:
         return StepResult(reward=float(score), done=True, info={"answer": str(self.entry["answer"])[:200]})
 
     def score(self) -> None:
-        """The one step has said it all."""
+        """Return nothing: the one step has given the reward."""
 
     def _draw(self, item: Item) -> dict[str, Any]:
         for draw in range(MAX_DRAWS):
@@ -79,5 +79,5 @@ class ReasoningGym:
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question is for evaluation: the same on every machine and in every run."""
+    """Return whether a question is for evaluation, on every machine and in every run alike."""
     return hashlib.sha256(question.encode()).digest()[0] % _HELD_OUT_SHARE == 0

@@ -1,8 +1,8 @@
 """Items that environments make themselves, as rows of a prompt source: `env:reasoning_gym:gcd#train:1000`.
 
-A row says which task and which number; the environment makes the item of it when an episode begins. Numbers
-of training are odd and those of evaluation even, so that the two never meet, and both depend on nothing but
-the row: the data source orders, repeats and resumes them as it does the rows of a file.
+A row holds a task and a seed, from which the environment makes the item when an episode starts. Seeds for
+training are odd and seeds for evaluation even, so that the two never overlap; they depend only on the row:
+the data source orders, repeats and resumes them like the rows of a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENV_KEY, SEED_KEY, HELD_OUT_KEY = "env", "env_seed", "env_held_out"  # in Sample
 
 
 def read_environment(source: str) -> PlacedRows:
-    """The rows of a source; tasks of several weights take turns in that proportion."""
+    """Yield the rows of a source; tasks alternate in proportion to their weights."""
     choices, split, count = read_source(source)
     for choice in choices:
         check_task(choice, source)
@@ -35,12 +35,12 @@ def read_environment(source: str) -> PlacedRows:
 
 
 def seed_of(number: int, held_out: bool) -> int:
-    """A number of 30 bits that says by its last bit which split it is of."""
+    """Return a number of 30 bits whose last bit is the split."""
     return (mix64(number, 20 if held_out else 21) % 2**29) * 2 + (0 if held_out else 1)
 
 
 def _take_turns(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """Each as often as its weight says, spread evenly: the one that is furthest behind is next."""
+    """Yield each task as often as its weight says, spread evenly: the one that is furthest behind is next."""
     total = sum(choice.weight for choice in choices)
     owed = [0.0] * len(choices)
     while True:
@@ -51,7 +51,7 @@ def _take_turns(choices: Sequence[Choice]) -> Iterator[Choice]:
 
 
 def check_task(choice: Choice, source: str) -> None:
-    """Raise ValueError for a package that is missing, or a task or class that is not there."""
+    """Raise ValueError for a missing package, task or class."""
     row = ENVIRONMENTS[choice.family]
     if row.package is not None and not is_installed(row.package):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""One player of an episode: its sample, which grows by what it reads and what it writes, token by token.
+"""One player of an episode: its sample, to which observations and responses are appended token by token.
 
-What the policy wrote is never tokenised again. What it reads is rendered alone, with the model's own chat
-template (or, without --apply-chat-template, as plain text), and put behind the ids that exist.
+What the policy wrote is never tokenised again. Each observation is rendered alone, with the model's own chat
+template (or, without --apply-chat-template, as plain text), and appended to the ids that exist.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from slime.utils.processing_utils import load_processor
 from slime.utils.types import Sample
 
 _END_OF_THOUGHT = "</think>"
-_PICTURE = "<image>"  # in the text of an observation: where the next picture stands
+_PICTURE = "<image>"  # in the text of an observation: the place of the next image
 
 
 class Voice:
-    """How observations become ids: with the chat template, or as they are."""
+    """Turns observations into token ids, with the chat template or as plain text."""
 
     def __init__(self, args: PluginArgs, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -49,7 +49,7 @@ class Voice:
         return self._renderer.first_prompt(messages)
 
     def next(self, observation: Observation, last_id: int) -> list[int]:
-        """The ids behind an answer that ends in `last_id`."""
+        """Return the ids that follow a response which ends in `last_id`."""
         if self._renderer is None:
             _check_text_only(observation)
             return self._encode(observation.text)
@@ -57,14 +57,14 @@ class Voice:
         ids = self._renderer.extension([_message(observation)], stop_id=stop_id)
         if ids is None:
             raise RunStopped(
-                "--apply-chat-template: the model's chat template changes earlier answers, so that no "
-                "message can be put behind one. Train this model on episodes of one turn, or change its "
+                "--apply-chat-template: the model's chat template changes earlier responses, so that no "
+                "message can be appended to one. Train this model on episodes of one turn, or change its "
                 "template."
             )
         return ids
 
     def action(self, ids: list[int]) -> str:
-        """What an environment gets of an answer: its text, without thoughts and special tokens."""
+        """Return what an environment gets: the text of a response without thoughts and special tokens."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text.rpartition(_END_OF_THOUGHT)[2].strip() if _END_OF_THOUGHT in text else text
 
@@ -75,7 +75,7 @@ class Voice:
 def _check_text_only(observation: Observation) -> None:
     if observation.images:
         raise RunStopped(
-            "--env shows images: their place is written by the chat template, --apply-chat-template"
+            "--env shows images, which only a chat template can place: add --apply-chat-template"
         )
 
 
@@ -83,7 +83,7 @@ def _message(observation: Observation) -> dict[str, Any]:
     if not observation.images:
         return {"role": observation.role, "content": observation.text}
     texts = observation.text.split(_PICTURE)
-    if len(texts) == 1:  # no place is named: the pictures come first
+    if len(texts) == 1:  # no place is named: images come first
         texts = [*[""] * len(observation.images), observation.text]
     if len(texts) != len(observation.images) + 1:
         raise EnvironmentFailure(
@@ -102,12 +102,12 @@ def _pictures(observation: Observation) -> list[Any]:
     try:
         return [open_picture(image) for image in observation.images]
     except NotAnImage as error:
-        raise EnvironmentFailure(f"an observation shows what is no image: {error}") from error
+        raise EnvironmentFailure(f"an observation has an invalid image: {error}") from error
 
 
 @functools.lru_cache(maxsize=4)
 def _processor(checkpoint: str) -> Any:
-    """What turns pictures into tokens for this model; RunStopped where it reads none."""
+    """Return the processor that turns images into tokens; RunStopped if the model reads no images."""
     why = why_no_images(read_config(checkpoint).get("model_type"))
     found = None if why else load_processor(checkpoint)
     if found is None:
@@ -125,7 +125,7 @@ class Seat:
         self.turns: list[tuple[int, int, float]] = list(sample.turn_rewards or ())
 
     def read(self, observation: Observation, longest: int | None, context: int | None) -> bool:
-        """Put an observation behind what there is; False: there is no room for it and an answer."""
+        """Append an observation; False: there is no room for it and a response."""
         sample, pictures = self.sample, _pictures(observation)
         processor = _processor(str(self.args.hf_checkpoint)) if pictures else None
         if not sample.tokens:
@@ -154,7 +154,7 @@ class Seat:
         self.sample.turn_rewards = list(self.turns)
 
     def add_to_last_turn(self, reward: float) -> None:
-        """A score of the whole episode, or what the others' moves brought."""
+        """Add a score of the whole episode, or what other players' moves brought, to the last turn."""
         if self.turns:
             start, end, own = self.turns[-1]
             self.turns[-1] = (start, end, own + reward)
@@ -164,14 +164,14 @@ class Seat:
     def total(self) -> float:
         return float(sum(reward for _, _, reward in self.turns))
 
-    def words_since(self, start: int) -> str:
-        """What the policy wrote in the turn that began at `start` of the response."""
+    def text_since(self, start: int) -> str:
+        """Return what the policy wrote in the turn that started at `start` of the response."""
         sample = self.sample
         prompt_length = len(sample.tokens) - sample.response_length
         return self.voice.action(sample.tokens[prompt_length + start :])
 
 
 def fingerprint(observation: Observation) -> str:
-    """A digest by which a continued episode knows that its environment came to the same point again."""
+    """Return a digest that tells whether a replayed environment reached the same state again."""
     seen = [str(observation.player), observation.text, *map(picture_key, _pictures(observation))]
     return hashlib.blake2b(" ".join(seen).encode(), digest_size=8).hexdigest()

@@ -1,11 +1,10 @@
-"""TextArena: games for one player, and for several, all of whom the policy plays (self-play).
+"""TextArena: games for one player, and for several players, all played by the policy (self-play).
 
-Options of ours in --env-args: `opponent` is who plays the other sides in training, "self" (the default) or
-"random" (a legal move by chance, in games that name them) or a function of yours, `file.py:move`, that is
-called with what that player reads and returns an action; one that takes a second argument also gets the
-`random.Random` of the game, which its item seeds, so that the same moves are met by the same replies.
-`eval_opponent` is the same for held-out items (default "random"); `num_players` is for games that take
-several numbers. All others are the game's.
+Options in --env-args: `opponent` plays the other sides in training: "self" (the default), "random" (a random
+legal move, in games that list them) or your function `file.py:move`, which gets the text that this player
+reads and returns an action. A function with a second argument also gets a `random.Random` seeded by the item,
+so that the same moves meet the same replies. `eval_opponent` (default "random") plays in held-out items;
+`num_players` is for games with a variable number. All other options are the game's.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SELF, RANDOM = "self", "random"
 MAX_OPPONENT_MOVES = 200  # between two moves of the policy
 _LEGAL_MOVES = re.compile(r"(?:available|legal|valid|possible)[^\n:]*:(.*(?:\n(?!\n).*)*)", re.IGNORECASE)
 _MOVE = re.compile(r"\[[^\[\]\n]+\]")
-_random_lock = threading.Lock()  # games draw from Python's one generator, so each has its own state of it
+_random_lock = threading.Lock()  # games share Python's global generator; each keeps its own state of it
 
 
 def task_names() -> list[str]:
@@ -47,7 +46,7 @@ class TextArena:
         self._opponents = {False: own.pop("opponent", SELF), True: own.pop("eval_opponent", RANDOM)}
         self._asked_players: int | None = own.pop("num_players", None)
         self._game_options = own
-        self._seat: int | None = None  # of the policy, where somebody else plays the other sides
+        self._seat: int | None = None  # of the policy, if an opponent plays the other sides
         self._randomness = random.getstate()
         self.num_players = 1
 
@@ -84,7 +83,7 @@ class TextArena:
         return StepResult(Observation(text, player=self._number(player)))
 
     def score(self) -> dict[int, float]:
-        """What the game gave each player: usually -1, 0 or 1."""
+        """Return the game's reward of each player: usually -1, 0 or 1."""
         rewards, _ = self._game.close()
         given = {int(player): float(reward) for player, reward in (rewards or {}).items()}
         if self._seat is not None:
@@ -92,7 +91,7 @@ class TextArena:
         return {player: given.get(player, 0.0) for player in range(self.num_players)}
 
     def _start(self, textarena: Any, seed: int) -> Any:
-        """The game, for as many as were asked for, or the first of 1, 2, 3, ... that it takes."""
+        """Start the game with the requested number of players, or the first of 1, 2, 3, ... it accepts."""
         counts = [self._asked_players] if self._asked_players else [1, 2, 3, 4, 5, 6]
         refusal: Exception | None = None
         for count in counts:
@@ -153,7 +152,7 @@ def _opponent_of(name: str) -> Callable[[str, random.Random], str]:
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether two values must be given, so that the second can only be the random numbers."""
+    """Return whether a function takes two values: then the second is the random generator."""
     try:
         taken = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # it cannot say
@@ -163,7 +162,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 def random_move(text: str, generator: random.Random) -> str:
-    """One of the moves that the last list of legal ones names."""
+    """Return one of the moves in the last list of legal moves."""
     lists = _LEGAL_MOVES.findall(text)
     moves = _MOVE.findall(lists[-1]) if lists else []
     if not moves:

@@ -1,8 +1,8 @@
 """verifiers: its tasksets as they are, `--env verifiers:gsm8k-v1`.
 
-Such an environment runs its agent itself and asks a model by OpenAI's or Anthropic's API: it is pointed at
-the adapter, at an address that names the session, and every answer is recorded as the engine made it. Its
-reward is that of the agent's trace. Of a taskset every eighth task is held out for evaluation.
+Such an environment runs its own agent, which calls a model through OpenAI's or Anthropic's API. It gets the
+address of the adapter with the session in it, so every response is recorded as the engine sampled it. The
+reward is that of the agent's trace. Every eighth task of a taskset is held out for evaluation.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from slime.agent.adapters import adapter_of
 from slime.agent.environments.protocol import EnvironmentFailure, Item
 from slime.agent.session import Budget, Session
 from slime.arguments import PluginArgs
+from slime.catalog.deadlines import timeout_s
 from slime.data.mix import mix64
 from slime.utils.types import Sample
 
-MAX_TASKS = 100_000  # that are read of a taskset without an end
+MAX_TASKS = 100_000  # read from a taskset without an end
 HELD_OUT_EVERY = 8
-_NO_KEY = "SLIME_NO_API_KEY"  # a variable that nobody sets: the address is the key
+_NO_KEY = "SLIME_NO_API_KEY"  # a variable that is never set: the address is the key
 
 _lock = threading.Lock()
 _served: dict[tuple[str, str, asyncio.AbstractEventLoop], Served] = {}
 
 
 def task_names() -> None:
-    """Any that is installed; `check` imports it."""
+    """Return None: there is no list; `check` imports the taskset."""
     return None
 
 
@@ -46,9 +47,9 @@ def check(task: str) -> None:
 
 
 def config_of(task: str, options: Mapping[str, Any]) -> Any:
-    """The config of the environment: options of --env-args over ours.
+    """Return the config of the environment: options of --env-args over our defaults.
 
-    An agent that the taskset does not bring is the plain loop over chat, not a shell on this machine.
+    A taskset without an agent gets the plain chat loop, not a shell on this machine.
     """
     from verifiers.v1.configs.env import EnvConfig
     from verifiers.v1.env import Env
@@ -71,7 +72,7 @@ def config_of(task: str, options: Mapping[str, Any]) -> Any:
 
 
 class Served:
-    """One environment; its servers run while episodes of it are played."""
+    """One environment; its servers run while its episodes are played."""
 
     def __init__(self, task: str, options: Mapping[str, Any]) -> None:
         from verifiers.v1.utils.loaders import load_environment
@@ -112,7 +113,7 @@ class Served:
                 self._keeper = None
 
     async def _keep(self, ready: asyncio.Future[None], over: asyncio.Event) -> None:
-        """Enter and leave in one task."""
+        """Run the servers: one task must enter and leave their context."""
         try:
             async with self.env.serving():
                 ready.set_result(None)
@@ -123,7 +124,7 @@ class Served:
 
 
 def _environment(task: str, options: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> Served:
-    """One in a process; reading a taskset may take a while, so this is called in a thread."""
+    """Return this process's environment; it is called in a thread, because reading a taskset takes time."""
     key = (task, json.dumps(dict(options), sort_keys=True), loop)
     with _lock:
         if key not in _served:
@@ -140,7 +141,7 @@ async def play(
     options: Mapping[str, Any],
     item: Item,
 ) -> list[Sample]:
-    """The samples of one episode, scored; EnvironmentFailure where it has no score."""
+    """Play one episode and return its samples; EnvironmentFailure if it has no score."""
     served = await asyncio.to_thread(_environment, task, options, asyncio.get_running_loop())
     adapter = await adapter_of(args)
     sid = sample.session_id
@@ -148,7 +149,7 @@ async def play(
     seed = mix64(args.rollout_seed, sample.index or 0, int(sample.metadata.get("attempt", 0)))
     session = adapter.open_session(sid, params, budget=budget_of(args, params), seed=seed)
     try:
-        async with served.playing(), asyncio.timeout(args.episode_timeout_s):
+        async with served.playing(), asyncio.timeout(timeout_s(args, "episode") or None):
             episode = await served.env.run_episode(
                 served.task_for(item), _context(f"{adapter.url}/sessions/{sid}")
             )
@@ -156,7 +157,7 @@ async def play(
         return await adapter.finish_session(sid, base_sample=sample, reward=reward, args=args)
     except TimeoutError:
         raise EnvironmentFailure(
-            f"the episode took longer than --episode-timeout-s {args.episode_timeout_s}"
+            f"the episode took longer than --timeouts episode={timeout_s(args, 'episode'):g}"
         ) from None
     finally:
         if adapter.session(sid) is session:
@@ -174,14 +175,14 @@ def budget_of(args: PluginArgs, params: Mapping[str, Any]) -> Budget:
 def _context(address: str) -> Any:
     import verifiers.v1 as vf
 
-    # Sampling is the session's: what is not asked for, a client does not change.
+    # No sampling parameters are set here, so that those of the session apply.
     return vf.ModelContext(
         model="policy", client=vf.EvalClientConfig(base_url=f"{address}/v1", api_key_var=_NO_KEY)
     )
 
 
 def _score(episode: Any, session: Session) -> float:
-    """The reward of the trace. What a budget of ours ended counts as it stands."""
+    """Return the reward of the trace. An episode that a budget ended is scored as it is."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors and not session.was_refused:
         last = errors[-1]

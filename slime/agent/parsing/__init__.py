@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from slime.agent.parsing import from_sglang
-from slime.agent.parsing.output import ParsedModelOutput, Parser, split_thoughts
-from slime.agent.parsing.plain import Read
+from slime.agent.parsing.formats import Read
 from slime.catalog.tool_formats import TOOL_FORMATS, recognised
 from slime.utils.misc import load_function
 
-__all__ = ["FormatParser", "ParsedModelOutput", "Parser", "format_of", "parse_model_output", "parser_for"]
-
-# Names that SGLang and slime users know a format by.
+THINK_START, THINK_END = "<think>", "</think>"
+_NO_THOUGHTS = ("none", "off")
+# Names by which users of SGLang and slime know a format.
 _ALIASES = {row.sglang_name: name for name, row in TOOL_FORMATS.items() if row.sglang_name is not None} | {
     "qwen": "hermes",
     "qwen3": "hermes",
@@ -23,11 +23,55 @@ _ALIASES = {row.sglang_name: name for name, row in TOOL_FORMATS.items() if row.s
     "deepseek_v3": "deepseek",
     "llama4": "pythonic",
 }
-_NO_THOUGHTS = ("none", "off")
+
+
+@dataclass(slots=True)
+class ParsedModelOutput:
+    """The parts of a response.
+
+    Example: `ParsedModelOutput("I add.", "", [{"name": "add", "input": {"a": 1}}], ill_formed=False)`. With
+    `ill_formed` the model started a tool call that cannot be read; what it wrote is then in `text`.
+    """
+
+    reasoning: str = ""
+    text: str = ""
+    tool_uses: list[dict[str, Any]] = field(default_factory=list)
+    ill_formed: bool = False
+
+
+class Parser(Protocol):
+    """Splits a response. `opens_thought`: the prompt ended inside a thought, so the text starts with it."""
+
+    starts: tuple[str, ...]  # how a tool call starts
+
+    def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput: ...
+
+
+def split_thoughts(raw: str, opens_thought: bool = False) -> tuple[str, str]:
+    """Return (thoughts, the rest). Where a thought is not closed, the response is truncated: no rest."""
+    head, closed, rest = raw.partition(THINK_END)
+    inner = head.lstrip()
+    if closed and (opens_thought or inner.startswith(THINK_START) or THINK_START not in head):
+        return inner.removeprefix(THINK_START).strip(), rest.lstrip("\n")
+    if not closed and (opens_thought or inner.startswith(THINK_START)):
+        return inner.removeprefix(THINK_START).strip(), ""
+    return "", raw
+
+
+class PlainParser:
+    """Splits off thoughts only: for models and tasks without tools."""
+
+    starts: tuple[str, ...] = ()
+
+    def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
+        return ParsedModelOutput(*split_thoughts(raw, opens_thought))
+
+
+plain_parser = PlainParser()
 
 
 def format_of(name: str) -> str:
-    """The row of the table that a name means; ValueError with the names there are."""
+    """Return the row of the table that a name means; ValueError lists the names."""
     key = _ALIASES.get(name, name)
     if key not in TOOL_FORMATS:
         raise ValueError(f"there is no tool format {name!r}; use one of {sorted({*TOOL_FORMATS, *_ALIASES})}")
@@ -42,7 +86,7 @@ def parse_model_output(
     reasoning_parser_name: str | None = None,
     opens_thought: bool = False,
 ) -> ParsedModelOutput:
-    """Split an answer. Without a parser's name calls are read as Qwen3-Coder writes them, if there are tools.
+    """Split a response. Without a parser's name, calls are read as Qwen3-Coder writes them.
 
     `reasoning_parser_name` "none" leaves thoughts in the text; every other name reads <think> and </think>.
     "sglang:NAME" is SGLang's own parser, of calls or of thoughts, where SGLang is installed.
@@ -54,16 +98,14 @@ def parse_model_output(
         thoughts, text = from_sglang.split_thoughts(raw, reasoning_parser_name, opens_thought)
     else:
         thoughts, text = split_thoughts(raw, opens_thought)
-    schemas = {
-        str(schema["name"]): schema for schema in map(_function, tools_schema or ()) if "name" in schema
-    }
     if not tools_schema or tool_parser_name == "plain":
         return ParsedModelOutput(thoughts, text)
+    schemas = {str(schema["name"]): schema for schema in map(_function, tools_schema) if "name" in schema}
     return ParsedModelOutput(thoughts, *_read(text, tool_parser_name or "qwen3_coder", schemas))
 
 
 def _read(text: str, parser: str, schemas: dict[str, Any]) -> Read:
-    """Calls that a client can be told; a model may write any others, as deep as it likes."""
+    """Read calls that JSON can write for a client; a model may write others, as deep as it likes."""
     name = None if from_sglang.is_sglangs(parser) else format_of(parser)
     try:
         if name is None:
@@ -77,23 +119,22 @@ def _read(text: str, parser: str, schemas: dict[str, Any]) -> Read:
 
 
 def parser_for(tokenizer: Any, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Parser:
-    """The parser of a model: of the named format, else of the one that its chat template teaches it."""
+    """Return the parser of a model: the named format, or the one that its chat template teaches it."""
     from_sglang.check_names(tool_parser, reasoning_parser)
     if tool_parser and from_sglang.is_sglangs(tool_parser):
         return FormatParser(tool_parser, reasoning_parser)
-    template = tokenizer.chat_template or ""
-    name = format_of(tool_parser) if tool_parser else recognised(str(template))
+    name = format_of(tool_parser) if tool_parser else recognised(str(tokenizer.chat_template or ""))
     return FormatParser(name, reasoning_parser)
 
 
 class FormatParser:
-    """Reads answers in one format of the table, or of SGLang."""
+    """Reads responses in one format of the table, or of SGLang."""
 
     def __init__(self, tool_format: str, reasoning_parser: str | None = None) -> None:
         self.tool_format, self.reasoning_parser = tool_format, reasoning_parser
         sglangs = from_sglang.is_sglangs(tool_format)
         self.starts = from_sglang.starts_of(tool_format) if sglangs else TOOL_FORMATS[tool_format].starts
-        self.needs_all = from_sglang.is_sglangs(reasoning_parser)  # to tell thoughts from the rest
+        self.needs_all = from_sglang.is_sglangs(reasoning_parser)  # to separate thoughts from the rest
 
     def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
         return parse_model_output(
@@ -106,6 +147,6 @@ class FormatParser:
 
 
 def _function(tool: Any) -> Mapping[str, Any]:
-    """A tool as OpenAI wraps it, or bare."""
+    """Return the function of a tool, given as OpenAI wraps it or bare."""
     inner = tool.get("function", tool) if isinstance(tool, Mapping) else {}
     return inner if isinstance(inner, Mapping) else {}

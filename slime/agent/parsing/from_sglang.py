@@ -1,7 +1,7 @@
-"""SGLang's own parsers, for families that the table has no row of: `tool_parser="sglang:kimi_k2"`.
+"""SGLang's own parsers, for families without a row in our table: `tool_parser="sglang:kimi_k2"`.
 
-They are imported into this process, so SGLang must be installed in the Python that runs slime. Without the
-prefix a name means our own parser, which needs nothing.
+They are imported into this process, so SGLang must be installed in the Python that runs slime. A name without
+the prefix means our own parser.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.engines.sglang.run_server import declare_torchvision_operators
 from slime.utils.misc import is_installed
 
 PREFIX = "sglang:"
-# By what SGLang's readers of calls name the words that begin one.
+# Attributes of SGLang's detectors that hold the start of a call.
 _START_NAMES = ("bot_token", "bos_token", "start_token", "begin_token", "tool_call_start", "prefix")
 
 
@@ -27,7 +27,7 @@ def is_sglangs(name: str | None) -> bool:
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
-    """ValueError where SGLang is not installed, or has no parser of that name."""
+    """Raise ValueError if SGLang is not installed or has no parser of that name."""
     named = [
         (kind, str(name).removeprefix(PREFIX), known)
         for kind, name, known in (
@@ -47,7 +47,7 @@ def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
 
 
 def split_thoughts(raw: str, name: str, opens_thought: bool) -> tuple[str, str]:
-    """(thoughts, the rest), as SGLang's server would tell them."""
+    """Return (thoughts, the rest), as SGLang's server would."""
     parser = _thought_parser()(
         name.removeprefix(PREFIX), stream_reasoning=False, force_reasoning=True if opens_thought else None
     )
@@ -58,7 +58,7 @@ def split_thoughts(raw: str, name: str, opens_thought: bool) -> tuple[str, str]:
 def read_calls(
     text: str, name: str, schemas: Sequence[Mapping[str, Any]]
 ) -> tuple[str, list[dict[str, Any]], bool]:
-    """Read tool calls as the functions of the table do. What SGLang cannot read, and drops, stays text."""
+    """Read tool calls like the functions of `formats`. What SGLang cannot read stays text."""
     parser = _reader(name, schemas)
     if not parser.has_tool_call(text):
         return text, [], False
@@ -74,7 +74,7 @@ def read_calls(
 
 @functools.cache
 def starts_of(name: str) -> tuple[str, ...]:
-    """How a call begins, as SGLang's reader says and as our row of that name does; else "<", "[" and "{"."""
+    """Return how a call starts, by SGLang's detector and our row of that name; else "<", "[" and "{"."""
     detector = _reader(name, ()).detector
     told = {str(getattr(detector, key, "") or "").strip() for key in _START_NAMES}
     for row in TOOL_FORMATS.values():
@@ -91,7 +91,7 @@ def _reader(name: str, schemas: Sequence[Mapping[str, Any]]) -> Any:
 
 @functools.cache
 def _call_parser() -> Any:
-    # A call of a tool that does not exist is the agent's to answer, not to be lost.
+    # The agent itself handles a call of an unknown tool; SGLang must not drop it.
     os.environ.setdefault("SGLANG_FORWARD_UNKNOWN_TOOLS", "1")
     return _loaded("sglang.srt.function_call.function_call_parser").FunctionCallParser
 
@@ -102,7 +102,7 @@ def _thought_parser() -> Any:
 
 
 def _loaded(module: str) -> Any:
-    """Import it, with the operators of a torchvision that was built for another machine declared."""
+    """Import a module; if torchvision was built for another machine, declare its operators first."""
     if is_installed("torchvision"):
         try:
             importlib.import_module("torchvision")

@@ -1,1 +1,1 @@
-"""Rewards that run programs or ask a model; `slime/catalog/rewards.py` names them by path."""
+"""Rewards that run programs or ask a judge model; `slime/catalog/rewards.py` names them by path."""

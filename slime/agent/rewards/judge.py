@@ -1,8 +1,8 @@
-"""`--rm-type judge`: a model reads the answer and gives a score.
+"""`--rm-type judge`: a model reads the response and gives a score.
 
-The judge is behind an OpenAI-style address (`--judge-url`), or a model of this run: the policy itself or one
-of `--sglang-config`. It is asked to reason and to end with `Score: N`. An answer of the judge from which no
-score can be read is asked for again, then it is a failure of that name, never a score.
+The judge has an OpenAI-style address (`--judge-url`), or is a model of this run: the policy itself or one of
+`--sglang-config`. It is asked to reason and to end with `Score: N`. If no score can be read, the judge is
+asked again; after the last try the reward has failed, which is never a score.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 from slime.agent.engine_access import EnginePolicy, PolicyDown
 from slime.agent.rendering import Renderer
 from slime.arguments import PluginArgs
+from slime.catalog.deadlines import timeout_s
+from slime.catalog.limits import limit
 from slime.utils import http_utils
 from slime.utils.errors import EngineAnswerError
 from slime.utils.processing_utils import load_tokenizer
@@ -47,25 +49,25 @@ _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] 
 
 
 class JudgeSaidNothing(Exception):
-    """An answer of the judge without a score in it."""
+    """The judge's server returned no chat completion."""
 
 
 async def judge_reward(
     args: PluginArgs, sample: Sample, *, response: str
 ) -> dict[str, Any] | float | RewardFailure:
-    """0.0 to 1.0, the judge's score divided by --judge-max-score."""
+    """Return the judge's score divided by --judge-max-score, from 0 to 1."""
     question = ask_text(args, sample, response)
-    gate = _gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(args.judge_num_requests))
+    gate = _gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit(args, "judge-requests")))
     last = ""
     try:
-        async with gate, asyncio.timeout(args.judge_timeout_s):
+        async with gate, asyncio.timeout(timeout_s(args, "judge")):
             for number in range(MAX_TRIES):
                 last = await _asked(args, question, seed=number + 1)
                 score = read_score(last, args.judge_max_score)
                 if score is not None:
                     return score / args.judge_max_score
     except TimeoutError:
-        return infra_error(f"the judge gave no score within --judge-timeout-s {args.judge_timeout_s:g}")
+        return infra_error(f"the judge gave no score within --timeouts judge={timeout_s(args, 'judge'):g}")
     except (http_utils.HttpError, PolicyDown, EngineAnswerError, JudgeSaidNothing) as error:
         return infra_error(f"the judge could not be asked: {error}")
     return infra_error(
@@ -75,10 +77,10 @@ async def judge_reward(
 
 
 def ask_text(args: PluginArgs, sample: Sample, response: str) -> str:
-    """The rubric with this task and answer in it."""
+    """Return the rubric, filled with this task and response."""
     rubric = _rubric(args.judge_rubric) if args.judge_rubric else RUBRIC
     prompt = sample.prompt if isinstance(sample.prompt, str) else _conversation(sample.prompt)
-    # One pass: an answer with braces, or with the name of a field in them, stays as it is.
+    # One pass: a response that contains the name of a field in braces stays as it is.
     values = {
         "prompt": prompt,
         "response": response,
@@ -105,7 +107,7 @@ def _conversation(messages: Any) -> str:
 
 
 def read_score(text: str, most: float) -> float | None:
-    """The last score that is named; None: there is none, or it is out of range."""
+    """Return the last score in a text; None: there is none, or it is out of range."""
     found = _SCORE.findall(text.rpartition("</think>")[2])
     if not found:
         return None
@@ -122,8 +124,12 @@ async def _asked(args: PluginArgs, question: str, *, seed: int) -> str:
 
 async def _over_http(args: PluginArgs, address: str, messages: list[dict[str, Any]], seed: int) -> str:
     url = f"{address.rstrip('/')}/chat/completions"
-    body = {"model": args.judge_model or "default", "messages": messages, "max_tokens": args.judge_max_tokens}
-    # The first try is greedy; another one would say the same again.
+    body: dict[str, Any] = {
+        "model": args.judge_model or "default",
+        "messages": messages,
+        "max_tokens": limit(args, "judge-tokens"),
+    }
+    # The first try is greedy; later ones must differ from it.
     body |= {"temperature": 0.0 if seed == 1 else 0.7, "seed": seed}
     key = os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else None
@@ -139,14 +145,14 @@ async def _in_run(args: PluginArgs, messages: list[dict[str, Any]], seed: int) -
     host, port = args.sglang_model_routers[name]
     tokenizer = load_tokenizer(path)
     prompt = Renderer(tokenizer).first_prompt(messages)
-    sampling = {"max_new_tokens": args.judge_max_tokens, "temperature": 0.0 if seed == 1 else 0.7}
+    sampling = {"max_new_tokens": limit(args, "judge-tokens"), "temperature": 0.0 if seed == 1 else 0.7}
     sampling["sampling_seed"] = seed
     made = await EnginePolicy(f"http://{host}:{port}").complete(prompt, sampling)
     return str(tokenizer.decode(made.ids, skip_special_tokens=True))
 
 
 def _model_of_run(args: PluginArgs) -> tuple[str, str]:
-    """Name and folder of the judge among the models that this run serves."""
+    """Return name and folder of the judge among the models that this run serves."""
     served = {model.name: model.model_path for model in args.engine_topology.models}
     name = args.judge_model or args.engine_topology.policy.name
     if name not in served or name not in args.sglang_model_routers:

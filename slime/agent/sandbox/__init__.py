@@ -1,4 +1,4 @@
-"""Sandboxes: boxes in which the commands of a model run; on this machine or at a vendor's."""
+"""Sandboxes in which the commands of a model run, on this machine or at a vendor's."""
 
 from slime.agent.sandbox.base import (
     CommandFailed,
@@ -9,13 +9,13 @@ from slime.agent.sandbox.base import (
     SandboxDied,
     SandboxError,
     SandboxUnavailable,
+    ensure_agent_user,
+    exec_and_wait,
 )
-from slime.agent.sandbox.box_pool import BoxPool, shared_pool
 from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
-from slime.agent.sandbox.helpers import ensure_agent_user, exec_and_wait
 from slime.agent.sandbox.local import FinishedCommand, LocalSandbox
-from slime.agent.sandbox.start_box import open_sandbox
+from slime.agent.sandbox.pool import BoxPool, open_sandbox, shared_pool
 
 __all__ = [
     "BoxPool",

@@ -1,11 +1,14 @@
-"""What a sandbox is: a place where commands of a model run, with limits and typed ways to fail.
+"""The interface of a sandbox, where commands of a model run: its limits, its errors, its methods.
 
 Every kind (`slime/catalog/sandboxes.py`) has these methods. A command that fails, also by a limit, is a
-result with an exit code, as in a shell; an exception means that the box itself cannot be used.
+result with an exit code, as in a shell; an exception means that the sandbox itself cannot be used.
 """
 
 from __future__ import annotations
 
+import asyncio
+import shlex
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,15 +23,15 @@ MIB = 1 << 20
 
 
 class SandboxError(RuntimeError):
-    """The box cannot do what was asked; the message says why."""
+    """The sandbox cannot do what was asked; the message says why."""
 
 
 class SandboxUnavailable(SandboxError):
-    """No box of this kind can be started here: a program, a package or a key is missing."""
+    """No sandbox of this kind can be started here: a program, a package or a key is missing."""
 
 
 class SandboxDied(SandboxError):
-    """The box ended while something was under way in it; another one may work."""
+    """The sandbox ended while something ran in it; another one may work."""
 
 
 class CommandFailed(SandboxError):
@@ -41,14 +44,14 @@ class CommandFailed(SandboxError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a local box may use. One command over a limit ends; the box stays usable.
+    """Limits of a local sandbox. A command over a limit is ended; the sandbox stays usable.
 
     Memory counts all processes of the sandbox together, with their page tables and sockets. Files are kept
     in memory too, up to `disk_bytes`: a sandbox costs the machine at most the sum of both.
     """
 
     memory_bytes: int = 512 * MIB
-    disk_bytes: int = 128 * MIB  # all files of the box together
+    disk_bytes: int = 128 * MIB  # all files of the sandbox together
     file_bytes: int = 64 * MIB  # one file
     num_files: int = 20_000
     num_processes: int = 64
@@ -70,13 +73,13 @@ class Limits:
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """An async context: entering starts the box, leaving ends it with everything in it."""
+    """An async context: entering starts the sandbox, leaving ends it with everything in it."""
 
     sandbox_id: str
 
     @property
     def workdir(self) -> str:
-        """The folder in which commands start, where their files are."""
+        """The folder in which commands start."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -96,13 +99,13 @@ class Sandbox(Protocol):
         idempotent: bool = False,
     ) -> ExecResult:
         """Run a shell command. `check`: a code other than 0 raises CommandFailed. `idempotent`: it may be
-        run a second time when the connection to the box broke while it ran."""
+        run a second time when the connection to the sandbox broke; this is the one way to retry a command."""
         ...
 
     async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None: ...
 
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
-        """The text of a file; "" where there is none."""
+        """Return the text of a file; "" where there is none."""
         ...
 
 
@@ -110,3 +113,50 @@ def content_bytes(content: FileContent) -> bytes:
     if isinstance(content, Path):
         return content.read_bytes()
     return content.encode() if isinstance(content, str) else content
+
+
+async def exec_and_wait(
+    sb: Sandbox,
+    cmd: str,
+    time_budget_sec: float,
+    tag: str = "job",
+    *,
+    user: str = "root",
+    env: dict[str, str] | None = None,
+    poll_sec: float = 5.0,
+) -> int:
+    """Run a long command that survives a broken connection; returns its exit code, or -1 when out of time.
+
+    Its output is in /tmp/TAG-*.log of the sandbox. A command out of time is killed with all it started.
+    """
+    base = f"/tmp/{tag}-{uuid.uuid4().hex[:8]}"
+    script = f"(\n{cmd}\n)\necho $? > {base}.tmp && mv {base}.tmp {base}.exit\n"
+    await sb.write_file(f"{base}.sh", script, user=user)
+    start = f"setsid bash {base}.sh > {base}.log 2>&1 < /dev/null & echo $! > {base}.pid"
+    await sb.exec(start, user=user, env=env, check=True)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + time_budget_sec
+    while True:
+        code = (await sb.read_file(f"{base}.exit", user=user)).strip()
+        if code:
+            return int(code)
+        left = deadline - loop.time()
+        if left <= 0:
+            kill = f"kill -9 -$(cat {base}.pid) 2>/dev/null; true"
+            await sb.exec(kill, user=user, idempotent=True)
+            return -1
+        await asyncio.sleep(min(poll_sec, left))
+
+
+async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
+    """Create a user `agent` that owns the work folder and may use git in it, whoever made the files."""
+    folder = shlex.quote(workdir)
+    await sb.exec(
+        "{ id agent >/dev/null 2>&1 || useradd -m -s /bin/bash agent; } && "
+        f"mkdir -p /home/agent {folder} && chown -R agent:agent /home/agent {folder} && "
+        "{ ! command -v git >/dev/null || git config --system --replace-all safe.directory '*'; }",
+        user="root",
+        check=True,
+        timeout=60,
+        idempotent=True,
+    )

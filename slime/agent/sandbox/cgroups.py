@@ -1,4 +1,4 @@
-"""The kernel's own limit on the memory of a sandbox, where it can be had: a cgroup v2 with `memory.max`."""
+"""The kernel's own limit on a sandbox's memory, if available: a cgroup v2 with `memory.max`."""
 
 from __future__ import annotations
 

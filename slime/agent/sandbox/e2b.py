@@ -1,4 +1,4 @@
-"""The box of e2b.dev, or of a gateway that speaks its protocol, by the vendor's package (`slime[e2b]`)."""
+"""The sandbox of e2b.dev, or of a gateway with its protocol, by the vendor's package (`slime[e2b]`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _FILE_S = 600
 
 
 class E2BSandbox(VendorSandbox):
-    """`image` is an E2B template; behind a gateway that routes by metadata, the value of the key that
+    """A sandbox of E2B. `image` is an E2B template.
+
+    Behind a gateway that routes by metadata, `image` is the value of the key that
     SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY names.
     """
 
@@ -42,25 +44,18 @@ class E2BSandbox(VendorSandbox):
             )
         elif self.image is not None:
             wanted["template"] = self.image
-        box = await self._tried("start", lambda: AsyncSandbox.create(**wanted))
+        box = await AsyncSandbox.create(**wanted)
         self.sandbox_id = box.sandbox_id
         return box
 
     async def _end(self, box: Any) -> None:
-        await self._tried("end", box.kill)
+        await box.kill()
 
-    async def _run(
-        self, cmd: str, user: str, env: dict[str, str] | None, timeout: float, idempotent: bool
-    ) -> ExecResult:
+    async def _run(self, cmd: str, user: str, env: dict[str, str] | None, timeout: float) -> ExecResult:
         from e2b import CommandExitException, TimeoutException
 
-        run = self.box.commands.run
         try:
-            done = await self._tried(
-                repr(cmd[:60]),
-                lambda: run(cmd, user=user, envs=env or {}, timeout=timeout),
-                repeat=idempotent,
-            )
+            done = await self.box.commands.run(cmd, user=user, envs=env or {}, timeout=timeout)
         except CommandExitException as error:
             done = error
         except TimeoutException:
@@ -68,19 +63,12 @@ class E2BSandbox(VendorSandbox):
         return done.exit_code, done.stdout or "", done.stderr or ""
 
     async def _write(self, path: str, data: bytes, user: str) -> None:
-        write = self.box.files.write
-        await self._tried(
-            f"write {path}", lambda: write(path, io.BytesIO(data), user=user, request_timeout=_FILE_S)
-        )
+        await self.box.files.write(path, io.BytesIO(data), user=user, request_timeout=_FILE_S)
 
     async def _read(self, path: str, user: str) -> bytes:
         from e2b import NotFoundException
 
-        read = self.box.files.read
         try:
-            data = await self._tried(
-                f"read {path}", lambda: read(path, format="bytes", user=user, request_timeout=_FILE_S)
-            )
+            return bytes(await self.box.files.read(path, format="bytes", user=user, request_timeout=_FILE_S))
         except NotFoundException:
             return b""
-        return bytes(data)

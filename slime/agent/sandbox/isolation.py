@@ -1,4 +1,4 @@
-"""How a local sandbox is protected here: bubblewrap, user namespaces, or limits only; its command line."""
+"""How local sandboxes are isolated: bubblewrap, user namespaces, or limits only; and their command line."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ KINDS = (BUBBLEWRAP, NAMESPACES, PLAIN)
 _FIRST_UID, _LAST_UID = 64_000, 65_000  # above what systems hand out, below nobody
 _BOX_UID = 1000
 _PROBE_S = 20
-# Read-only in a box; of /etc only what programs need to be found and linked.
+# Read-only in a sandbox; of /etc only what programs need to be found and linked.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs", "/etc/ssl/openssl.cnf")
 
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """The kind of isolation and the command that starts the first process of a box.
+    """The kind of isolation and the command that starts the first process of a sandbox.
 
-    `settings` are sent to that process (`box_agent.py`) together with the limits.
+    `settings` are sent to that process (`guest_agent.py`) together with the limits.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Walls:
 
 
 def read_only_paths(extra: tuple[str, ...] = ()) -> tuple[list[str], list[tuple[str, str]]]:
-    """Folders of the system that a box sees, and links of its root such as /bin -> usr/bin."""
+    """Return the system folders that a sandbox sees, and links of its root such as /bin -> usr/bin."""
     paths, links = [], []
     for name in _SYSTEM:
         if os.path.islink(name):
@@ -56,7 +56,7 @@ def read_only_paths(extra: tuple[str, ...] = ()) -> tuple[list[str], list[tuple[
 
 @functools.cache
 def box_python() -> str:
-    """The interpreter inside boxes: the system's, which a private user can read, else our own."""
+    """Return the interpreter inside sandboxes: the system's, which a private user can read, else our own."""
     for candidate in ("/usr/bin/python3", "/usr/local/bin/python3"):
         if os.access(candidate, os.X_OK):
             return os.path.realpath(candidate)
@@ -64,17 +64,21 @@ def box_python() -> str:
 
 
 def walls(kind: str, limits: Limits, uid: int | None, extra: tuple[str, ...] = ()) -> Walls:
-    """The command line of a box; `uid`: the private user that it runs as (None: the current one)."""
+    """Return the command line of a sandbox; `uid`: its private user (None: the current user)."""
     paths, links = read_only_paths(extra)
     settings: dict[str, object] = {"own_root": kind != PLAIN, "private": kind != PLAIN or uid is not None}
     settings |= {"build_root": kind == NAMESPACES, "read_only": paths, "links": links}
     become = []
     if uid is not None:
         become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
-    command = {BUBBLEWRAP: _bubblewrap, NAMESPACES: _unshare, PLAIN: _plain}[kind](limits, paths, links)
+    command = ["env", "-i", *(_UNSHARE if kind == NAMESPACES else [])]
+    if kind == BUBBLEWRAP:
+        command = _bubblewrap(limits, paths, links)
     return Walls(kind, (*become, *command, box_python(), "-I", "-S", "-B", "-c", BOOT), settings)
 
 
+_UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--uts", "--cgroup"]
+_UNSHARE += ["--fork", "--kill-child", "--"]
 # The first process reads its program from its input: one line with the length, then the text.
 BOOT = (
     "import os\nn=b''\nwhile not n.endswith(b'\\n'): n+=os.read(0,1)\ns=b''\n"
@@ -94,15 +98,6 @@ def _bubblewrap(limits: Limits, paths: list[str], links: list[tuple[str, str]]) 
     return [*command, "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--chdir", "/", "--"]
 
 
-def _unshare(limits: Limits, paths: list[str], links: list[tuple[str, str]]) -> list[str]:
-    flags = ["--user", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--uts", "--cgroup"]
-    return ["env", "-i", "unshare", *flags, "--fork", "--kill-child", "--"]
-
-
-def _plain(limits: Limits, paths: list[str], links: list[tuple[str, str]]) -> list[str]:
-    return ["env", "-i"]
-
-
 @functools.cache
 def _source(name: str) -> str:
     return Path(__file__).with_name(name).read_text()
@@ -111,9 +106,9 @@ def _source(name: str) -> str:
 def program_text(plan: Walls, limits: Limits, hello: str) -> bytes:
     """Return the program of a sandbox's first process. `hello`: the id of the reply that says it is ready."""
     settings = {**plan.settings, "limits": asdict(limits), "hello": hello}
-    files, calls = ["box_files.py", "box_memory.py", "box_agent.py"], ["main(settings)"]
+    files, calls = ["guest_files.py", "guest_memory.py", "guest_agent.py"], ["main(settings)"]
     if plan.settings["build_root"]:
-        files, calls = ["box_root.py", *files], ["build_root(settings)", *calls]
+        files, calls = ["guest_root.py", *files], ["build_root(settings)", *calls]
     lines = [f"exec(compile({_source(name)!r}, {name!r}, 'exec'))" for name in files]
     text = "\n".join([*lines, f"settings = {settings!r}", *calls]).encode()
     return b"%d\n%s" % (len(text), text)
@@ -138,6 +133,12 @@ def best_isolation() -> str:
     )
 
 
+def describe_protection() -> str:
+    """Return how programs of the model are isolated on this machine; SandboxUnavailable: nothing works."""
+    kind = best_isolation()
+    return f"programs of the model are isolated by {kind}. {limits_that_hold(kind)}"
+
+
 @functools.cache
 def report_start(kind: str) -> None:
     """Log once for each kind how sandboxes of this process are protected, and which limits hold."""
@@ -152,7 +153,7 @@ def report_start(kind: str) -> None:
 
 
 def limits_that_hold(kind: str) -> str:
-    """Return a sentence on the limits of this kind on this machine, and on those that do not hold."""
+    """Return a sentence on which limits of this kind hold on this machine, and which do not."""
     memory = "resident memory and page tables are counted 20 times a second"
     if kind == PLAIN:
         return f"Limits: {memory}; not limited: memory of sockets, disk, number of files, user namespaces."
@@ -164,9 +165,9 @@ def limits_that_hold(kind: str) -> str:
 
 @functools.cache
 def why_not(kind: str) -> str | None:
-    """Why a box of this kind does not start here; None: it does."""
+    """Return why a sandbox of this kind does not start here; None: it does."""
     limits = Limits()
-    # A user of its own here too: a box that ends kills all that its user runs, another program's try as well.
+    # It needs its own user: a sandbox that ends kills all processes of its user, also another probe's.
     user = PrivateUser() if has_private_users() else None
     plan = walls(kind, limits, user.uid if user else None)
     text = program_text(plan, limits, "probe")
@@ -184,13 +185,12 @@ def why_not(kind: str) -> str | None:
 
 @functools.cache
 def has_private_users() -> bool:
-    """Whether each box gets a user of its own: root needs it, whose processes no limit counts."""
+    """Return whether each sandbox gets its own user: the kernel does not count processes of root."""
     return os.geteuid() == 0 and shutil.which("setpriv") is not None
 
 
 class PrivateUser:
-    """A user id that no other box of this machine has. The name of a socket is the lock: it goes with its
-    process, however that ends."""
+    """A user id that no other sandbox of this machine has, locked by the name of a socket until it ends."""
 
     def __init__(self) -> None:
         self.uid, self._lock = _claim()
@@ -207,4 +207,4 @@ def _claim() -> tuple[int, socket.socket]:
             return uid, lock
         except OSError:
             lock.close()
-    raise SandboxUnavailable(f"{_LAST_UID - _FIRST_UID} boxes are open on this machine; close some first")
+    raise SandboxUnavailable(f"{_LAST_UID - _FIRST_UID} sandboxes are open on this machine; close some first")

@@ -1,4 +1,4 @@
-"""The local box: a process of this machine behind walls, with `box_agent.py` as its first process."""
+"""The local sandbox: isolated processes of this machine, of which `guest_agent.py` is the first."""
 
 from __future__ import annotations
 
@@ -52,33 +52,33 @@ _LONGEST_HEADER = 1 << 16
 _PATH = "/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _WHY = {
     "time": "it ran past its limit of {timeout:g} s",
-    "memory": "the box used more than its {memory} MiB of memory",
+    "memory": "the sandbox used more than its {memory} MiB of memory",
     "output": "it printed without end; only the beginning was kept",
-    "files": "the box had more than {files} files",
-    "sockets": "the box had more than {sockets} sockets",
-    "maps": "the box had more than {maps} mappings of memory",
+    "files": "the sandbox had more than {files} files",
+    "sockets": "the sandbox had more than {sockets} sockets",
+    "maps": "the sandbox had more than {maps} mappings of memory",
     "cancelled": "it was cancelled",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedCommand:
-    """How a command ended. `reason`: the limit that ended it (time, memory, output, files), None: itself."""
+    """The result of a command. `reason`: the limit that ended it (time, memory, ...); None: no limit."""
 
     code: int
     out: bytes
     err: bytes
     reason: str | None
-    cut: bool  # more was printed than is kept
+    cut: bool  # more was printed than was kept
     seconds: float
 
 
 class LocalSandbox:
-    """A box on this machine, without a network, with a root and a /tmp of its own.
+    """A sandbox on this machine, without a network, with its own root and /tmp.
 
     Example: `async with LocalSandbox() as box: code, out, err = await box.exec("python3 -c 'print(6 * 7)'")`.
-    `image` names nothing here (the box shows the system of this machine); it is taken so that all kinds are
-    called alike. Every command runs as the same unprivileged user, whatever `user` says.
+    `image` is ignored (the sandbox shows the system of this machine); it exists because all kinds are created
+    alike. Every command runs as the same unprivileged user, whatever `user` says.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LocalSandbox:
         return self._process is not None and self._ended is None
 
     async def start(self) -> Self:
-        """Start the box; returns when it takes commands."""
+        """Start the sandbox; returns when it accepts commands."""
         kind = self._isolation
         if kind is None:
             kind = await asyncio.to_thread(best_isolation)
@@ -140,7 +140,7 @@ class LocalSandbox:
                 await hello
             del self._waiting[nonce]
         except (OSError, TimeoutError, SandboxDied) as error:
-            why = self._ended or str(error) or f"no answer within {_START_S:g} s"
+            why = self._ended or str(error) or f"no reply within {_START_S:g} s"
             await self.close()
             raise SandboxUnavailable(f"a local sandbox ({kind}) does not start here: {why}") from None
         except BaseException:
@@ -149,8 +149,8 @@ class LocalSandbox:
         return self
 
     async def close(self) -> None:
-        """End the box and everything in it; returns when it is gone."""
-        process, self._ended = self._process, self._ended or "the box is closed"
+        """End the sandbox and everything in it; returns when it is gone."""
+        process, self._ended = self._process, self._ended or "the sandbox is closed"
         try:
             if process is not None:
                 await _end(process)
@@ -234,7 +234,9 @@ class LocalSandbox:
         header, _ = await self._ask(request, content_bytes(content), _FILE_S + _GRACE_S)
         if "error" in header:
             hint = (
-                f" (the box holds {self.limits.disk_bytes} bytes)" if header["errno"] == errno.ENOSPC else ""
+                f" (the sandbox holds {self.limits.disk_bytes} bytes)"
+                if header["errno"] == errno.ENOSPC
+                else ""
             )
             raise SandboxError(f"{sandbox_path} cannot be written: {header['error']}{hint}")
 
@@ -242,7 +244,7 @@ class LocalSandbox:
         return (await self.read_bytes(sandbox_path) or b"").decode(errors="replace")
 
     async def read_bytes(self, sandbox_path: str) -> bytes | None:
-        """The content of a file; None: there is none."""
+        """Return the content of a file; None: there is none."""
         request = {"op": "read", "path": self._path(sandbox_path), "most": self.limits.disk_bytes}
         header, blob = await self._ask({**request, "timeout": _FILE_S}, b"", _FILE_S + _GRACE_S)
         if header.get("errno") in (errno.ENOENT, errno.ENOTDIR):
@@ -270,7 +272,7 @@ class LocalSandbox:
         self, request: dict[str, Any], content: bytes, patience: float
     ) -> tuple[dict[str, Any], bytes]:
         if not self.is_open:
-            raise SandboxDied(self._ended or "the box is not started; use `async with`")
+            raise SandboxDied(self._ended or "the sandbox is not started; use `async with`")
         number = secrets.token_hex(16)
         future: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -281,7 +283,7 @@ class LocalSandbox:
                 return await future
         except TimeoutError:
             await self.close()
-            raise SandboxDied("the box did not answer; it was ended") from None
+            raise SandboxDied("the sandbox did not reply; it was ended") from None
         except asyncio.CancelledError:
             self._cancel(number)
             raise
@@ -295,14 +297,14 @@ class LocalSandbox:
             self._process.stdin.write(struct.pack(">II", len(head), 0) + head)
 
     async def _send(self, data: bytes) -> None:
-        assert self._process is not None and self._process.stdin is not None, "the box is started"
+        assert self._process is not None and self._process.stdin is not None, "the sandbox is started"
         try:
             self._process.stdin.write(data)
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError):
             if self._reader is not None:
                 await self._reader  # it says why
-            raise SandboxDied(self._ended or "the box ended") from None
+            raise SandboxDied(self._ended or "the sandbox ended") from None
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None and process.stderr is not None, "both are pipes"
@@ -317,7 +319,7 @@ class LocalSandbox:
                 if not future.done():
                     future.set_result((header, content))
         except asyncio.CancelledError:
-            if self._ended is None:  # the event loop ends before its boxes: now they can still be let go of
+            if self._ended is None:  # the event loop ends before its sandboxes: release them now
                 self._ended = "its event loop ended"
                 _let_go(process)
             raise
@@ -328,7 +330,7 @@ class LocalSandbox:
             self._fail_all(self._ended)
         except (asyncio.IncompleteReadError, ConnectionResetError):
             said = (await process.stderr.read(4096)).decode(errors="replace").strip()
-            self._ended = self._ended or f"the box ended{': ' + said[-400:] if said else ''}"
+            self._ended = self._ended or f"the sandbox ended{': ' + said[-400:] if said else ''}"
             self._fail_all(self._ended)
 
     async def _next_frame(self, stream: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
@@ -341,7 +343,7 @@ class LocalSandbox:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SandboxDied(why))
-                future.exception()  # seen: whoever waits gets it anyway
+                future.exception()  # marks it as retrieved: whoever waits gets it anyway
         self._waiting.clear()
 
 
@@ -351,7 +353,7 @@ def _shell() -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ask the box to end, by the end of its input; kill it when it does not."""
+    """Ask the sandbox to end by closing its input; kill it if it does not."""
     assert process.stdin is not None, "it is a pipe"
     process.stdin.close()
     try:
@@ -361,17 +363,17 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-    finally:  # also of a task that its ending event loop cancels: afterwards no pipe can be closed
+    finally:  # also if the event loop ends and cancels this task: later no pipe can be closed
         _let_go(process)
 
 
 def _let_go(process: asyncio.subprocess.Process) -> None:
-    """Close the pipes of a process, and kill it where it still runs; `Process` itself has no such method."""
+    """Close the pipes of a process and kill it if it still runs; `Process` itself has no such method."""
     process._transport.close()  # type: ignore[attr-defined]
 
 
 async def _end_everything_of(uid: int) -> None:
-    """Kill all processes of a private user, at once."""
+    """Kill all processes of a private user at once."""
     become = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--")
     process = await asyncio.create_subprocess_exec(*become, "bash", "-c", "kill -9 -1")
     await process.wait()

@@ -1,11 +1,18 @@
-"""Tools for agents: a registry of typed functions, and those that most agents need."""
+"""Tools for agents: a registry of typed functions, and common tools."""
 
 from slime.agent.tools.calculator import calculate, calculator
 from slime.agent.tools.in_box import BoxTools
 from slime.agent.tools.mcp_client import McpServer
-from slime.agent.tools.registry import Tool, ToolError, ToolResult, ToolServerDied, ToolSet, tool_of
+from slime.agent.tools.registry import (
+    Tool,
+    ToolError,
+    ToolResult,
+    ToolServerDied,
+    ToolSet,
+    answer_with_tools,
+    tool_of,
+)
 from slime.agent.tools.search import Corpus
-from slime.agent.tools.tool_turns import answer_with_tools
 
 __all__ = [
     "BoxTools",

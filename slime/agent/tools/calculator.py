@@ -1,4 +1,4 @@
-"""A calculator: arithmetic by a parser of its own, with bounds on size, so that no expression hangs it."""
+"""A calculator with its own parser and bounds on size, so that no expression hangs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def calculator(expression: Annotated[str, "like (3 + 4) * 2 ** 5, sqrt(2), 17 % 
 
 
 def calculate(expression: str) -> str:
-    """The value as text: whole numbers in full, others to twelve digits; ToolError for what has no value."""
+    """Return the value as text: whole numbers in full, others to twelve digits; ToolError: there is none."""
     if len(expression) > _MAX_CHARS:
         raise ToolError(f"the expression has {len(expression)} characters; at most {_MAX_CHARS} are read")
     try:

@@ -3,13 +3,14 @@
     async with BoxTools(args.sandbox) as box:
         tools = ToolSet([box.python, box.shell, box.read_file, box.edit_file])
 
-The box starts with the first call, so an episode without calls costs none, and ends with the context.
+The sandbox starts with the first call and ends with the context.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 from collections.abc import Iterator
 from typing import Annotated, Self
 
@@ -18,7 +19,7 @@ from slime.agent.tools.registry import ToolError, ToolServerDied
 
 
 class BoxTools:
-    """Methods to be given to a `ToolSet`. Files stay from call to call; what runs in a call ends with it."""
+    """Methods for a `ToolSet`. Files stay from call to call; processes end with their call."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class BoxTools:
         await self._stack.aclose()
 
     async def box(self) -> Sandbox:
-        """The box of this episode, started when it is first asked for."""
+        """Return the sandbox of this episode, started on first use."""
         async with self._starting:
             if self._box is None:
                 context = open_sandbox(self._kind, image=self._image, limits=self._limits)
@@ -73,7 +74,7 @@ class BoxTools:
     async def write_file(self, path: str, content: str) -> str:
         """Writes a whole file; one that exists is replaced."""
         box = await self.box()
-        with _told_to_the_model():
+        with _sandbox_errors():
             await box.write_file(_absolute(box, path), content)
         return f"{path} has {len(content.splitlines())} lines now"
 
@@ -87,20 +88,22 @@ class BoxTools:
         text = await self._text(path)
         count = text.count(old) if old else 0
         if count != 1:
-            told = "is empty" if not old else "is not in the file" if count == 0 else f"occurs {count} times"
+            problem = (
+                "is empty" if not old else "is not in the file" if count == 0 else f"occurs {count} times"
+            )
             raise ToolError(
-                f"old {told}; copy a piece of {path} that occurs exactly once, with its indentation"
+                f"old {problem}; copy a piece of {path} that occurs exactly once, with its indentation"
             )
         box = await self.box()
-        with _told_to_the_model():
+        with _sandbox_errors():
             await box.write_file(_absolute(box, path), text.replace(old, new))
         return f"{path} is changed"
 
     async def _text(self, path: str) -> str:
         box = await self.box()
-        with _told_to_the_model():
+        with _sandbox_errors():
             text = await box.read_file(_absolute(box, path))
-        if not text and (await self._exec(box, f"test -e {_quoted(_absolute(box, path))}"))[0] != 0:
+        if not text and (await self._exec(box, f"test -e {shlex.quote(_absolute(box, path))}"))[0] != 0:
             listing = (await self._exec(box, "find . -type f | head -20"))[1].split()
             raise ToolError(f"there is no file {path}; files here: {', '.join(listing) or 'none'}")
         return text
@@ -113,15 +116,15 @@ class BoxTools:
         return text or "[it printed nothing]"
 
     async def _exec(self, box: Sandbox, command: str) -> tuple[int, str, str]:
-        with _told_to_the_model():
+        with _sandbox_errors():
             return await box.exec(
-                f"cd {_quoted(box.workdir)} && {command}", timeout=self._timeout_s, user="agent"
+                f"cd {shlex.quote(box.workdir)} && {command}", timeout=self._timeout_s, user="agent"
             )
 
 
 @contextlib.contextmanager
-def _told_to_the_model() -> Iterator[None]:
-    """What a box refuses (to read a folder, say) is an answer to the call; a box that is gone is none."""
+def _sandbox_errors() -> Iterator[None]:
+    """Return errors of the sandbox to the model as tool errors; a sandbox that died ends the tools."""
     try:
         yield
     except SandboxDied as error:
@@ -132,7 +135,3 @@ def _told_to_the_model() -> Iterator[None]:
 
 def _absolute(box: Sandbox, path: str) -> str:
     return path if path.startswith("/") else f"{box.workdir}/{path}"
-
-
-def _quoted(path: str) -> str:
-    return "'" + path.replace("'", "'\\''") + "'"

@@ -1,4 +1,4 @@
-"""MCP servers as tool sets: a program that speaks over its input and output, or an address (`slime[mcp]`).
+"""MCP servers as tool sets: a program with the protocol on standard streams, or an address (`slime[mcp]`).
 
 async with McpServer([sys.executable, "server.py"]) as server:
     tools = ToolSet(server.tools)
@@ -21,7 +21,7 @@ _CALL_S = 120.0
 
 
 class McpServer:
-    """One server, for as long as the context lasts; when it dies, calls raise ToolServerDied."""
+    """One server, which runs while the context lasts; when it dies, calls raise ToolServerDied."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class McpServer:
         self._ready: asyncio.Future[None] | None = None
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._errors: Any = None  # what a program prints beside the protocol
+        self._errors: Any = None  # the standard error of a program
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class McpServer:
                 "tools of an MCP server need the package mcp: pip install 'slime[mcp]'"
             ) from None
         self._ready = asyncio.get_running_loop().create_future()
-        # The package wants its contexts entered and left by one task; calls may come from any.
+        # The package needs its contexts entered and left by one task; calls may come from any.
         self._task = asyncio.create_task(self._hold())
         try:
             async with asyncio.timeout(self._start_timeout_s):

@@ -7,8 +7,12 @@
     answer = await session.turn(messages, tools=tools.schemas)
     messages += await tools.answer(answer.tool_calls)
 
-A model makes mistakes in calls; each comes back to it as a sentence that says what is wrong and what would be
-right, never as an exception. ToolServerDied means that tools are gone: the episode cannot go on.
+A mistake of the model in a call is returned to it as a sentence that says what is wrong and what would be
+right, never as an exception. ToolServerDied means that tools are gone and the episode cannot continue.
+
+Schemas and checks are our own instead of pydantic's, which is not installed everywhere that slime runs, takes
+thirty times as long to build a schema, writes more of it for the model to read, and shows no right call in
+its errors.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from slime.agent.session import Session, SessionError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +49,7 @@ class ToolServerDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the model reads. `is_error`: the call failed, and `text` says why."""
+    """The result that the model reads. `is_error`: the call failed, and `text` says why."""
 
     text: str
     is_error: bool = False
@@ -51,7 +57,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters` is a JSON schema of an object; `call` takes its entries as keywords."""
+    """A tool: `parameters` is the JSON schema of an object whose entries `call` takes as keywords."""
 
     name: str
     description: str
@@ -59,13 +65,13 @@ class Tool:
     call: Callable[..., Any]
 
     def schema(self) -> dict[str, Any]:
-        """The description of the tool that chat templates and OpenAI's API take."""
+        """Return the description that chat templates and OpenAI's API take."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 def tool_of(function: Callable[..., Any], *, name: str | None = None) -> Tool:
-    """A typed function, async or plain, as a tool. Its docstring says to the model what it does."""
+    """Make a tool of a typed function, async or plain. The model reads its docstring."""
     name = name or function.__name__
     hints = typing.get_type_hints(function, include_extras=True)
     properties, required = {}, []
@@ -90,7 +96,7 @@ def tool_of(function: Callable[..., Any], *, name: str | None = None) -> Tool:
 
 
 def schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a type; TypeError for one that JSON cannot write."""
+    """Return the JSON schema of a type; TypeError for one that JSON cannot write."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return {**schema_of(parts[0], where), "description": str(parts[1])}
@@ -114,7 +120,7 @@ def schema_of(hint: Any, where: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ToolSet:
-    """The tools of an episode. Calls of a turn run beside each other; results come in the order of calls."""
+    """The tools of an episode. Calls of a turn run concurrently; results have the order of calls."""
 
     functions: Iterable[Callable[..., Any] | Tool] = ()
     timeout_s: float = _DEADLINE_S  # of one call
@@ -139,11 +145,11 @@ class ToolSet:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What an episode tells of its tools, in the metadata of its samples."""
+        """The counts for the metadata of an episode's samples."""
         return {"tool_calls": self.num_calls, "tool_errors": self.num_errors}
 
     async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Tool messages for the calls of a turn, as in OpenAI's messages (arguments as a dict or as JSON)."""
+        """Run the calls of a turn and return tool messages (arguments may be a dict or JSON text)."""
         functions = [call["function"] for call in calls]
         results = await asyncio.gather(*(self.call(f["name"], f.get("arguments")) for f in functions))
         return [
@@ -157,7 +163,7 @@ class ToolSet:
         ]
 
     async def call(self, name: str, arguments: Any = None) -> ToolResult:
-        """One call with what the model wrote."""
+        """Run one call with the arguments that the model wrote."""
         self.num_calls += 1
         try:
             result = ToolResult(shorten(await self._run(name, arguments), self.max_chars))
@@ -187,13 +193,13 @@ class ToolSet:
         except (ToolError, ToolServerDied):
             raise
         except Exception as error:
-            logger.warning("tool %s failed", name, exc_info=True)
+            logger.warning("Tool %s raised an exception.", name, exc_info=True)
             raise ToolError(f"{name} failed: {type(error).__name__}: {error}") from error
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def read_arguments(tool: Tool, arguments: Any) -> dict[str, Any]:
-    """What the model wrote, as keywords; ToolError with a lesson where it does not fit."""
+    """Return the model's arguments as keywords; ToolError with an example if they do not fit."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -231,7 +237,7 @@ def _fitting(tool: Tool, key: str, value: Any, schema: Mapping[str, Any]) -> Any
 
 
 def _lesson(tool: Tool) -> str:
-    """An example of a right call."""
+    """Return an example of a right call."""
     examples = {"string": "...", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
     needed = tool.parameters.get("required", ())
     properties = tool.parameters.get("properties", {})
@@ -243,9 +249,30 @@ def _lesson(tool: Tool) -> str:
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """Beginning and end of a long text, with the number of characters that were left out."""
+    """Keep the start and the end of a long text, with the number of characters left out."""
     if len(text) <= max_chars:
         return text
     head = max_chars // 2
     tail = max_chars - head
     return f"{text[:head]}\n[{len(text) - max_chars} characters left out]\n{text[-tail:]}"
+
+
+async def answer_with_tools(session: Session, messages: list[dict[str, Any]], tools: ToolSet) -> str:
+    """Take turns until the model responds without a call, and return its text; "" if a budget ends it first.
+
+    Each turn and its tool results are appended to `messages`. `Session.outcome` says how it ended.
+
+    Example: `answer = await answer_with_tools(session, [{"role": "user", "content": "6 * 7?"}], tools)`.
+    """
+    new, said = list(messages), None
+    try:
+        while True:
+            said = await session.turn(new, tools=tools.schemas, after=said)
+            messages.append(said.message)
+            if not said.tool_calls:
+                return said.text
+            new = await tools.answer(said.tool_calls)
+            messages += new
+    except SessionError as error:
+        session.end(error.outcome, str(error))
+        return ""

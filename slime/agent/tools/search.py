@@ -1,4 +1,4 @@
-"""Search in documents of one's own, by BM25 (`slime[search]` installs bm25s)."""
+"""Search in your own documents by BM25 (`slime[search]` installs bm25s)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.agent.tools.registry import ToolError
 
 
 class Corpus:
-    """Documents and their index; a method, `search`, is the tool. Safe to share between episodes.
+    """Documents and their index; the method `search` is the tool. Episodes can share one.
 
     Example: `ToolSet([Corpus(["Rome is in Italy.", "Oslo is in Norway."]).search])`.
     """
@@ -32,7 +32,7 @@ class Corpus:
 
     @classmethod
     def from_jsonl(cls, path: str | Path, key: str = "text") -> Corpus:
-        """A file with one object a line; `key` names the text."""
+        """Read a file with one JSON object per line; `key` names the text."""
         rows = []
         for number, line in enumerate(Path(path).read_text().splitlines(), 1):
             if line.strip():
@@ -43,7 +43,7 @@ class Corpus:
         return cls(rows)
 
     def find(self, query: str, num_results: int = 3) -> list[tuple[int, float]]:
-        """(number of a document, score), the best first; documents without a word of it are left out."""
+        """Return (number of a document, score), best first, for documents with a word of the query."""
         most = min(num_results, len(self.documents))
         found, scores = self._index.retrieve(self._tokenize(query), k=most, show_progress=False)
         pairs = zip(found[0], scores[0], strict=True)

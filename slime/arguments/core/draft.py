@@ -23,7 +23,7 @@ class Refused(ValueError):
 
 
 class Refusals:
-    """Collects why settings cannot run, so that a user is told everything at once, grouped."""
+    """Collects why settings cannot run, so that one error reports everything, grouped."""
 
     def __init__(self) -> None:
         self.groups: dict[str, list[str]] = {}
@@ -31,7 +31,7 @@ class Refusals:
 
     def add(self, group: str, reason: str, *, unread: str | None = None) -> None:
         named = re.findall(r"--[\w-]+", reason)
-        # A mistake on the command line is told whatever flag it recommends.
+        # A mistake on the command line is reported whatever flag it recommends.
         about = [name for name in named[:1] if reason.startswith(name)] if group == "Command line" else named
         if self._unread.intersection(about):
             return

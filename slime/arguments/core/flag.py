@@ -5,32 +5,92 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from slime.catalog.named_numbers import NamedNumber, read_named_numbers
 
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """A condition under which a flag does something; a user who gives the flag without it is told.
+    """A condition under which a flag has an effect, made by `needs`, `lacks`, `either` or `both`.
 
-    Example: OnlyWith("with --use-rs", lambda d: d.use_rs, "nothing is rejected; add --use-rs") on --rs-upper
-    shows "only with --use-rs" in the help, and says "--rs-upper is 3, but nothing is rejected; add --use-rs."
+    Example: needs("use_rs") on --rs-upper shows "only with --use-rs" in the help, and a run without it is
+    refused with "--rs-upper is 3, but it has an effect only with --use-rs".
     """
 
-    words: str  # in the help, after "only"
+    words: str  # in the help and in the error, after "only"
     works: Callable[[Any], object]  # of the draft of the settings
-    reason: str  # completes the sentence "--x is 3, but ..."
     harmless: bool = False  # a flag without it changes nothing of what is trained: a warning is enough
-    said_by: str | None = None  # the same, where the user gave this flag: what it leaves out was chosen
+    said_by: str | None = None  # harmless if the user gave this flag: what it leaves out was chosen
 
     def is_harmless(self, draft: Any) -> bool:
         return self.harmless or (self.said_by is not None and draft.was_given(self.said_by))
 
+    @property
+    def reason(self) -> str:
+        """Complete the sentence "--x is 3, but ..."."""
+        return f"it has an effect only {self.words}"
 
-def needs(name: str, reason: str, *, harmless: bool = False) -> OnlyWith:
-    """The condition that another flag is given: a switch that is on, a number above 0, a text."""
-    return OnlyWith(f"with --{name.replace('_', '-')}", lambda draft: getattr(draft, name), reason, harmless)
+
+def needs(name: str, *values: str, or_if: Callable[[Any], object] | None = None, **more: Any) -> OnlyWith:
+    """Require a flag: one of the values, or without values a switch that is on, a number above 0, a text.
+
+    `or_if`: an exception that the texts do not mention.
+    """
+
+    def works(draft: Any) -> object:
+        value = getattr(draft, name)
+        return (value in values if values else value) or (or_if is not None and or_if(draft))
+
+    return OnlyWith(f"with {_option(name)} {_alternatives(values)}".rstrip(), works, **more)
+
+
+def lacks(name: str, *values: str, or_if: Callable[[Any], object] | None = None, **more: Any) -> OnlyWith:
+    """Require that a flag is not given, or has none of the values; a default-on switch must stay on."""
+
+    def works(draft: Any) -> object:
+        value = getattr(draft, name)
+        return not (value in values if values else value) or (or_if is not None and or_if(draft))
+
+    return OnlyWith(f"without {_option(name)} {_alternatives(values)}".rstrip(), works, **more)
+
+
+def stays_on(name: str, **more: Any) -> OnlyWith:
+    """Require a default-on switch, which `--disable-...` turns off."""
+    return OnlyWith(f"without {_option('disable_' + name)}", lambda draft: getattr(draft, name), **more)
+
+
+def above(name: str, number: float, **more: Any) -> OnlyWith:
+    """Require that a flag has a value above a number."""
+    return OnlyWith(f"with {_option(name)} above {number:g}", lambda d: getattr(d, name) > number, **more)
+
+
+def either(*conditions: OnlyWith, **more: Any) -> OnlyWith:
+    """Require one of several conditions."""
+    first, *others = (condition.words for condition in conditions)
+    words = _alternatives([first, *(text.removeprefix("with ") for text in others)])
+    return OnlyWith(words, lambda draft: any(c.works(draft) for c in conditions), **more)
+
+
+def both(*conditions: OnlyWith, **more: Any) -> OnlyWith:
+    """Require all of several conditions."""
+    words = ", ".join(condition.words for condition in conditions)
+    return OnlyWith(words, lambda draft: all(c.works(draft) for c in conditions), **more)
+
+
+def having(rows: Mapping[str, Any], trait: str) -> list[str]:
+    """Return the names of the catalog rows that have a trait."""
+    return [name for name, row in rows.items() if getattr(row, trait)]
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _alternatives(texts: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 
 @dataclass(frozen=True)
@@ -48,9 +108,10 @@ class FlagInfo:
     alias: str | None = None
     repeatable: bool = False  # `--hook a --hook b` collects both
     secret: bool = False  # never printed
+    rows: Mapping[str, NamedNumber] | None = None  # of an object: the only names it takes
     # Values that slime knows and this version refuses, each with what there is instead; "": nothing.
     not_built: Mapping[str, str] = field(default_factory=dict)
-    only_with: tuple[OnlyWith, ...] = ()  # all must hold; the first that does not is the one told
+    only_with: tuple[OnlyWith, ...] = ()  # all must hold; the first that does not is reported
 
     @property
     def limits(self) -> str:
@@ -146,7 +207,8 @@ def convert(spec: FlagSpec, value: Any) -> Any:
     if spec.kind is bool:
         return _to_bool(value)
     if spec.kind is dict:
-        return _to_object(value)
+        rows = spec.info.rows
+        return _to_object(value) if rows is None else read_named_numbers(value, rows)
     if spec.kind is str:
         if isinstance(value, (dict, list)):
             raise ValueError(f"expected text, found a {type(value).__name__}")

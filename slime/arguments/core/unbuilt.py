@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from slime.arguments.core.removed import REMOVED_FLAGS
+from slime.catalog.deadlines import DEADLINE_FLAGS
+
 UNBUILT_FLAGS = frozenset(
     """
     load-forge-rollout-data lr-warmup-samples lr-decay-samples lr-wsd-decay-style lr-wsd-decay-iters
@@ -41,6 +44,8 @@ _INSTEAD |= {
     for flag, names in _COMPANIONS.items()
     for name in names.split()
 }
+
+_INSTEAD |= REMOVED_FLAGS
 
 # Why a flag does nothing here and changes nothing of what is trained -> such flags, of slime and of Megatron.
 IDLE_FLAGS = {
@@ -97,8 +102,12 @@ IDLE_FLAGS = {
         override-opt-param-scheduler use-checkpoint-opt-param-scheduler""",
     "--wandb-team, --wandb-group and --wandb-dir say it": "wandb-entity wandb-exp-name wandb-save-dir",
     "--use-pytorch-profiler records steps": "profile",
+    "--nonfinite-action decides it": "check-for-nan-in-loss-and-grad",
     "code that comes with a model is not run": "trust-remote-code",
     "--lora-rank says it": "use-lora",
+    "--exp-avg-dtype, --exp-avg-sq-dtype and --main-grads-dtype say it": "use-precision-aware-optimizer",
+    "files have names of their own in --memory-snapshot-dir": "memory-snapshot-path",
+    "all trainer ranks are profiled": "profile-ranks",
     "engines get the same weights in any encoding; --update-weight-delta-encoding chooses one here": """
         update-weight-encoding""",
     "no server is started for a teacher: --opd-type trainer holds it (--opd-teacher-load), and --opd-type "
@@ -108,12 +117,14 @@ IDLE_FLAGS = {
         megatron-server-warmup""",
 }
 # Flags that change nothing at one value, and are refused at any other.
-_NEUTRAL = {"lr-warmup-init": "0", "weight-decay-incr-style": "constant"}
+_NEUTRAL = {"lr-warmup-init": "0", "weight-decay-incr-style": "constant", "main-params-dtype": "fp32"}
 # What a flag of another release, or of Megatron's command line, is called here.
 RENAMED_FLAGS = {
+    "--offload": ("--offload-train", "--offload-rollout"),
     "--recompute-activations": ("--recompute-granularity", "selective"),
     "--gradient-checkpointing": ("--activation-checkpointing", "full"),
     "--slime-router-middleware-paths": ("--router-middleware-paths",),
+    "--no-check-for-nan-in-loss-and-grad": ("--nonfinite-action", "skip"),
     "--model-parallel-size": ("--tensor-model-parallel-size",),
     "--update-weight-delta-dir": ("--update-weight-disk-dir",),
     "--update-weight-delta-keep-files": ("--update-weight-disk-keep-files",),
@@ -192,7 +203,7 @@ def _instead(name: str) -> str | None:
     """The alternative to a flag; a flag that chooses a teacher has one whatever its exact name is."""
     if name.startswith("teacher-") and name not in _WHY_IDLE:
         return _TEACHER
-    return _INSTEAD.get(name)
+    return _INSTEAD.get(name) or REMOVED_FLAGS.get(name.removeprefix("no-"))
 
 
 def is_neutral(option: str, words: Sequence[str]) -> bool:
@@ -210,7 +221,26 @@ def _same(word: str, value: str) -> bool:
 
 def renamed(words: Sequence[str]) -> list[str]:
     """A command line with the names that flags have here."""
-    return [new for word in words for new in _renamed_word(word)]
+    found, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if name in DEADLINE_FLAGS:
+            given = [value] if equals else [left.pop(0)] if left else []
+            pairs = [deadline_of(name, value) for value in given]
+            found += ["--timeouts", *(f"{deadline}={seconds}" for deadline, seconds in pairs)]
+        else:
+            found += _renamed_word(word)
+    return found
+
+
+def deadline_of(option: str, value: Any) -> tuple[str, Any]:
+    """Return the deadline that a flag of another release sets, in seconds; a wrong value stays as it is."""
+    name, unit = DEADLINE_FLAGS[option]
+    try:
+        return name, float(value) * unit
+    except (TypeError, ValueError):
+        return name, value
 
 
 def _renamed_word(word: str) -> tuple[str, ...]:
@@ -221,12 +251,18 @@ def _renamed_word(word: str) -> tuple[str, ...]:
     return (new[0] + equals + value, *new[1:])
 
 
-def renamed_key(name: str, value: Any) -> tuple[str, Any]:
-    """A key of a file (`gradient_checkpointing`) and its value, under the name that the flag has here."""
-    new = RENAMED_FLAGS.get("--" + name.replace("_", "-"))
+def renamed_key(name: str, value: Any) -> dict[str, Any]:
+    """A key of a file (`gradient_checkpointing`) and its value, under the name or names it has here."""
+    option = "--" + name.replace("_", "-")
+    if option in DEADLINE_FLAGS:
+        return {"timeouts": dict([deadline_of(option, value)])}
+    new = RENAMED_FLAGS.get(option)
     if new is None or (new[1:] and value is not True):
-        return name, value
-    return new[0].removeprefix("--").replace("-", "_"), new[1] if new[1:] else value
+        return {name: value}
+    first, *rest = (word.removeprefix("--").replace("-", "_") for word in new)
+    if rest and not new[1].startswith("--"):
+        return {first: new[1]}
+    return {name: value for name in (first, *rest)}
 
 
 def why_idle(option: str) -> str | None:

@@ -3,23 +3,19 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.algorithm import ADVANTAGES, COMPUTES_ADVANTAGES
 from slime.arguments.groups.rewards import SHAPED
 from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, OWN, TRAINING, read_choices, source_of
 from slime.catalog.estimators import ESTIMATORS
 
+ENV_ITEMS = 10_000  # that an environment makes for training; --prompt-data env:...#train:N has another number
 EPISODE_FUNCTION = "slime.agent.environments.episode.generate"
 _FAMILIES = "; ".join(f"{name}: {row.help}" for name, row in ENVIRONMENTS.items() if name != OWN)
 
 # -- when flags have an effect
-ENV = needs("env", "no environment is chosen; add --env")
-OWN_ITEMS = OnlyWith(
-    "with --env and without --prompt-data",
-    lambda d: d.env is not None and not d.was_given("prompt_data"),
-    "the environment makes no items here: rows of --prompt-data are played, or --env is missing",
-)
-CONTINUES = needs("partial_rollout", "no episode spans two rollouts without --partial-rollout; add it")
+ENV = needs("env")
+CONTINUES = needs("partial_rollout")
 
 
 @dataclass
@@ -38,18 +34,7 @@ class AgentFlags:
         metavar="JSON",
         only_with=ENV,
     )
-    env_num_items: int = flag(10_000, "items it makes for training, in all", ge=1, only_with=OWN_ITEMS)
-    eval_env: str | None = flag(
-        None,
-        "environment to evaluate in; default: the tasks of --env, each apart",
-        metavar="NAME",
-        only_with=ENV,
-    )
     eval_env_num_items: int = flag(64, "items that it holds out of each task", ge=1, only_with=ENV)
-    env_timeout_s: float = flag(60.0, "longest time for one call of an environment", gt=0, only_with=ENV)
-    episode_timeout_s: float | None = flag(
-        None, "longest time for an episode, which then ends as it stands", gt=0, only_with=ENV
-    )
     max_turns: int | None = flag(None, "longest episode in turns of the policy", ge=1, only_with=ENV)
     turn_max_response_len: int | None = flag(
         None,
@@ -110,17 +95,15 @@ def environment(draft: Draft) -> None:
                     f"--{name.replace('_', '-')} is given, but --env {draft.env} makes its items itself: "
                     "remove it, or name a file with --prompt-data."
                 )
-        draft.derive(
-            "prompt_data", source_of(choices, TRAINING, draft.env_num_items), "--env makes its items"
-        )
+        draft.derive("prompt_data", source_of(choices, TRAINING, ENV_ITEMS), "--env makes its items")
     _evaluation(draft)
 
 
 def _evaluation(draft: Draft) -> None:
-    own_items = draft.eval_env is not None or not draft.was_given("prompt_data")
+    own_items = not draft.was_given("prompt_data")
     if draft.eval_interval is None or draft.eval_config or draft.eval_prompt_data or not own_items:
         return
-    choices = read_choices(draft.eval_env or draft.env, "--eval-env" if draft.eval_env else "--env")
+    choices = read_choices(draft.env)
     words = []
     for choice in choices:
         words += [choice.short, source_of([choice], HELD_OUT, draft.eval_env_num_items)]
@@ -128,8 +111,6 @@ def _evaluation(draft: Draft) -> None:
 
 
 def _check_options(draft: Draft, tasks: list[str]) -> None:
-    if draft.eval_env is not None:
-        tasks = tasks + [choice.short for choice in read_choices(draft.eval_env, "--eval-env")]
     for task, options in draft.env_args.items():
         if task != "*" and task not in tasks:
             raise ValueError(

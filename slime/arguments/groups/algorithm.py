@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import both, either, flag, having, lacks, needs, stays_on
 from slime.arguments.groups.objectives import NOT_PAIRS, POLICY_LOSS, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS, WITH_CRITIC
-from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
+from slime.catalog.policy_losses import POLICY_LOSS_ARGS, POLICY_LOSSES, REDUCTIONS, policy_loss_arg
 
 LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
 # How far the log-probs of engine and trainer may lie apart, as a mean over tokens, before a run stops.
@@ -16,107 +16,36 @@ LOGPROB_DIFF_THRESHOLDS = {"float32": 0.02, "bfloat16": 0.2, "fp8": 0.2}
 GROUPING_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 
 
+def _own_policy_loss(draft: Draft) -> bool:
+    return draft.custom_policy_loss_function_path is not None
+
+
+def _own_advantages(draft: Draft) -> bool:
+    return draft.custom_advantage_function_path is not None
+
+
 # -- when flags have an effect
-KL_LOSS = needs("use_kl_loss", "the loss has no KL term without --use-kl-loss; add it", harmless=True)
-KL = OnlyWith(
-    "with --use-kl-loss or --kl-coef",
-    lambda d: d.use_kl_loss or d.kl_coef != 0,
-    "no KL is computed without --use-kl-loss; add it",
-    harmless=True,
+KL_LOSS = needs("use_kl_loss", harmless=True)
+KL = either(needs("use_kl_loss"), needs("kl_coef"), harmless=True)
+POLICY_TERMS = lacks("loss_type", *SUPERVISED_LOSSES)
+OLD_POLICY = either(needs("loss_type", "policy_loss"), stays_on("compute_advantages_and_returns"))
+OWN_SAMPLES = lacks("loss_type", *SUPERVISED_LOSSES)
+BUILT_IN_LOSS = lacks("custom_policy_loss_function_path")
+CLIPS = needs("policy_loss_type", *having(POLICY_LOSSES, "clips"), or_if=_own_policy_loss)
+DUAL_CLIPS = needs("policy_loss_type", *having(POLICY_LOSSES, "dual_clips"), or_if=_own_policy_loss)
+SCALES_REWARDS = both(
+    needs("advantage_estimator", *having(ESTIMATORS, "scale_rewards")), stays_on("rewards_normalization")
 )
-POLICY_TERMS = OnlyWith(
-    "with a --loss-type that has policy ratios",
-    lambda d: d.loss_type not in SUPERVISED_LOSSES,
-    "this --loss-type has no policy ratios, no entropy and no KL term; remove it or use policy_loss",
+COMPARES_REWARDS = needs("advantage_estimator", *having(ESTIMATORS, "baseline"))
+BUILT_IN_COMPARISON = lacks("custom_reward_post_process_path")
+ADVANTAGES = lacks("loss_type", *SUPERVISED_LOSSES)
+DISCOUNTS = needs(
+    "advantage_estimator", *having(ESTIMATORS, "uses_gamma"), or_if=_own_advantages, harmless=True
 )
-OLD_POLICY = OnlyWith(
-    "with advantages",
-    lambda d: d.loss_type == "policy_loss" or d.compute_advantages_and_returns,
-    "no old policy is asked for without advantages; remove it",
-)
-OWN_SAMPLES = OnlyWith(
-    "with samples of the policy's own",
-    lambda d: d.loss_type not in SUPERVISED_LOSSES,
-    "the samples of this --loss-type are not the policy's own; remove it",
-)
-BUILT_IN_LOSS = OnlyWith(
-    "without --custom-policy-loss-function-path",
-    lambda d: d.custom_policy_loss_function_path is None,
-    "--custom-policy-loss-function-path replaces it; remove one of them",
-)
-CLIPS = OnlyWith(
-    "with a --policy-loss-type that clips",
-    lambda d: POLICY_LOSSES[d.policy_loss_type].clips or d.custom_policy_loss_function_path is not None,
-    "this --policy-loss-type clips no ratio; remove it",
-)
-DUAL_CLIPS = OnlyWith(
-    "with a --policy-loss-type that has a dual clip",
-    lambda d: POLICY_LOSSES[d.policy_loss_type].dual_clips or d.custom_policy_loss_function_path is not None,
-    "this --policy-loss-type has no dual clip; remove it",
-)
-SCALES_REWARDS = OnlyWith(
-    "with an --advantage-estimator that divides by a group's standard deviation",
-    lambda d: ESTIMATORS[d.advantage_estimator].scale_rewards and d.rewards_normalization,
-    "no reward is divided by a group's standard deviation here (only grpo, gspo and cispo do); remove it",
-)
-COMPARES_REWARDS = OnlyWith(
-    "with an --advantage-estimator that compares rewards",
-    lambda d: ESTIMATORS[d.advantage_estimator].baseline is not None,
-    "this --advantage-estimator compares no rewards; remove it",
-)
-BUILT_IN_COMPARISON = OnlyWith(
-    "without --custom-reward-post-process-path",
-    lambda d: d.custom_reward_post_process_path is None,
-    "--custom-reward-post-process-path replaces the comparison of rewards; remove one of them",
-)
-ADVANTAGES = OnlyWith(
-    "with a --loss-type that has advantages",
-    lambda d: d.loss_type not in SUPERVISED_LOSSES,
-    "this --loss-type has no advantages; remove it",
-)
-DISCOUNTS = OnlyWith(
-    "with an --advantage-estimator that discounts",
-    lambda d: ESTIMATORS[d.advantage_estimator].uses_gamma or d.custom_advantage_function_path is not None,
-    "this --advantage-estimator discounts nothing; remove it",
-    harmless=True,
-)
-GAE = OnlyWith(
-    f"with --advantage-estimator {WITH_CRITIC}",
-    lambda d: ESTIMATORS[d.advantage_estimator].needs_values or d.custom_advantage_function_path is not None,
-    f"only --advantage-estimator {WITH_CRITIC} has it; remove it",
-    said_by="advantage_estimator",
-)
-CONSTANT = OnlyWith(
-    "with --loss-reduction constant",
-    lambda d: d.loss_reduction == "constant",
-    "no constant divides the loss; add --loss-reduction constant",
-)
-CUSTOM_LOSS = OnlyWith(
-    "with --loss-type custom_loss",
-    lambda d: d.loss_type == "custom_loss",
-    "only --loss-type custom_loss calls it; add that",
-)
-SFT = OnlyWith(
-    "with --loss-type sft_loss",
-    lambda d: d.loss_type == "sft_loss",
-    "a policy loss measures it anyway, and others have none; remove it",
-)
-COMPUTES_ADVANTAGES = OnlyWith(
-    "without --disable-compute-advantages-and-returns",
-    lambda d: d.compute_advantages_and_returns,
-    "--disable-compute-advantages-and-returns leaves advantages out; remove one of them",
-)
-
-
-def _read_by(flag_name: str) -> OnlyWith:
-    """Flags of some policy losses alone: the rows of these losses name them."""
-    types = [name for name, row in POLICY_LOSSES.items() if flag_name in row.flags]
-    words = f"--policy-loss-type {' or '.join(types)}"
-    return OnlyWith(
-        f"with {words}",
-        lambda d: d.policy_loss_type in types or d.custom_policy_loss_function_path is not None,
-        f"only {words} reads it; use that",
-    )
+GAE = needs("advantage_estimator", WITH_CRITIC, or_if=_own_advantages, said_by="advantage_estimator")
+CONSTANT = needs("loss_reduction", "constant")
+CUSTOM_LOSS = needs("loss_type", "custom_loss")
+COMPUTES_ADVANTAGES = stays_on("compute_advantages_and_returns")
 
 
 @dataclass
@@ -144,6 +73,13 @@ class AlgorithmFlags:
     )
     custom_policy_loss_function_path: str | None = flag(
         None, "function in place of --policy-loss-type", metavar="PATH", only_with=POLICY_LOSS
+    )
+    policy_loss_args: dict = flag(
+        {},
+        "numbers of the --policy-loss-type:",
+        metavar="NAME=NUMBER,...",
+        rows=POLICY_LOSS_ARGS,
+        only_with=POLICY_LOSS,
     )
     loss_reduction: str | None = flag(
         None,
@@ -200,34 +136,6 @@ class AlgorithmFlags:
     eps_clip_c: float | None = flag(
         None, "dual clip for negative advantages", gt=1, only_with=(POLICY_TERMS, DUAL_CLIPS)
     )
-    sapo_tau_pos: float = flag(
-        1.0, "sapo: steepness of the gate for positive advantages", gt=0, only_with=_read_by("sapo_tau_pos")
-    )
-    sapo_tau_neg: float = flag(
-        1.05, "sapo: the same for the others", gt=0, only_with=_read_by("sapo_tau_neg")
-    )
-    clip_cov_ratio: float = flag(
-        2e-4,
-        "clip_cov: share of tokens that lose their gradient",
-        ge=0,
-        le=1,
-        only_with=_read_by("clip_cov_ratio"),
-    )
-    clip_cov_low: float = flag(
-        1.0, "clip_cov: smallest covariance of such a token", only_with=_read_by("clip_cov_low")
-    )
-    clip_cov_high: float = flag(
-        5.0, "clip_cov: largest covariance of such a token", only_with=_read_by("clip_cov_high")
-    )
-    kl_cov_ratio: float = flag(
-        2e-3, "kl_cov: share of tokens that pay for moving", ge=0, le=1, only_with=_read_by("kl_cov_ratio")
-    )
-    kl_cov_coef: float = flag(
-        1.0, "kl_cov: what they pay per unit of log-ratio", ge=0, only_with=_read_by("kl_cov_coef")
-    )
-    dppo_delta: float = flag(
-        0.15, "dppo: how far a token's probability may move", gt=0, only_with=_read_by("dppo_delta")
-    )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", only_with=POLICY_TERMS)
     kl_coef: float = flag(
         0.0,
@@ -247,9 +155,6 @@ class AlgorithmFlags:
         False, "take the engine's log-probs as those of the old policy", only_with=(POLICY_TERMS, OLD_POLICY)
     )
     use_rollout_entropy: bool = flag(False, "measure entropy in the log-prob pass", only_with=POLICY_LOSS)
-    log_sft_entropy: bool = flag(
-        False, "measure the entropy of the model on the trained tokens in SFT, too", only_with=SFT
-    )
     skip_on_policy_check: bool = flag(
         False, "do not check that the first step of a rollout starts at ratio 1", only_with=POLICY_LOSS
     )
@@ -266,14 +171,9 @@ class AlgorithmFlags:
         "what a step with a NaN or infinite loss does to the run; it is never applied",
         choices=("stop", "skip"),
     )
-    check_for_nan_in_loss_and_grad: bool = flag(
-        True, "the same as --nonfinite-action skip", off="--no-check-for-nan-in-loss-and-grad"
-    )
 
 
 def loss(draft: Draft) -> None:
-    if not draft.check_for_nan_in_loss_and_grad and not draft.was_given("nonfinite_action"):
-        draft.derive("nonfinite_action", "skip", "no_check_for_nan_in_loss_and_grad")
     if draft.loss_type == "custom_loss" and draft.custom_loss_function_path is None:
         raise ValueError("--loss-type custom_loss needs --custom-loss-function-path.")
     brings_advantages = draft.rollout_data_postprocess_path or draft.custom_convert_samples_to_train_data_path
@@ -301,11 +201,22 @@ def policy_loss(draft: Draft) -> None:
         draft.derive("policy_loss_type", ESTIMATORS[estimator].policy_loss, f"the loss of {estimator}")
     if draft.eps_clip_high is None:
         draft.derive("eps_clip_high", draft.eps_clip, "same as eps_clip")
-    if draft.clip_cov_low > draft.clip_cov_high:
-        raise ValueError(
-            f"--clip-cov-low is {draft.clip_cov_low:g}, above --clip-cov-high {draft.clip_cov_high:g}: no "
-            "token lies between."
-        )
+    _check_loss_args(draft)
+
+
+def _check_loss_args(draft: Draft) -> None:
+    """Refuse arguments that another policy loss has."""
+    read = POLICY_LOSSES[draft.policy_loss_type].args
+    for name in draft.policy_loss_args:
+        if name not in read and draft.custom_policy_loss_function_path is None:
+            types = [loss for loss, row in POLICY_LOSSES.items() if name in row.args]
+            raise ValueError(
+                f"--policy-loss-args {name}: only --policy-loss-type {' or '.join(types)} has it, not "
+                f"{draft.policy_loss_type}; remove it."
+            )
+    low, high = (policy_loss_arg(draft, name) for name in ("clip_cov_low", "clip_cov_high"))
+    if low > high:
+        raise ValueError(f"--policy-loss-args: clip_cov_low {low:g} is above clip_cov_high {high:g}.")
 
 
 def loss_reduction(draft: Draft) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import either, flag, needs
 from slime.arguments.groups.objectives import REFERENCE
 from slime.catalog.backends import BACKENDS
 from slime.utils.files.step_folders import find_step, step_folders
@@ -21,14 +21,9 @@ MEGATRON_FLAGS = {"load": "ckpt_step", "critic_load": None} | STEP_FLAGS
 
 
 # -- when flags have an effect
-LOADS = needs("load", "no checkpoint is loaded; add --load", harmless=True)
-SAVES = needs("save", "no checkpoint is saved; add --save", harmless=True)
-READS_CHECKPOINTS = OnlyWith(
-    "with a checkpoint to read",
-    lambda d: d.load or d.ref_load or d.opd_teacher_load,
-    "no checkpoint is loaded; add --load",
-    harmless=True,
-)
+LOADS = needs("load", harmless=True)
+SAVES = needs("save", harmless=True)
+READS_CHECKPOINTS = either(needs("load"), needs("ref_load"), needs("opd_teacher_load"), harmless=True)
 
 
 @dataclass
@@ -49,12 +44,6 @@ class CheckpointFlags:
     )
     no_load_rng: bool = flag(
         False, "leave the random state in --load alone: it starts from --seed", only_with=LOADS
-    )
-    no_load_verify: bool = flag(
-        False,
-        "do not read the files of --load to compare them with their checksums; sizes are compared all the "
-        "same",
-        only_with=READS_CHECKPOINTS,
     )
     async_save: bool = flag(
         False,
@@ -83,11 +72,6 @@ class CheckpointFlags:
         "also upload each model of --save-hf, with a model card, to this place on the Hugging Face hub",
         metavar="OWNER/NAME",
         only_with=needs("save_hf", "no model is written; add --save-hf DIR"),
-    )
-    hub_public: bool = flag(
-        False,
-        "everybody may see what --push-to-hub uploads; default: only you",
-        only_with=needs("push_to_hub", "nothing is uploaded; add --push-to-hub"),
     )
     ref_load: str | None = flag(
         None,

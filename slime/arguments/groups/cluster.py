@@ -27,7 +27,6 @@ class ClusterFlags:
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine", ge=1)
     num_gpus_per_node: int | None = flag(None, "GPUs of one machine; default: those visible", ge=1)
     colocate: bool = flag(False, "trainer and engines share the same GPUs, in turns")
-    offload: bool = flag(False, "same as --offload-train --offload-rollout")
     offload_train: bool | None = flag(None, "move the trainer off the device while engines generate")
     offload_rollout: bool | None = flag(None, "release engine memory while the trainer works")
     release_train: bool = flag(
@@ -38,30 +37,11 @@ class ClusterFlags:
     distributed_backend: str | None = flag(
         None, "torch.distributed backend; default: nccl on GPUs, gloo on CPU", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(10, "longest wait for one collective", gt=0)
-    worker_silence_timeout_s: float = flag(
-        60.0,
-        "a process of the run (a trainer rank) that gives no sign of life for this long ends it, one that "
-        "is seen to compute gets 12 times as much; its work may take as long as it needs; 0: never",
-        ge=0,
-    )
-    host_timeout_s: float = flag(
-        600.0,
-        "how long a host may take at the start to give its devices, to start a process of the run and to "
-        "answer; a cold network file system may need minutes",
-        gt=0,
-    )
     max_restarts: int = flag(
         3,
         "how often in a row, without a new step in between, a trainer whose rank died or hangs is started "
         "again, from its last checkpoint or the initial weights, while engines and rollouts stay; 0: the "
         "first loss ends the run",
-        ge=0,
-    )
-    restart_wait_s: float = flag(
-        600.0,
-        "how long a trainer that lost a machine waits for another to join Ray; then the run ends and says "
-        "what it needs",
         ge=0,
     )
     elastic: bool = flag(
@@ -75,13 +55,6 @@ class ClusterFlags:
         "of weights and optimizer, see `slime plan --config`), and with several machines into that of the "
         "next one too, so that a rank or a machine that is lost costs no more steps than that; 0: it goes "
         "back to the last checkpoint",
-        ge=0,
-    )
-    hang_timeout_s: float = flag(
-        1800.0,
-        "a run in which nothing moves for this long ends with the chain of causes and the stacks of all its "
-        "processes; a wait with a deadline of its own, and a debugger, are waited for, and processes that "
-        "compute get 12 times as much; 0: never",
         ge=0,
     )
     train_env_vars: dict | None = flag(
@@ -257,8 +230,6 @@ def derive_offload(draft: Draft) -> None:
             continue
         if alone:
             draft.derive(name, False, "only one side runs in this debug mode")
-        elif draft.offload:
-            draft.derive(name, True, "offload")
         elif draft.colocate:
             draft.derive(name, True, "colocate: the two sides take turns")
         else:
@@ -288,7 +259,7 @@ def _tell_of_missing_gpus(draft: Draft, gpus: int) -> None:
 
 
 def _tell_of_nothing_to_share(draft: Draft) -> None:
-    sharing = ("colocate", "offload", "offload_train", "offload_rollout")
+    sharing = ("colocate", "offload_train", "offload_rollout")
     given = [
         "--" + name.replace("_", "-") for name in sharing if draft.was_given(name) and getattr(draft, name)
     ]

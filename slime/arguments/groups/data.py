@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import flag, needs, stays_on
 from slime.catalog.datasets import DATASET_FORMATS
 from slime.utils.templates import template_parts
 
@@ -13,12 +13,7 @@ DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
 # -- when flags have an effect
-SHARED_DATASET = OnlyWith(
-    "without --disable-rollout-global-dataset",
-    lambda d: d.rollout_global_dataset,
-    "--disable-rollout-global-dataset leaves the prompts to your rollout function; remove one of them",
-    harmless=True,
-)
+SHARED_DATASET = stays_on("rollout_global_dataset", harmless=True)
 
 
 @dataclass
@@ -75,7 +70,7 @@ class DataFlags:
 
 
 def columns(draft: Draft) -> None:
-    """A template or a pattern that is none is told before any row is read."""
+    """Refuse an invalid template or pattern before any row is read."""
     if draft.prompt_template is not None:
         if draft.was_given("input_key"):
             raise ValueError(

@@ -3,11 +3,9 @@
 import importlib.util
 import itertools
 from dataclasses import dataclass
-from pkgutil import resolve_name
 
-from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import either, flag, needs
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
 from slime.catalog.transports import MODES, OLDER_NAMES, TRANSPORT_CHOICES
@@ -21,32 +19,10 @@ _CHECKSUM_PACKAGES = {"xxh3-128": ("xxhash", "'slime[delta]'"), "blake3": ("blak
 
 
 # -- when flags have an effect
-DISK = OnlyWith(
-    "with --update-weight-transport disk or --update-weight-mode delta",
-    lambda d: d.update_weight_transport == "disk" or d.update_weight_mode == "delta",
-    "weights travel in memory; add --update-weight-transport disk",
-    harmless=True,
-)
-DELTA = OnlyWith(
-    "with --update-weight-mode delta",
-    lambda d: d.update_weight_mode == "delta",
-    "whole weights travel; add --update-weight-mode delta",
-    harmless=True,
-)
-PROBES = needs(
-    "use_fault_tolerance", "engines are probed only with --use-fault-tolerance; add it", harmless=True
-)
-
-
-def _read_by(flag_name: str) -> OnlyWith:
-    """Flags of one engine alone: its row in the catalog names them."""
-    name, row = next((name, row) for name, row in ENGINES.items() if flag_name in row.flags)
-    return OnlyWith(
-        f"with --rollout-engine {name}",
-        lambda d: ENGINES[d.rollout_engine] is row,
-        row.flags_unread,
-        harmless=True,
-    )
+DISK = either(needs("update_weight_transport", "disk"), needs("update_weight_mode", "delta"), harmless=True)
+DELTA = needs("update_weight_mode", "delta", harmless=True)
+SGLANG = needs("rollout_engine", "sglang", harmless=True)
+PROBES = needs("use_fault_tolerance", harmless=True)
 
 
 @dataclass
@@ -64,54 +40,13 @@ class EngineFlags:
         None,
         "interpreter that has SGLang; default: .venv-sglang of `make sglang-env`, else this one",
         metavar="PATH",
-        only_with=_read_by("sglang_python"),
+        only_with=SGLANG,
     )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", ge=1)
-    embedded_device: str = flag(
-        "auto",
-        "device of the embedded engine: auto, cpu, cuda or cuda:N",
-        metavar="DEVICE",
-        only_with=_read_by("embedded_device"),
-    )
-    embedded_dtype: str = flag(
-        "auto",
-        "precision of the embedded engine; auto: that of the trainer",
-        choices=("auto", "float32", "bfloat16"),
-        only_with=_read_by("embedded_dtype"),
-    )
-    embedded_max_running_requests: int = flag(
-        1024,
-        "requests decoded together; 1 computes each alone and keeps no prefixes, as --deterministic-mode "
-        "does",
-        ge=1,
-        only_with=_read_by("embedded_max_running_requests"),
-    )
-    embedded_max_total_tokens: int | None = flag(
-        None,
-        "tokens of KV cache; default: from the memory at hand",
-        ge=1,
-        only_with=_read_by("embedded_max_total_tokens"),
-    )
-    engine_start_timeout_s: float = flag(300.0, "longest wait for an engine to serve", gt=0)
-    generate_timeout_s: float = flag(1800.0, "longest wait for one generation", gt=0)
-    engine_restart_limit: int = flag(3, "engine deaths within the window that stop the run", ge=0)
-    engine_restart_window_s: float = flag(600.0, "the window of --engine-restart-limit", gt=0)
-    engine_silence_timeout_s: float = flag(
-        10.0,
-        "an engine that gives no sign of life for this long is replaced; one that is seen to compute gets "
-        "12 times as much; 0: never",
-        ge=0,
-    )
     use_fault_tolerance: bool = flag(False, "also ask engines for a token, and for the weights they hold")
     rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0, only_with=PROBES)
-    rollout_health_check_timeout: float = flag(
-        30.0, "seconds until a probe counts as failed", gt=0, only_with=PROBES
-    )
     rollout_health_check_first_wait: float = flag(
         0.0, "seconds before the first probe", ge=0, only_with=PROBES
-    )
-    rollout_health_check_failures: int = flag(
-        1, "failed probes in a row after which an engine is replaced", ge=1, only_with=PROBES
     )
 
 
@@ -193,12 +128,6 @@ class WeightSyncFlags:
         choices=PAUSE_MODES,
     )
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
-    update_weight_timeout_s: float = flag(
-        600.0,
-        "an engine that has not answered one step of a push after this is evicted: a bucket, a load from "
-        "disk, a checksum",
-        gt=0,
-    )
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of weights", ge=1)
     check_weight_update_equal: bool = flag(
         False, "compare every tensor of the engines with the trainer after a push"
@@ -218,46 +147,21 @@ class WeightSyncFlags:
 
 def engine_choice(draft: Draft) -> None:
     if draft.rollout_engine not in ENGINES:  # auto
-        meant = [name for name, row in ENGINES.items() if any(getattr(draft, f) for f in row.chosen_by)]
-        engine = meant[0] if meant else DEFAULT_ENGINE
-        draft.derive("rollout_engine", engine, ENGINES[engine].chosen_why or "needs nothing")
+        meant = {name: why for name, row in ENGINES.items() if (why := row.rules.why_meant(draft))}
+        engine, why = next(iter(meant.items()), (DEFAULT_ENGINE, "needs nothing"))
+        draft.derive("rollout_engine", engine, why)
     kind = ENGINES[draft.rollout_engine]
-    if kind.find_python and not draft.debug_train_only and not draft.rollout_external_engine_addrs:
-        given, reason = getattr(draft, kind.python_flag), f"--rollout-engine {draft.rollout_engine}"
-        python = resolve_name(kind.find_python)(given, reason)
-        if given is None:
-            draft.derive(kind.python_flag, python, f"where {kind.label} is installed")
+    if kind.own_python and not draft.debug_train_only and not draft.rollout_external_engine_addrs:
+        found = kind.rules.interpreter(draft.sglang_python, f"--rollout-engine {draft.rollout_engine}")
+        for name, python in found.items():
+            if getattr(draft, name) is None:
+                draft.derive(name, python, f"where {kind.label} is installed")
 
 
 def reproducible_engine(draft: Draft) -> None:
-    """The last bits of log-probs depend on which requests are computed together, and that on timing."""
-    if not draft.deterministic_mode:
-        return
-    kind = ENGINES[draft.rollout_engine]
-    if kind.reproduces_on_gpus_only:
-        _tell_of_no_gpu(draft, kind.label)
-    flag = kind.single_request_flag
-    if flag is None:
-        return
-    if not draft.was_given(flag):
-        draft.derive(flag, 1, "--deterministic-mode")
-    elif getattr(draft, flag) != 1:
-        raise ValueError(
-            f"--{flag.replace('_', '-')} is {getattr(draft, flag)} with --deterministic-mode: log-probs of "
-            "requests that are computed together depend on which they are, and that on timing; leave it "
-            "out, or do without --deterministic-mode."
-        )
-
-
-def _tell_of_no_gpu(draft: Draft, label: str) -> None:
-    """Warns where this machine has no GPU; what a cluster or the servers of others have is not known here."""
-    others = draft.runtime == "ray" or draft.rollout_external_engine_addrs or draft.debug_train_only
-    if not others and not visible_gpus():
-        draft.warn(
-            f"--deterministic-mode: {label} has its deterministic mode on GPUs only, and this machine shows "
-            "none: tokens differ from run to run, and only what is trained on is kept and counted exactly; "
-            "--rollout-engine embedded gives the same bits on a CPU."
-        )
+    """Make the engine draw the same tokens in every run, as far as it can."""
+    if draft.deterministic_mode:
+        ENGINES[draft.rollout_engine].rules.make_reproducible(draft)
 
 
 _DRAFT_BY_HEADS = ("EAGLE", "NEXTN")

@@ -10,7 +10,7 @@ from slime.arguments.groups.eval_config import build_eval_dataset_configs
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 
 # -- when flags have an effect
-EVALUATES = needs("eval_interval", "nothing is evaluated without --eval-interval; add it", harmless=True)
+EVALUATES = needs("eval_interval", harmless=True)
 
 
 @dataclass

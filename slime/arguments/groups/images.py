@@ -73,7 +73,7 @@ def _check_trainer(draft: Draft, what: str) -> None:
 
 def _check_engine(draft: Draft, kind: str) -> None:
     engine = ENGINES[draft.rollout_engine]
-    if kind in engine.lacks_models and not draft.debug_train_only:
+    if not draft.debug_train_only and engine.rules.lacks_images_of(kind):
         raise ValueError(
             f"--rollout-engine {draft.rollout_engine}: {engine.label} has no model of type {kind}; use "
             "--rollout-engine embedded."

@@ -28,7 +28,7 @@ LAYOUT = """
     tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
     expert_model_parallel_size expert_tensor_parallel_size
-    sequence_parallel recompute_method recompute_num_layers recompute_modules use_distributed_optimizer
+    sequence_parallel use_distributed_optimizer
     overlap_grad_reduce overlap_param_gather moe_token_dispatcher_type attention_backend
 """.split()  # noqa: SIM905 - a paragraph is easier to scan
 # Fields of Megatron's configuration that would train another policy, and the value that changes nothing.
@@ -39,9 +39,7 @@ TRAINED_FIELDS = {
 
 
 # -- when flags have an effect
-MTP = needs(
-    "enable_mtp_training", "heads that predict further tokens train only with --enable-mtp-training; add it"
-)
+MTP = needs("enable_mtp_training")
 
 
 @dataclass
@@ -62,15 +60,6 @@ class MegatronFlags:
     expert_tensor_parallel_size: int = flag(1, "ranks that share every matrix of an expert", ge=1)
     sequence_parallel: bool = flag(
         False, "tensor-parallel ranks also share the tokens between matrix products"
-    )
-    recompute_method: str | None = flag(
-        None,
-        "how layers are chosen with --recompute-granularity full; default: uniform",
-        choices=("uniform", "block"),
-    )
-    recompute_num_layers: int | None = flag(None, "layers per recomputed unit; default: 1", ge=1)
-    recompute_modules: list[str] | None = flag(
-        None, "parts of a layer that --recompute-granularity selective computes again; default: core_attn"
     )
     use_distributed_optimizer: bool = flag(
         True, "shard Adam's moments over data-parallel ranks", off="--no-use-distributed-optimizer"
@@ -110,11 +99,6 @@ class MegatronFlags:
     custom_model_provider_path: str | None = flag(
         None, "function that builds the model of a pipeline stage", metavar="PATH"
     )
-    megatron_config: dict | None = flag(
-        None,
-        "further fields of megatron-core's configuration; each is also a flag of its own",
-        metavar="JSON",
-    )
 
 
 def choose_trainer(draft: Draft) -> None:
@@ -123,7 +107,7 @@ def choose_trainer(draft: Draft) -> None:
     A family that Megatron does not build here is trained by FSDP instead.
     """
     flags = [spec.name for spec in specs_of(MegatronFlags) if draft.was_given(spec.name)]
-    given = [*(draft.megatron_config or {}), *(name for name in flags if name != "megatron_config")]
+    given = [*draft.megatron_config, *flags]
     if not given or draft.was_given("train_backend"):
         return
     if (kind := _family_not_built(draft, "megatron")) is not None:
@@ -155,7 +139,7 @@ def _family_not_built(draft: Draft, backend: str) -> str | None:
 def _train_without_megatron(draft: Draft, kind: str) -> None:
     """FSDP takes the run: flags that say how Megatron computes are left out, others must be its own."""
     draft.derive("train_backend", "fsdp", f"Megatron does not build a {kind}")
-    fields = draft.megatron_config or {}
+    fields = draft.megatron_config
     refused = [
         f"{_option(name)} {value} changes what is trained, and --train-backend fsdp, which trains a {kind} "
         f"here, does not know it; leave it out or set it to {TRAINED_FIELDS[name]}."
@@ -173,7 +157,7 @@ def _train_without_megatron(draft: Draft, kind: str) -> None:
     left_out = [name for name in LAYOUT if draft.was_given(name)]
     for name in left_out:
         draft.derive(name, draft.specs[name].default, f"fsdp trains a {kind}")
-    draft.derive("megatron_config", None, f"fsdp trains a {kind}")
+    draft.derive("megatron_config", {}, f"fsdp trains a {kind}")
     draft.warn(
         f"--train-backend fsdp: {draft.hf_checkpoint} is a {kind}, which Megatron does not build here. Its "
         "architecture is that of its config, and it is sharded over all ranks of the trainer"
@@ -195,7 +179,7 @@ def megatron_trainer(draft: Draft) -> None:
         return
     if importlib.util.find_spec("megatron") is None:
         raise ValueError("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'.")
-    fields = draft.megatron_config or {}
+    fields = draft.megatron_config
     if "mtp_num_layers" in fields and not draft.enable_mtp_training:
         draft.idle.append(
             "--mtp-num-layers is given without --enable-mtp-training: heads that do not train are saved as "
@@ -207,8 +191,6 @@ def megatron_trainer(draft: Draft) -> None:
         option = "--" + name.replace("_", "-")
         if name in OWNED:
             raise ValueError(f"{option} cannot be given: {OWNED[name]}.")
-        if name in draft.specs:
-            raise ValueError(f"--megatron-config sets {name}: give it as {option}.")
     if draft.main_grads_dtype == "bf16" and fields.get("grad_reduce_in_fp32"):
         raise ValueError(
             "--main-grads-dtype is bf16 beside --accumulate-allreduce-grads-in-fp32: gradients add up in one "
@@ -235,7 +217,7 @@ def _virtual_stages(draft: Draft) -> None:
             f"{draft.virtual_pipeline_model_parallel_size}: both say how layers are cut; keep one of them."
         )
     config = read_config(draft.hf_checkpoint) if draft.hf_checkpoint else {}
-    layers = config.get("num_hidden_layers") or (draft.megatron_config or {}).get("num_layers")
+    layers = config.get("num_hidden_layers") or draft.megatron_config.get("num_layers")
     if layers is None:
         raise ValueError(
             f"{option}, but no config of --hf-checkpoint is here to say how many layers there are; use "
@@ -252,7 +234,7 @@ def _virtual_stages(draft: Draft) -> None:
 
 
 def model_family(draft: Draft) -> None:
-    """A family that the trainer does not build is told before anything starts, where the config is here."""
+    """Refuse a family that the trainer does not build, if the config of the model is on this machine."""
     kind = None if draft.debug_rollout_only else _family_not_built(draft, draft.train_backend)
     if kind is not None:
         raise ValueError(
@@ -275,13 +257,13 @@ def _dispatcher(draft: Draft) -> None:
     if why:
         draft.idle.append(f"--moe-token-dispatcher-type is flex, but {why}: it is alltoall.")
         draft.derive("moe_token_dispatcher_type", "alltoall", why)
-        fields = draft.megatron_config or {}
+        fields = draft.megatron_config
         left = {name: value for name, value in fields.items() if name not in DEEPEP_FIELDS}
-        draft.set("megatron_config", left or None, draft.sources["megatron_config"])
+        draft.set("megatron_config", left, draft.sources["megatron_config"])
 
 
 def _experts(draft: Draft) -> None:
-    balancing = (draft.megatron_config or {}).get("moe_router_load_balancing_type", "aux_loss")
+    balancing = draft.megatron_config.get("moe_router_load_balancing_type", "aux_loss")
     if balancing not in BALANCING:
         raise ValueError(
             f"--moe-router-load-balancing-type is {balancing}: over packed samples there are "

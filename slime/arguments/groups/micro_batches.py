@@ -8,7 +8,7 @@ from slime.arguments.core.devices import gpu_bytes
 from slime.arguments.core.draft import Draft
 from slime.arguments.groups.run import own_folders
 from slime.catalog.backends import BACKENDS
-from slime.utils.files.run_file import goes_on_with, has_finished, read_run, resumption_of
+from slime.utils.files.run_file import has_finished, is_unfinished, read_run, resumption_of
 from slime.utils.files.step_folders import read_step, step_folders
 from slime.utils.models.model_config import read_config
 
@@ -128,7 +128,7 @@ def keep_micro_batches(draft: Draft) -> None:
             resumes = resumption is not None and resumption.continues(record)
         else:
             values = (folder, draft.values | kept, draft.save)
-            resumes = draft.auto_resume and draft.save and (goes_on_with(*values) or has_finished(*values))
+            resumes = draft.auto_resume and draft.save and (is_unfinished(*values) or has_finished(*values))
         if resumes:
             _keep(draft, kept, str(folder))
             return

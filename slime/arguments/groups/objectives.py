@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
-from slime.catalog.estimators import ESTIMATORS, WITH_CRITIC
+from slime.arguments.core.flag import both, either, flag, having, lacks, needs
+from slime.catalog.estimators import ESTIMATORS
 
 # Losses over pairs of a preferred and a rejected answer.
 PAIR_LOSSES = ("dpo_loss", "rm_loss")
@@ -15,54 +15,21 @@ OPD_TYPE_ALIASES = {"sglang": "engine", "megatron": "trainer"}
 
 
 # -- when flags have an effect
-POLICY_LOSS = OnlyWith(
-    "with --loss-type policy_loss",
-    lambda d: d.loss_type == "policy_loss",
-    "only --loss-type policy_loss has policy ratios; remove it",
-)
-CRITIC = OnlyWith(
-    f"with --advantage-estimator {WITH_CRITIC}",
-    lambda d: d.loss_type not in SUPERVISED_LOSSES and ESTIMATORS[d.advantage_estimator].needs_values,
-    f"there is no critic; only --advantage-estimator {WITH_CRITIC} trains one",
+POLICY_LOSS = needs("loss_type", "policy_loss")
+CRITIC = both(
+    needs("advantage_estimator", *having(ESTIMATORS, "needs_values")),
+    lacks("loss_type", *SUPERVISED_LOSSES),
     said_by="advantage_estimator",
 )
-CRITIC_DECAYS = OnlyWith(
-    "with a --critic-lr-decay-style that decays",
-    lambda d: d.critic_lr_decay_style != "constant",
-    "--critic-lr-decay-style constant never decays; choose linear or cosine",
-    said_by="critic_lr_decay_style",
-)
-DISTILS = needs("use_opd", "there is no distillation; add --use-opd")
-TEACHER_IN_TRAINER = OnlyWith(
-    "with --opd-type trainer",
-    lambda d: d.opd_type == "trainer",
-    "the teacher is an engine; use --opd-type trainer",
-)
-DPO = OnlyWith(
-    "with --loss-type dpo_loss",
-    lambda d: d.loss_type == "dpo_loss",
-    "only --loss-type dpo_loss has it; add that",
-)
-NOT_PAIRS = OnlyWith(
-    "with a --loss-type that counts tokens",
-    lambda d: d.loss_type not in PAIR_LOSSES,
-    "a preference loss counts pairs, not tokens; remove it",
-)
-REFERENCE = OnlyWith(
-    "with --use-kl-loss, --kl-coef or --loss-type dpo_loss",
-    lambda d: d.loss_type == "dpo_loss" or d.use_kl_loss or d.kl_coef != 0,
-    "there is no reference; add --use-kl-loss (without --kl-loss-coef the KL is only reported)",
-)
-OLD_LOG_PROBS = OnlyWith(
-    "where the trainer computes old log-probs",
-    lambda d: d.loss_type == "policy_loss" and not d.use_rollout_logprobs,
-    "old log-probs are not computed by the trainer here; remove it",
-)
+DISTILS = needs("use_opd")
+TEACHER_IN_TRAINER = needs("opd_type", "trainer")
+DPO = needs("loss_type", "dpo_loss")
+NOT_PAIRS = lacks("loss_type", *PAIR_LOSSES)
+REFERENCE = either(needs("use_kl_loss"), needs("kl_coef"), needs("loss_type", "dpo_loss"))
+OLD_LOG_PROBS = both(needs("loss_type", "policy_loss"), lacks("use_rollout_logprobs"))
 
 
-HAS_MOMENTS = OnlyWith(
-    "with --optimizer adam", lambda d: d.optimizer == "adam", "--optimizer sgd has no moments", harmless=True
-)
+HAS_MOMENTS = needs("optimizer", "adam", harmless=True)
 
 
 @dataclass
@@ -101,20 +68,8 @@ class CriticFlags:
         only_with=CRITIC,
     )
     critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr", ge=0, only_with=CRITIC)
-    critic_min_lr: float = flag(
-        0.0, "learning rate of the critic at the end of its decay", ge=0, only_with=(CRITIC, CRITIC_DECAYS)
-    )
-    critic_lr_decay_style: str = flag(
-        "constant",
-        "schedule of the critic after warm-up",
-        choices=("constant", "linear", "cosine"),
-        only_with=CRITIC,
-    )
     critic_lr_warmup_iters: int = flag(
         0, "optimizer steps of the critic's linear warm-up", ge=0, only_with=CRITIC
-    )
-    critic_clip_grad: float = flag(
-        1.0, "largest gradient norm of the critic; 0 turns clipping off", ge=0, only_with=CRITIC
     )
     value_clip: float = flag(
         0.2, "how far a value may move in one update before its error is clipped", gt=0, only_with=CRITIC

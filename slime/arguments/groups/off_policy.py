@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import ASYNCHRONOUS, Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import above, either, flag, lacks, needs
 from slime.arguments.groups.objectives import POLICY_LOSS
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 
@@ -13,38 +13,18 @@ CORRECTIONS = ("use_tis", "use_rs", "use_rollout_logprobs", "keep_old_actor")
 
 
 # -- when flags have an effect
-TIS = OnlyWith(
-    "with --use-tis",
-    lambda d: d.use_tis or d.custom_tis_function_path is not None,
-    "no importance weights are used; add --use-tis",
-)
-LOWER_BOUND = OnlyWith(
-    "with --tis-mode clip or mask",
-    lambda d: d.tis_mode != "truncate" or d.custom_tis_function_path is not None,
-    "--tis-mode truncate has no lower bound; use clip or mask",
-)
-ASKS_FOR_WEIGHTS = OnlyWith(
-    "with --use-tis or --get-mismatch-metrics",
-    lambda d: d.use_tis or d.get_mismatch_metrics,
-    "nothing calls it; add --use-tis or --get-mismatch-metrics",
-)
-BUILT_IN_WEIGHTS = OnlyWith(
-    "without --custom-tis-function-path",
-    lambda d: d.custom_tis_function_path is None,
-    "--custom-tis-function-path replaces the built-in weights; remove one of them",
-)
-OWN_REJECTION = OnlyWith(
-    "without --custom-tis-function-path",
-    lambda d: d.custom_tis_function_path is None,
-    "--custom-tis-function-path rejects what it means to; for its eyes put use_rs into --custom-config-path",
-)
-REJECTS = needs("use_rs", "nothing is rejected; add --use-rs")
-OPSM = needs("use_opsm", "no sample is masked; add --use-opsm")
-DRIFTS = OnlyWith(
-    "with several optimizer steps per rollout, or --use-rollout-logprobs",
-    lambda d: d.use_rollout_logprobs or d.keep_old_actor or d.num_steps_per_rollout > 1,
-    "the only optimizer step of a rollout starts at the old policy, so no sample has drifted from it; take "
-    "several (--num-steps-per-rollout) or the engine's log-probs as the old policy (--use-rollout-logprobs)",
+TIS = either(needs("use_tis"), needs("custom_tis_function_path"))
+LOWER_BOUND = needs("tis_mode", "clip", "mask", or_if=lambda d: d.custom_tis_function_path is not None)
+ASKS_FOR_WEIGHTS = either(needs("use_tis"), needs("get_mismatch_metrics"))
+BUILT_IN_WEIGHTS = lacks("custom_tis_function_path")
+OWN_REJECTION = lacks("custom_tis_function_path")
+REJECTS = needs("use_rs")
+OPSM = needs("use_opsm")
+DRIFTS = either(
+    # The only optimizer step of a rollout starts at the old policy: no sample has drifted from it.
+    above("num_steps_per_rollout", 1),
+    needs("use_rollout_logprobs"),
+    needs("keep_old_actor"),
 )
 
 

@@ -51,7 +51,7 @@ def _of_flag(spec: FlagSpec, value: Any) -> Any:
         return _each(_sources, value)
     if spec.name == "eval_prompt_data":  # name, file, name, file, ...
         return value and [_source(word) if at % 2 else word for at, word in enumerate(value)]
-    if spec.name in ("env", "eval_env", "env_args"):
+    if spec.name in ("env", "env_args"):
         return _each(_plugin, value)
     resolve = _BY_METAVAR.get(spec.info.metavar or "")
     return _each(resolve, value) if resolve is not None else value

@@ -8,10 +8,8 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import flag, needs
 
 # -- when flags have an effect
-PROFILED = needs("use_pytorch_profiler", "no step is profiled; add --use-pytorch-profiler", harmless=True)
-REMEMBERED = needs(
-    "record_memory_history", "nothing is recorded of memory; add --record-memory-history", harmless=True
-)
+PROFILED = needs("use_pytorch_profiler", harmless=True)
+REMEMBERED = needs("record_memory_history", harmless=True)
 
 
 @dataclass
@@ -31,9 +29,6 @@ class ProfilingFlags:
         choices=("train_overall", "train_actor", "train_log_probs"),
         only_with=PROFILED,
     )
-    profile_ranks: list[int] | None = flag(
-        None, "trainer ranks that are profiled; default: all", ge=0, only_with=PROFILED
-    )
     record_memory_history: bool = flag(
         False, "what trainer ranks allocate and where, written at the end and when memory runs out"
     )
@@ -45,9 +40,6 @@ class ProfilingFlags:
     )
     memory_snapshot_dir: str | None = flag(
         None, "folder of these files; default: RUN/memory", metavar="DIR", only_with=REMEMBERED
-    )
-    memory_snapshot_path: str = flag(
-        "snapshot.pickle", "how the names of torch's files end", metavar="NAME", only_with=REMEMBERED
     )
     memory_snapshot_num_steps: int | None = flag(
         None, "record so many rollouts; default: all", ge=1, only_with=REMEMBERED

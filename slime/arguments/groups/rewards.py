@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import both, flag, having, lacks, needs
 from slime.arguments.groups.algorithm import COMPUTES_ADVANTAGES
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.estimators import ESTIMATORS
@@ -15,19 +15,14 @@ _RM_TYPES = "; ".join(f"{name}: {reward.help}" for name, reward in REWARDS.items
 WEIGHTED_REWARD_KEY = "weighted_sum"
 
 
+def _may_be_remote(draft: Draft) -> bool:
+    reward = find_reward(draft.rm_type)
+    return draft.custom_rm_path is not None or reward is None or reward.needs_rm_url
+
+
 # -- when flags have an effect
-OVERLONG = needs("overlong_buffer_len", "long responses cost nothing; add --overlong-buffer-len")
-SHAPED = OnlyWith(
-    "with rewards, without --custom-reward-post-process-path",
-    lambda d: d.loss_type not in SUPERVISED_LOSSES and d.custom_reward_post_process_path is None,
-    "rewards are not shaped here (supervised losses have none; --custom-reward-post-process-path makes its "
-    "own); remove it",
-)
-REMOTE = OnlyWith(
-    "with --rm-type remote_rm",
-    lambda d: d.custom_rm_path is not None or (find_reward(d.rm_type) or REWARDS["remote_rm"]).needs_rm_url,
-    "only --rm-type remote_rm calls it; use that",
-)
+SHAPED = both(lacks("loss_type", *SUPERVISED_LOSSES), lacks("custom_reward_post_process_path"))
+REMOTE = needs("rm_type", *having(REWARDS, "needs_rm_url"), or_if=_may_be_remote)
 
 
 @dataclass
@@ -56,17 +51,12 @@ class RewardFlags:
         ge=1,
         only_with=(SHAPED, COMPUTES_ADVANTAGES),
     )
-    overlong_penalty_factor: float = flag(1.0, "that penalty at full length", ge=0, only_with=OVERLONG)
     custom_reward_post_process_path: str | None = flag(
         None, "function in place of group normalisation", metavar="PATH"
     )
-    reward_retries: int = flag(2, "further tries after a failed reward", ge=0)
     reward_failure_action: str = flag(
         "requeue", "what happens to a sample whose reward keeps failing", choices=("requeue", "drop", "stop")
     )
-    reward_failure_limit: int = flag(32, "failed samples in a row that stop the run", ge=1)
-    reward_timeout_s: float = flag(10.0, "longest time for one check; a hanging one is killed", gt=0)
-    reward_num_workers: int = flag(1, "processes that check answers", ge=1)
 
 
 def rewards(draft: Draft) -> None:
@@ -94,7 +84,7 @@ def reward_shaping(draft: Draft) -> None:
             f"--overlong-buffer-len is {draft.overlong_buffer_len}, but --rollout-max-response-len is "
             f"{longest}: the buffer is the last part of the longest response; use less."
         )
-    if ESTIMATORS[draft.advantage_estimator].divides_by_mean_reward and draft.overlong_penalty_factor != 0:
+    if ESTIMATORS[draft.advantage_estimator].divides_by_mean_reward:
         raise ValueError(
             "--overlong-buffer-len makes rewards of long answers negative, and --advantage-estimator "
             f"{draft.advantage_estimator} divides by the mean reward, which must be at least 0; remove it, "

@@ -19,14 +19,13 @@ FLAG = "--megatron-config-path"
 ROLES = ("actor", "critic")
 # Settings of the critic that have a flag of their own.
 CRITIC_FLAGS = {
-    **{name: f"critic_{name}" for name in ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "clip_grad")},
+    **{name: f"critic_{name}" for name in ("lr", "lr_warmup_iters")},
     "load": "critic_load",
 }
 # Settings that its model and optimizer read from its own copy of the arguments.
 OWN = (
     *("hf_checkpoint", "megatron_config", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
-    *("lr_decay_iters", "recompute_granularity", "recompute_method", "recompute_num_layers"),
-    "recompute_modules",
+    *("lr_decay_iters", "lr_decay_style", "min_lr", "clip_grad", "recompute_granularity"),
 )
 _IDLE = ("num_nodes", "num_gpus_per_node")  # where the critic runs: on the policy's processes
 
@@ -56,7 +55,7 @@ def read_roles(path: str) -> dict[str, dict[str, Any]]:
 def apply_critic(draft: Draft, critic: Draft, path: str) -> None:
     """Lay the settings of the critic, read into a draft of their own, over those of the run."""
     if not CRITIC.works(draft):
-        raise ValueError(f"{FLAG} {path} has settings of a critic, but {CRITIC.reason}.")
+        raise ValueError(f"{FLAG} {path} has settings of a critic, which trains only {CRITIC.words}.")
     own: dict[str, Any] = {}
     for name in (name for name in critic.values if critic.was_given(name)):
         value = critic.values[name]
@@ -85,7 +84,7 @@ def critic_role(draft: Draft) -> None:
 
 
 def without_idle(settings: dict[str, Any], draft: Draft, path: str) -> dict[str, Any]:
-    """`settings` without what says where a role runs, which is told of."""
+    """Return `settings` without the keys that place a role on machines; each is reported."""
     for name in (name for name in _IDLE if name in settings):
         draft.idle.append(f"{name} in {path} is set, but a critic trains on the processes of the policy.")
     return {name: value for name, value in settings.items() if name not in _IDLE}

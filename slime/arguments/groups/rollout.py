@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import ASYNCHRONOUS, DEFAULT, Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.data import SHARED_DATASET
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 
@@ -15,14 +15,13 @@ REFUSED = {
 }
 
 
+def _own_rollout(draft: Draft) -> bool:
+    return bool(draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION)
+
+
 # -- when flags have an effect
-IN_FLIGHT = OnlyWith(
-    "with a rollout function that keeps groups in flight",
-    lambda d: d.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION,
-    "the default rollout function keeps nothing in flight; use "
-    "fully_async_rollout.generate_rollout_fully_async",
-)
-PARTIAL = needs("partial_rollout", "no response spans two policies without --partial-rollout; add it")
+IN_FLIGHT = needs("rollout_function_path", FULLY_ASYNC_ROLLOUT_FUNCTION, or_if=_own_rollout)
+PARTIAL = needs("partial_rollout")
 
 
 @dataclass
@@ -84,12 +83,6 @@ class RolloutFlags:
     custom_generate_function_path: str | None = flag(
         None, "function that generates one sample", metavar="PATH"
     )
-    custom_generate_timeout_s: float = flag(
-        7200.0,
-        "longest time for one call of a generate function of your own; --group-failure-action decides about "
-        "the group of one that takes longer",
-        gt=0,
-    )
     rollout_sample_hook_path: list[str] = flag(
         [],
         "function called on each generated sample before its reward (repeatable)",
@@ -118,12 +111,6 @@ class RolloutFlags:
         "when a sample cannot be generated: stop the run, drop its group, keep the others of it, or retry "
         "the group",
         choices=("stop", "drop", "keep", "retry"),
-    )
-    group_max_attempts: int = flag(
-        3,
-        "how often one group is generated: after failures, or when it became older than "
-        "--max-weight-staleness",
-        ge=1,
     )
     buffer_filter_path: str | None = flag(
         None, "function that takes groups out of the buffer", metavar="PATH"

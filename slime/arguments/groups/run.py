@@ -11,7 +11,9 @@ from slime.arguments.core.flag import flag, needs
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.catalog.datasets import ENDINGS, why_unreadable
-from slime.utils.files.run_file import choose_run_folder, goes_on_with, has_finished, read_run, resumption_of
+from slime.catalog.deadlines import DEADLINES
+from slime.catalog.limits import LIMITS
+from slime.utils.files.run_file import choose_run_folder, has_finished, is_unfinished, read_run, resumption_of
 from slime.utils.files.step_folders import same_folder
 
 ROW_RANGE = re.compile(r"^(.*)@\[-?\d*:-?\d*\]$")
@@ -20,10 +22,8 @@ HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?$")
 
 
 # -- when flags have an effect
-REPLAYS = needs(
-    "load_debug_rollout_data", "no dump is replayed; add --load-debug-rollout-data", harmless=True
-)
-TESTED = needs("ci_test", "the run is not tested; add --ci-test", harmless=True)
+REPLAYS = needs("load_debug_rollout_data", harmless=True)
+TESTED = needs("ci_test", harmless=True)
 
 
 @dataclass
@@ -67,7 +67,6 @@ class RunFlags:
         "terminal, info elsewhere; debug also logs more",
         choices=("debug", "info", "warning", "error"),
     )
-    show_sample_every: int = flag(5, "show an answer of every so many steps; 0: none", ge=0)
     seed: int = flag(
         1234, "seed of the run; where it is given, --rollout-seed has its value unless given too", ge=0
     )
@@ -76,6 +75,13 @@ class RunFlags:
         "the same bits in every run: reproducible kernels, requests computed one at a time by the embedded "
         "engine (slow), SGLang on GPUs with its --enable-deterministic-inference",
     )
+    timeouts: dict = flag(
+        {},
+        "deadlines in seconds:",
+        metavar="NAME=SECONDS,...",
+        rows=DEADLINES,
+    )
+    limits: dict = flag({}, "limits on counts:", metavar="NAME=NUMBER,...", rows=LIMITS)
     custom_config_path: str | None = flag(
         None, "YAML of extra values for plug-ins; each key becomes an attribute of args", metavar="FILE"
     )
@@ -217,11 +223,11 @@ def _setting_of_resumed_run(draft: Draft, name: str) -> Any:
 
 
 def auto_resume(draft: Draft) -> None:
-    """The same command goes on with its run: --load is --save, where the folder's run did not finish."""
+    """Resume the unfinished run of the folder when the same command starts again: --load becomes --save."""
     if not draft.auto_resume or draft.load is not None or draft.save is None or draft.finetune:
         return
     for folder in own_folders(draft):
-        if goes_on_with(folder, draft.values, draft.save):
+        if is_unfinished(folder, draft.values, draft.save):
             draft.derive("load", draft.save, f"{folder} holds this run, unfinished (--no-auto-resume)")
             draft.derive("ckpt_step", None, "it chose a checkpoint of --load, which was not given")
             if draft.run_dir is None:

@@ -2,29 +2,23 @@
 
 from dataclasses import dataclass
 
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import flag, having, needs
 from slime.catalog.rewards import REWARDS, find_reward
 from slime.catalog.sandboxes import SANDBOXES
 
 _SANDBOXES = "; ".join(f"{name}: {row.help}" for name, row in SANDBOXES.items())
 
+
+def _may_ask_judge(draft: Draft) -> bool:
+    """Without --rm-type a row of the prompt data may name the judge."""
+    reward = find_reward(draft.rm_type)
+    return draft.rm_type is None or reward is None or reward.asks_judge
+
+
 # -- when flags have an effect
-VENDOR = OnlyWith(
-    "with --sandbox e2b or daytona",
-    lambda d: not SANDBOXES[d.sandbox].is_local,
-    "a local box shows the system of this machine; choose --sandbox e2b or daytona",
-)
-LOCAL = OnlyWith(
-    "with --sandbox local or plain",
-    lambda d: SANDBOXES[d.sandbox].is_local,
-    "boxes of a vendor are counted by the vendor; remove it",
-)
-JUDGE = OnlyWith(
-    "with --rm-type judge",
-    # Without --rm-type a row of the prompt data may name the judge.
-    lambda d: d.rm_type is None or (find_reward(d.rm_type) or REWARDS["judge"]).asks_judge,
-    "no judge is asked; use --rm-type judge",
-)
+VENDOR = needs("sandbox", *(name for name, row in SANDBOXES.items() if not row.is_local))
+JUDGE = needs("rm_type", *having(REWARDS, "asks_judge"), or_if=_may_ask_judge)
 
 
 @dataclass
@@ -35,7 +29,6 @@ class SandboxFlags:
     sandbox_image: str | None = flag(
         None, "image or template of a vendor's box; default: the vendor's", metavar="NAME", only_with=VENDOR
     )
-    sandbox_num_boxes: int = flag(32, "most boxes of this machine in use at a time", ge=1, only_with=LOCAL)
     judge_url: str | None = flag(
         None,
         "OpenAI-style address of the judge, http://host:port/v1; default: --judge-model of this run",
@@ -57,8 +50,3 @@ class SandboxFlags:
     judge_max_score: float = flag(
         10.0, "the judge's best score, which becomes reward 1", gt=0, only_with=JUDGE
     )
-    judge_max_tokens: int = flag(512, "longest answer of the judge", ge=1, only_with=JUDGE)
-    judge_timeout_s: float = flag(
-        120.0, "longest time for one judgement, all tries together", gt=0, only_with=JUDGE
-    )
-    judge_num_requests: int = flag(16, "most judgements under way at a time", ge=1, only_with=JUDGE)

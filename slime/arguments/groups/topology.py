@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.files import read_yaml_mapping
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import flag
 from slime.arguments.passthrough.router_flags import need_router_python, read_router_flags
 from slime.arguments.passthrough.sglang_flags import PREFIX, find_python, need_python, server_flags
 from slime.catalog.engines import ENGINES
@@ -18,15 +18,6 @@ _SOURCES = ("sglang_config", "prefill_num_servers", "rollout_external_engine_add
 # The name among `model_routers` of what stands before the engines that
 # --eval-num-engines keeps for evaluation.
 EVALUATION_ENGINES = "evaluation"
-
-
-# -- when flags have an effect
-SGLANG_ROUTER = OnlyWith(
-    "with --rollout-router sglang",
-    lambda d: d.rollout_router == "sglang" or d.router_options or d.prefill_num_servers or d.sglang_config,
-    "the built-in balancer does not read it; use --rollout-router sglang",
-    harmless=True,
-)
 
 
 @dataclass
@@ -50,12 +41,6 @@ class TopologyFlags:
         "process of its own, taken by itself where prefill groups or its flags (--router-...) need it",
         choices=("builtin", "sglang"),
     )
-    router_python: str | None = flag(
-        None,
-        "interpreter that has sglang-router; default: .venv-router of `make sglang-env`, else this one",
-        metavar="PATH",
-        only_with=SGLANG_ROUTER,
-    )
     sglang_router_policy: str | None = flag(
         None,
         "how SGLang's router chooses among engines, as --router-policy; where it is not installed slime's "
@@ -71,16 +56,10 @@ class TopologyFlags:
     sglang_router_port: int | None = flag(
         None, "port of the policy's router; default: any free one", ge=1, le=65535
     )
-    sglang_router_request_timeout_secs: int = flag(
-        14400, "SGLang's router gives a request up after this", ge=1, only_with=SGLANG_ROUTER
-    )
     router_middleware_paths: list[str] = flag(
         [],
         "classes that see each request and answer at the built-in balancer, outermost first",
         metavar="PATH",
-    )
-    no_engine_timeout_s: float = flag(
-        600.0, "a run without any engine left waits this long for one, then stops", gt=0
     )
 
 
@@ -404,7 +383,7 @@ def _router_policy(draft: Draft) -> None:
         why = "--rollout-router is builtin"
     elif not ENGINES[draft.rollout_engine].takes_sglang_flags and not draft.rollout_external_engine_addrs:
         why = f"--rollout-engine {draft.rollout_engine} has slime's own balancer"
-    elif find_python(draft.router_python, ".venv-router", "sglang_router") is None:
+    elif find_python(None, ".venv-router", "sglang_router") is None:
         why = "sglang-router is not installed: slime's own balancer chooses"
     if why:
         draft.idle.append(f"--sglang-router-policy is {policy}, but {why}.")
@@ -465,7 +444,5 @@ def router(draft: Draft) -> None:
         raise ValueError(
             "--router-middleware-paths are called by the built-in balancer; use --rollout-router builtin."
         )
-    python = need_router_python(draft.router_python, reason or "--rollout-router sglang")
-    if draft.router_python is None:
-        draft.derive("router_python", python, "where sglang-router is installed")
+    python = need_router_python(reason or "--rollout-router sglang")
     draft.set("router_options", read_router_flags(given, python), draft.sources["router_options"])

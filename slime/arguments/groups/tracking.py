@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from slime.arguments.core.flag import flag, needs
 
 # -- when flags have an effect
-TENSORBOARD = needs("use_tensorboard", "TensorBoard is off; add --use-tensorboard", harmless=True)
-WANDB = needs("use_wandb", "Weights & Biases is off; add --use-wandb", harmless=True)
-TRACKIO = needs("use_trackio", "trackio is off; add --use-trackio", harmless=True)
-MLFLOW = needs("use_mlflow", "MLflow is off; add --use-mlflow", harmless=True)
+TENSORBOARD = needs("use_tensorboard", harmless=True)
+WANDB = needs("use_wandb", harmless=True)
 
 
 @dataclass
@@ -21,26 +19,10 @@ class TrackingFlags:
         "samples go first; 0: none is kept",
         ge=0,
     )
-    record_max_days: float | None = flag(
-        None,
-        "days after which samples leave the record; those that no checkpoint covers stay, as with "
-        "--record-max-mib; default: only their size counts",
-        gt=0,
-        metavar="DAYS",
-    )
-    record_sync: str = flag(
-        "step",
-        "when the disk is asked to have the record: off (a killed process loses nothing, a machine without "
-        "power the last seconds), step (whole rollouts and steps), always (every event)",
-        choices=("off", "step", "always"),
-    )
     dashboard: bool = flag(
         False,
         "the page of this run, on this machine and while it runs; its address is printed. Later: `slime "
         "dashboard RUN`",
-    )
-    tracker_samples: int = flag(
-        16, "samples of each rollout and evaluation that trackers show as a table; 0: none", ge=0, le=1000
     )
     use_tensorboard: bool = flag(False, "TensorBoard events, in RUN/tensorboard")
     tb_project_name: str | None = flag(
@@ -70,19 +52,12 @@ class TrackingFlags:
     wandb_always_use_train_step: bool = flag(
         False, "rollouts and evaluations on W&B by the optimizer steps before them", only_with=WANDB
     )
-    use_trackio: bool = flag(False, "metrics and samples to trackio, on this machine or in a Space")
-    trackio_project: str | None = flag(
-        None, "trackio project; default: slime", metavar="NAME", only_with=TRACKIO
+    use_trackio: bool = flag(
+        False,
+        "metrics and samples to trackio (environment: TRACKIO_SPACE_ID)",
     )
-    trackio_space: str | None = flag(
-        None, "Hugging Face Space; default: on this machine", metavar="ID", only_with=TRACKIO
-    )
-    use_mlflow: bool = flag(False, "metrics and samples to MLflow")
-    mlflow_tracking_uri: str | None = flag(
-        None, "MLflow server; default: MLFLOW_TRACKING_URI, or RUN/mlflow", metavar="URI", only_with=MLFLOW
-    )
-    mlflow_experiment: str | None = flag(
-        None, "MLflow experiment; default: slime", metavar="NAME", only_with=MLFLOW
+    use_mlflow: bool = flag(
+        False, "metrics and samples to MLflow (environment: MLFLOW_TRACKING_URI; default RUN/mlflow)"
     )
     log_passrate: bool = flag(False, "pass@k")
     log_correct_samples: bool = flag(

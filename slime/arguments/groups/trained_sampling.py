@@ -43,7 +43,7 @@ class SamplingFlags(Protocol):
 
 def engines_tell_nucleus(args: SamplingFlags) -> bool:
     """Whether the run's engines can say which ids they drew a token from."""
-    return ENGINES[args.rollout_engine].dialect.tells_nucleus and not args.rollout_external_engine_addrs
+    return ENGINES[args.rollout_engine].dialect.reports_nucleus and not args.rollout_external_engine_addrs
 
 
 def is_cut(params: Mapping[str, Any], vocab_size: int | None = None) -> bool:

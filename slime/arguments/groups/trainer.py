@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag
+from slime.arguments.core.flag import flag, needs
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 
 # -- when flags have an effect
 _FSDP = BACKENDS["fsdp"]
-FSDP = OnlyWith("with --train-backend fsdp", lambda d: BACKENDS[d.train_backend] is _FSDP, _FSDP.flags_unread)
+FSDP = needs("train_backend", "fsdp")
 # Parameters of the part of sparse attention that chooses what is attended to.
 INDEXER = r"\bindexer\b"
-ADAPTERS = OnlyWith("with --lora-rank", lambda d: d.lora_rank > 0, "no adapters are trained; add --lora-rank")
+ADAPTERS = needs("lora_rank")
 
 
 @dataclass
@@ -145,33 +145,13 @@ def _adapters_alone(draft: Draft) -> None:
             f"--lora-sync adapter with first weights of {draft.start_from}: engines start from "
             "--hf-checkpoint, and adapters alone do not bring them there; use --lora-sync merged."
         )
-    engine = ENGINES[draft.rollout_engine]
-    if draft.offload_rollout and engine.loses_weights_with_memory:
-        raise ValueError(
-            f"--lora-sync adapter with --offload-rollout on {engine.label} engines: they lose the model with "
-            "their memory, and adapters alone do not bring it back; use --lora-sync merged."
-        )
     functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
     own = [
-        name
+        "--" + name.replace("_", "-")
         for name in functions
         if not (getattr(draft, name) or "slime.rollout.").startswith("slime.rollout.")
     ]
-    if own and engine.requests_name_adapters:
-        flag = "--" + own[0].replace("_", "-")
-        raise ValueError(
-            f"--lora-sync adapter with {flag} on {engine.label} engines: requests of one's own that do not "
-            "name the adapter would be answered by the model without it; use --lora-sync merged."
-        )
-
-
-def weight_copies(draft: Draft) -> None:
-    """Copies on the device stay there when the trainer leaves it. Runs after the placement rules."""
-    if draft.weight_copies == "device" and draft.offload_train:
-        raise ValueError(
-            "--weight-copies device with --offload-train: the copies would stay on the device that the "
-            "trainer leaves to the engines; use --weight-copies host, or --no-offload-train."
-        )
+    ENGINES[draft.rollout_engine].rules.check_adapter_sync(draft, own[0] if own else None)
 
 
 def model_parallel_sizes(draft: Draft) -> None:

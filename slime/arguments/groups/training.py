@@ -3,81 +3,21 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import OnlyWith, flag, needs
+from slime.arguments.core.flag import flag, having, lacks, needs
 from slime.arguments.groups.objectives import NOT_PAIRS
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # of one number, by precision
 
 # -- when flags have an effect
-WHOLE_LOGITS = OnlyWith(
-    "where a rank has whole logits",
-    lambda d: not BACKENDS[d.train_backend].splits_logits or d.tensor_model_parallel_size == 1,
-    "no rank of Megatron's has whole logits with --tensor-model-parallel-size above 1; remove it",
-    harmless=True,
-)
-BY_TOKENS = needs(
-    "use_dynamic_batch_size",
-    "micro-batches are filled by number of samples; remove --micro-batch-size or --no-use-dynamic-batch-size",
-    harmless=True,
-)
-BY_OWN_ROUTES = OnlyWith(
-    "without --use-routing-replay",
-    lambda d: not d.use_routing_replay or d.use_rollout_routing_replay,
-    "--use-routing-replay records experts by micro-batch, so that all passes have the same; remove it",
-    harmless=True,
-)
-OWN_LOSS = OnlyWith(
-    "with --loss-type custom_loss",
-    lambda d: d.loss_type == "custom_loss",
-    "built-in losses compute logits again in any case (--logits-memory-gib)",
-    harmless=True,
-)
-BY_SAMPLES = OnlyWith(
-    "without --use-dynamic-batch-size",
-    lambda d: not d.use_dynamic_batch_size,
-    "--use-dynamic-batch-size fills micro-batches by tokens (--max-tokens-per-gpu); remove one of them",
-    harmless=True,
-)
-DECAYS = OnlyWith(
-    "with a --lr-decay-style that decays",
-    lambda d: d.lr_decay_style != "constant",
-    "--lr-decay-style constant never decays; choose linear or cosine",
-    said_by="lr_decay_style",
-)
-ADAM = OnlyWith(
-    "with --optimizer adam",
-    lambda d: d.optimizer == "adam",
-    "--optimizer sgd has no moments; remove it",
-    harmless=True,
-)
-OFFLOADED = needs(
-    "optimizer_cpu_offload",
-    "Adam's moments stay on the device without --optimizer-cpu-offload; add it",
-    harmless=True,
-)
-LESS_THAN_FP32 = OnlyWith(
-    "with a dtype of its own for a moment, or --optimizer-cpu-offload",
-    lambda d: (
-        d.optimizer_cpu_offload or {d.exp_avg_dtype, d.exp_avg_sq_dtype, d.main_grads_dtype} != {"fp32"}
-    ),
-    "moments and gradients stay in fp32; add --exp-avg-dtype and --exp-avg-sq-dtype",
-    harmless=True,
-)
-PRECISION_AWARE = needs(
-    "use_precision_aware_optimizer", "precisions are chosen only with --use-precision-aware-optimizer; add it"
-)
-MEGATRON_GRADIENTS = OnlyWith(
-    "with --train-backend megatron",
-    lambda d: BACKENDS[d.train_backend].takes_megatron_flags,
-    "the FSDP trainer adds gradients up in float32; remove it",
-)
-KEPT_WEIGHTS = OnlyWith(
-    "with a reference, --keep-old-actor or --use-opd",
-    lambda d: d.loss_type == "dpo_loss" or d.use_kl_loss or d.kl_coef != 0 or d.keep_old_actor or d.use_opd,
-    "no weights beside the policy's are kept without a KL, --keep-old-actor or --use-opd; remove it",
-    harmless=True,
-)
+BY_TOKENS = needs("use_dynamic_batch_size", harmless=True)
+BY_OWN_ROUTES = lacks("use_routing_replay", or_if=lambda d: d.use_rollout_routing_replay, harmless=True)
+OWN_LOSS = needs("loss_type", "custom_loss", harmless=True)
+BY_SAMPLES = lacks("use_dynamic_batch_size", harmless=True)
+DECAYS = lacks("lr_decay_style", "constant", said_by="lr_decay_style")
+ADAM = needs("optimizer", "adam", harmless=True)
+OFFLOADED = needs("optimizer_cpu_offload", harmless=True)
+MEGATRON_GRADIENTS = needs("train_backend", *having(BACKENDS, "takes_megatron_flags"))
 
 
 @dataclass
@@ -135,19 +75,6 @@ class TrainingFlags:
         "logits",
         only_with=OWN_LOSS,
     )
-    logits_memory_gib: float = flag(
-        0.0,
-        "GiB in which a micro-batch may keep its logits for the backward pass, which else computes them "
-        "again",
-        ge=0,
-        only_with=WHOLE_LOGITS,
-    )
-    weight_copies: str = flag(
-        "host",
-        "where the weights of a reference, an old actor or a teacher are kept while they are not in use",
-        choices=("host", "device"),
-        only_with=KEPT_WEIGHTS,
-    )
     rollout_data_postprocess_path: str | None = flag(
         None, "function that edits the train data on every rank before training", metavar="PATH"
     )
@@ -186,26 +113,17 @@ class OptimizerFlags:
         "moments come from host memory and go back there while others are worked on",
         only_with=OFFLOADED,
     )
-    use_precision_aware_optimizer: bool = flag(
-        False, "keep moments in the precisions of the next flags", only_with=(ADAM, LESS_THAN_FP32)
-    )
     exp_avg_dtype: str = flag(
-        "fp32", "precision of Adam's first moment", choices=tuple(MOMENT_BYTES), only_with=PRECISION_AWARE
+        "fp32", "precision of Adam's first moment", choices=tuple(MOMENT_BYTES), only_with=ADAM
     )
     exp_avg_sq_dtype: str = flag(
-        "fp32", "precision of Adam's second moment", choices=tuple(MOMENT_BYTES), only_with=PRECISION_AWARE
+        "fp32", "precision of Adam's second moment", choices=tuple(MOMENT_BYTES), only_with=ADAM
     )
     main_grads_dtype: str = flag(
         "fp32",
         "precision in which Megatron adds gradients up; bf16 needs --dtype bfloat16",
         choices=("fp32", "bf16"),
-        only_with=(PRECISION_AWARE, MEGATRON_GRADIENTS),
-    )
-    main_params_dtype: str = flag(
-        "fp32",
-        "precision of the weights that Adam updates",
-        choices=("fp32",),
-        not_built={"fp16": ""},
+        only_with=MEGATRON_GRADIENTS,
     )
     clip_grad: float = flag(1.0, "largest gradient norm; 0 turns clipping off", ge=0)
 

@@ -86,7 +86,8 @@ _USUAL_FLAGS = """
     moe-router-pre-softmax moe-router-enable-expert-bias moe-router-bias-update-rate
     moe-router-topk-scaling-factor moe-router-num-groups moe-router-group-topk moe-router-dtype
     moe-router-load-balancing-type moe-token-drop-policy moe-layer-freq moe-aux-loss-coeff moe-enable-deepep
-    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
+    recompute-method recompute-num-layers recompute-modules account-for-embedding-in-pipeline-split
+    account-for-loss-in-pipeline-split
 """
 
 
@@ -139,7 +140,7 @@ def is_megatron_flag(option: str) -> bool:
 
 
 def why_missing(given: Sequence[str], where: str) -> str:
-    """What is told of flags of Megatron's where it is not installed."""
+    """Return the error for flags of Megatron where it is not installed."""
     shown = ", ".join(list(given)[:3]) + (f" and {len(given) - 3} more" if len(given) > 3 else "")
     one = len(given) == 1
     return (

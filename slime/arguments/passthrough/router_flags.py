@@ -3,7 +3,6 @@
 import functools
 import json
 import subprocess
-from pathlib import Path
 
 from slime.arguments.passthrough.program import ProgramFlags, read_flag_rows
 from slime.arguments.passthrough.sglang_flags import find_python
@@ -42,16 +41,14 @@ print(json.dumps(rows))
 """
 
 
-def need_router_python(given: str | None, reason: str) -> str:
+def need_router_python(reason: str) -> str:
     """Its own environment: it needs no torch, and a torchvision that does not load keeps it from starting."""
-    python = find_python(given, ".venv-router", "sglang_router")
+    python = find_python(None, ".venv-router", "sglang_router")
     if python is None:
         raise ValueError(
-            f"{reason} needs sglang-router, which is not installed: run `make sglang-env`, or give "
-            "--router-python."
+            f"{reason} needs sglang-router, which is not installed: run `make sglang-env`, or "
+            "install it into this Python."
         )
-    if not Path(python).is_file():
-        raise ValueError(f"--router-python is {python}: no such file.")
     return python
 
 
@@ -60,9 +57,7 @@ def router_flags(python: str) -> ProgramFlags:
     """Every option of the router that `python` has."""
     done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
     if done.returncode:
-        raise ValueError(
-            f"--router-python is {python}: it has no sglang-router ({done.stderr.strip()[-300:]})."
-        )
+        raise ValueError(f"{python} has no sglang-router ({done.stderr.strip()[-300:]}).")
     rows = json.loads(done.stdout.splitlines()[-1])
     return ProgramFlags("sglang-router", PREFIX, OWNED, read_flag_rows(rows))
 

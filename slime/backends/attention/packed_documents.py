@@ -1,8 +1,8 @@
 """The one attention function of training: causal attention within each document of a packed stream.
 
 It is registered with transformers under the name `slime_packed`; models are called with
-`documents=PackedDocuments(...)` and pass it through to here. On CUDA with 16-bit tensors the first of
-`flash4`, `long_attention` and torch's variable-length attention does the work that computes right in a trial.
+`documents=PackedDocuments(...)` and pass it through to here. On CUDA with 16-bit tensors, the work is
+done by the first of `flash4`, `long_attention` and torch's variable-length attention that passes a trial.
 Elsewhere documents of similar length are gathered into one batch, padded on the right: under a causal mask no
 real token sees the padding, so no mask tensor is needed. Sliding windows, chunks, sinks and soft-capped
 scores (algorithms/attention_variants.py) are computed in such batches too, but for windows on CUDA where
@@ -32,8 +32,7 @@ DOCUMENTS = "_slime_documents"  # attribute of a layer: the documents of the pas
 _PAD_TOKENS = 8
 _PAD_SHARE = 8
 _GROUP_TOKENS = 1 << 16
-# Documents up to so long are attended to by plain matrix products on a CPU, where torch's kernel has blocks
-# of more rows than they have tokens.
+# On a CPU, documents up to this length use plain matrix products: torch's kernel works in larger blocks.
 _SHORT = 64
 
 
@@ -176,7 +175,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
 
 
 def _short_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """The same by three operations."""
+    """Causal attention of short documents by plain matrix products."""
     length, count = query.shape[1], query.shape[2] // key.shape[2]
     later = query.new_full((length, length), -torch.inf).triu_(1).repeat_interleave(count, 0)
     return attend_with_mask(query, key, value, later, scale)

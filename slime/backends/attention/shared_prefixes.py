@@ -123,7 +123,7 @@ class PrefixShare:
     def of(cls, mb: MicroBatch, *, all_tokens: bool = False) -> "PrefixShare | None":
         """The micro-batch, on the CPU, with each prefix once; None where that saves too little.
 
-        `all_tokens`: also those that predict nothing.
+        `all_tokens`: also tokens that predict nothing.
         """
         if not mb.positions or len(mb.documents.lengths) < 2:
             return None
@@ -181,7 +181,7 @@ def _build(
     bounds = mb.documents.bounds.numpy()
     starts, lengths = bounds[trie.order], np.diff(bounds)[trie.order]
     new = lengths - trie.known
-    # A document's last token is in the stream if a longer document goes on from it.
+    # A document's last token is in the stream if a longer document continues from it.
     new -= (new > 0) & ~read[trie.nodes[starts + lengths - 1]]
     parts = new > 0
     starts, known, new = starts[parts], trie.known[parts], new[parts]

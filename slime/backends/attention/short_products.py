@@ -1,8 +1,8 @@
 """Attention of short documents on a CPU, by plain matrix products with a backward pass of their own.
 
-torch's softmax takes longer for a row of a dozen scores than everything else here together, forward and
-backward; the same by operations over the whole batch of scores takes a fifth. Its powers are of 2, which a
-CPU raises to minus infinity ten times as fast as those of e.
+For rows of a dozen scores, torch's softmax takes longer than everything else in this module. Computing it by
+operations over the whole batch of scores takes a fifth of the time. It uses powers of 2, because exp2 of
+minus infinity is ten times as fast as exp on a CPU.
 """
 
 import math
@@ -22,7 +22,7 @@ def _by_key_head(query: Tensor, groups: int) -> Tensor:
 
 
 def _by_query(rows: Tensor, batch: int, groups: int, length: int) -> Tensor:
-    """The inverse: [B, L, H, D]."""
+    """Undo `_by_key_head`: returns [B, L, H, D]."""
     width = rows.shape[-1]
     return rows.view(batch, groups, length, -1, width).transpose(1, 2).reshape(batch, length, -1, width)
 
@@ -40,7 +40,7 @@ def shares_of(rows: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
 def gradients(
     given: Tensor, rows: Tensor, keys: Tensor, values: Tensor, shares: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows, keys and values, where `given` is that of the result."""
+    """Return the gradients of rows, keys and values; `given` is the gradient of the result."""
     grad_values = torch.bmm(shares.transpose(1, 2), given)
     slopes = torch.bmm(given, values.transpose(1, 2).contiguous()).mul_(shares)
     slopes.addcmul_(shares, slopes.sum(-1, keepdim=True), value=-1).mul_(scale)

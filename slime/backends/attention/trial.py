@@ -1,4 +1,4 @@
-"""Tries whether a packed attention kernel computes what plain attention does, before anything relies on it.
+"""Tests whether a packed attention kernel agrees with plain attention before a run relies on it.
 
 Fast kernels depend on the release of torch or of a package and on the device, and some have been wrong in one
 pass only: a trial costs a second, a wrong gradient costs a run.
@@ -24,7 +24,7 @@ _TOLERANCE = 0.02  # of the norm: 16-bit rounding is a tenth of it, a wrong mask
 
 
 def unobserved(try_out: Callable[[], T]) -> T:
-    """What `try_out` returns, with gradients, on a thread of its own.
+    """Call `try_out` with gradients enabled on a thread of its own and return its result.
 
     The first pass of a model may be one whose layers are recomputed: their hooks count every tensor that is
     saved, and would miss those of a trial when the layer runs again.

@@ -169,7 +169,7 @@ class _Plain:
 
 
 class _Fused:
-    """The same steps by Triton kernels and by torch's grouped products of 16-bit matrices."""
+    """The steps by Triton kernels and torch's grouped products of 16-bit matrices."""
 
     @staticmethod
     def gather(source: Tensor, order: Tensor, top_k: int) -> Tensor:

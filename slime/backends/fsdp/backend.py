@@ -133,12 +133,10 @@ class FSDPBackend(TrainerBase):
         self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
         self._host = HostMemory()
         self._reserve_host_memory()
-        self.copies = WeightCopies(
-            lambda: [local(p.data) for p in self.model.parameters()], on_device=args.weight_copies == "device"
-        )
+        self.copies = WeightCopies(lambda: [local(p.data) for p in self.model.parameters()])
 
     def _build_model(self) -> PackedLM:
-        """A policy, a critic that reads before each token, or a reward model that reads after; no storage."""
+        """Build the model without storage: a policy, a critic (reads before each token) or a reward model."""
         lm = loading.empty_model(self.hf_checkpoint)
         kind = lm.config.model_type
         if not (self.args.allow_unverified_model or is_verified(kind, self.args.train_backend)):
@@ -193,9 +191,10 @@ class FSDPBackend(TrainerBase):
         )
 
     def _compiles(self) -> bool:
-        """By default on GPUs, for layers of some width. Cut matrices are DTensors, batches of documents
-        differ in shape, and experts that our operator does not know have routers that are listened to
-        inside: not these.
+        """Decide whether layers are compiled: by default on GPUs, for wide layers.
+
+        Not compiled: tensor-parallel matrices (DTensors), families whose batches of documents differ in
+        shape, and experts that our operator does not cover, whose routers are watched from outside.
         """
         if self.args.compile is not None:
             return self.args.compile
@@ -273,10 +272,11 @@ class FSDPBackend(TrainerBase):
     def _send(
         self, mb: MicroBatch, model: PackedLM, loss: Loss | None = None
     ) -> tuple[MicroBatch, Share | None]:
-        """The micro-batch on the device, and what stands for its stream: one in which samples share what they
-        begin with, this rank's share under context parallelism, or both.
+        """Send the micro-batch to the device, with the stream that replaces its own where there is one.
+
+        That is a stream in which samples share prefixes, this rank's part under context parallelism, or both.
         """
-        # How evenly experts are used is told of all tokens.
+        # The balance of experts is measured over all tokens.
         counted = families.has_experts(model.lm.config.get_text_config())
         shares = self._shares_prefixes(mb, model, loss)
         prefixes = PrefixShare.of(mb, all_tokens=counted) if shares else None
@@ -295,7 +295,7 @@ class FSDPBackend(TrainerBase):
         return mb.to(self.device), StreamShare.of(mb, *ranks, after_token=after).to(self.device)
 
     def _shares_prefixes(self, mb: MicroBatch, model: PackedLM, loss: Loss | None) -> bool:
-        """Prompts are not shared where each token is looked at: whole logits, the balance of experts."""
+        """Whether samples share prefixes; not where a loss reads every token (logits, expert balance)."""
         looked_at = loss is not None and (loss.needs_logits or self.experts.has_balance)
         plain = not mb.media and mb.routed_experts is None and isinstance(model, PackedCausalLM)
         return (
@@ -322,7 +322,6 @@ class FSDPBackend(TrainerBase):
             share,
             temperature=self.args.rollout_temperature,
             chunk_size=self.args.log_probs_chunk_size,
-            memory_gib=self.args.logits_memory_gib,
             **options,
         )
         return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full, extra=extra)
@@ -343,7 +342,7 @@ class FSDPBackend(TrainerBase):
                 reshard(self.model)
 
     def _working(self) -> AbstractContextManager[None]:
-        """Passes run inside: on the 16-bit copy of the weights where sharding does not make one."""
+        """Run passes in this block: on the 16-bit copy of the weights where nothing is sharded."""
         return self.working.active() if self.working is not None else nullcontext()
 
     def _gradients(self) -> list[Tensor]:
@@ -423,7 +422,7 @@ class FSDPBackend(TrainerBase):
         return hf_export.buckets(self.model.lm, bucket_bytes, dtype)
 
     def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """`export`: this trainer is one pipeline stage."""
+        """Export all weights: this trainer has a single pipeline stage."""
         return self.export(dtype)
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
@@ -432,13 +431,13 @@ class FSDPBackend(TrainerBase):
         return hf_export.in_buckets(named, self.args.update_weight_buffer_size, dtype)
 
     def adapter_config(self) -> dict[str, Any]:
-        """What an engine must know of the adapters beside their tensors, as peft writes it."""
+        """Return the adapter config for engines, in peft's format."""
         return lora.adapter_config(self.args, self.model.lm)
 
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write an HF folder that `from_pretrained` reads; it appears whole or not at all.
 
-        Adapters are merged into it, and stand alone in its folder `adapter`.
+        Adapters are merged into the weights, and also written alone to the sub-folder `adapter`.
         """
         limit, source = self.args.update_weight_buffer_size, self.hf_checkpoint
         hf_export.save_folder(
@@ -470,7 +469,7 @@ class FSDPBackend(TrainerBase):
         return self.pending_save is None
 
     def _reserve_host_memory(self) -> None:
-        """A trainer that leaves its device between steps needs room for weights and two moments."""
+        """Reserve host memory for weights and two moments, if the trainer leaves its device between steps."""
         if self.device.type != "cuda" or not self.args.offload_train:
             return
         placed = isinstance(self.optimizer, PlacedAdamW)

@@ -35,6 +35,7 @@ from slime.backends.shared.trainer_folder import (
     random_state,
     read_manifest,
 )
+from slime.catalog.deadlines import timeout_s
 from slime.utils.files.torch_dist_folder import is_torch_dist
 
 
@@ -89,7 +90,7 @@ def _write(backend: CheckpointedTrainer, path: Path, state: dict[str, Any]) -> N
         return
     if backend.save_group is None:
         # A group of its own: the background's messages must not mix with those of training.
-        patience = datetime.timedelta(minutes=backend.args.distributed_timeout_minutes)
+        patience = datetime.timedelta(seconds=timeout_s(backend.args, "collective"))
         backend.save_group = dist.new_group(backend="gloo", timeout=patience)
     # What is in host memory already would be written as it is then, not as it is now.
     copied = {
@@ -175,7 +176,7 @@ def _sharded_as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
 def load_hf_weights(lm: HFModel, path: str | Path) -> None:
     """Read the weights of the HF folder `path` into a sharded model; another architecture is a ValueError.
 
-    A torch_dist folder has no config: its tensors are held against those of the model when they are read.
+    A torch_dist folder has no config: its tensors are compared with those of the model when they are read.
     """
     if not is_torch_dist(path):
         check_same_model(fingerprint(loading.empty_model(path)), fingerprint(lm, adapters=False), Path(path))

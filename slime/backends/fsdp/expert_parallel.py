@@ -1,4 +1,4 @@
-"""Experts of a layer shared out over the ranks of a tensor-parallel group: each rank runs some, whole.
+"""Distributes the experts of a layer over the ranks of a tensor-parallel group: each rank runs some, whole.
 
 All ranks of the group have the same tokens and the same routing. A rank runs the choices that fell on its
 experts, and the ranks' results are summed; so are, on the way back, the gradients of the tokens and of the

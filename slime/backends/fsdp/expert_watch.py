@@ -1,4 +1,4 @@
-"""What a mixture of experts does while a step trains: how evenly it is used, and a loss that evens it out."""
+"""Watches a mixture of experts during a step: how evenly experts are used, and a loss that balances them."""
 
 import functools
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class ExpertWatch:
 
     @contextmanager
     def listening(self, mb: MicroBatch, copies: Tensor | None = None) -> Iterator[None]:
-        """Around a forward pass that trains: what a backward pass repeats is not heard, nor is padding.
+        """Record routing during a training forward pass; recomputation and padding are not counted.
 
         `copies` [T]: for how many samples each token of the stream stands; None: for one.
         """
@@ -92,7 +92,7 @@ def routers(lm: HFModel) -> list[Any]:
 
 
 def balance_coefficient(args: Args, lm: HFModel) -> float:
-    """That of --router-aux-loss-coef; without it, that of a config whose training asks for the loss."""
+    """Return --router-aux-loss-coef, or the coefficient of a config whose training uses the loss."""
     asked = args.router_aux_loss_coef
     config = lm.config.get_text_config()
     known = vars(config).get("router_aux_loss_coef")

@@ -1,4 +1,4 @@
-"""Experts of a transformers model by our operator, where it computes what the family computes."""
+"""Runs the experts of a transformers model by our operator, where the operator covers the family."""
 
 import types
 from typing import Any
@@ -37,8 +37,8 @@ def covers(lm: HFModel) -> bool:
 
 
 def keep_out_of_compiling(layers: list[nn.Module]) -> None:
-    """Routers and experts run as they are inside compiled layers: who listens to a router differs by layer,
-    and a compiled layer would be compiled again for each.
+    """Exclude routers and experts from compilation: router hooks differ by layer, and each difference would
+    compile the layer once more.
     """
     functions: dict[type, Any] = {}
     for layer in layers:

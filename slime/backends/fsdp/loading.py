@@ -1,4 +1,4 @@
-"""HF weights into a sharded model, without a full copy on each rank.
+"""Loads HF weights into a sharded model without a full copy on each rank.
 
 A model is built without storage for its parameters, sharded, and given storage for its shards. Then every
 rank reads from the safetensors files only the rows and columns that it holds; FP8 weights become the fp32
@@ -278,8 +278,9 @@ def _sent(wanted: dict[str, Tensor], source: dict[str, Tensor]) -> Iterator[tupl
 
 
 def add_rows_to_output_gradient(lm: HFModel) -> None:
-    """Where one matrix embeds tokens and gives logits, the few rows of tokens are added to its gradient of
-    the logits; a gradient of the whole vocabulary, nearly all zeros, would be made and added otherwise.
+    """For tied embeddings, add the few token rows to the gradient of the logits in place.
+
+    Otherwise torch creates and adds a second gradient of the whole vocabulary, which is nearly all zeros.
     """
     embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
     tied = type(embedding) is nn.Embedding and embedding.weight is head.weight

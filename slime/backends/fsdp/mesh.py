@@ -1,4 +1,4 @@
-"""Where a rank stands: ranks count tensor-parallel first, then context-parallel, then data-parallel."""
+"""The process groups of a rank, numbered tensor-parallel first, then context-, then data-parallel."""
 
 from dataclasses import dataclass
 

@@ -125,7 +125,7 @@ class PackedCausalLM(nn.Module):
         return log_probs, entropies, full, extra
 
     def _scaled(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and a matrix whose product the logits are; a bias is a further column of it."""
+        """Return hidden states and a matrix whose product is the logits; a bias becomes one more column."""
         head, factor = self.lm.get_output_embeddings(), self.output.factor
         hidden, weight = (hidden if factor == 1.0 else hidden * factor), head.weight
         if head.bias is None:
@@ -152,7 +152,7 @@ def shard(model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: 
 
 
 def reshard(model: nn.Module) -> None:
-    """Without a backward FSDP keeps the root gathered; a later change of the shards would go unseen."""
+    """Reshard the root: without a backward pass FSDP keeps it gathered and would miss later changes."""
     if isinstance(model, FSDPModule):
         model.reshard()
 

@@ -1,4 +1,4 @@
-"""Which parameters of a model train: all, those that a pattern names, or all but those."""
+"""Chooses by name patterns which parameters of a model train."""
 
 import re
 

@@ -86,7 +86,7 @@ class MegatronBackend(TrainerBase):
         super().__init__(args, rank=rank, device=device, total_steps=total_steps, role=role)
         self.teacher: TeacherModel | None = None  # of another shape; one of the same is a tagged copy
         self.hf_config = read_hf_config(self.hf_checkpoint)
-        refuse_unknown_fields(args.megatron_config or {})
+        refuse_unknown_fields(args.megatron_config)
         check_layout(args, self.hf_config, world_size=world_size, device=device)
         check_mtp(args, self.hf_config)
         if role == "actor":
@@ -136,7 +136,7 @@ class MegatronBackend(TrainerBase):
         )
         # With --overlap-param-gather the next forward pass gathers what an optimizer step has updated.
         self._gathers_late = args.overlap_param_gather
-        self.copies = WeightCopies(self._settled_parameters, on_device=args.weight_copies == "device")
+        self.copies = WeightCopies(self._settled_parameters)
         self.routers = routers_of(self.model)
         self._recorded: RecordedByBatch = {}  # experts chosen in the last pass of the old policy
         self.saves = AsyncCallsQueue()  # with --async-save: what is being written
@@ -259,7 +259,6 @@ class MegatronBackend(TrainerBase):
         return ModelCall(
             temperature=self.args.rollout_temperature,
             chunk_size=self.args.log_probs_chunk_size,
-            memory_gib=self.args.logits_memory_gib,
             **options,
         )
 
@@ -364,7 +363,7 @@ class MegatronBackend(TrainerBase):
         return self._own_adapters().buckets(self.args.update_weight_buffer_size, dtype)
 
     def adapter_config(self) -> dict[str, Any]:
-        """What an engine must know of the adapters beside their tensors, as peft writes it."""
+        """Return the adapter config for engines, in peft's format."""
         return adapters.adapter_config(self.args, self._own_adapters().names)
 
     def _own_adapters(self) -> SharedOut:
@@ -374,7 +373,7 @@ class MegatronBackend(TrainerBase):
     def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write an HF folder with weights and tokenizer; it appears whole or not at all.
 
-        Adapters are merged into it, and stand alone in its folder `adapter`.
+        Adapters are merged into the weights, and also written alone to the sub-folder `adapter`.
         """
         dtype = dtype or self.hf_config.dtype or torch.float32
         source = self.hf_checkpoint
@@ -414,7 +413,7 @@ class MegatronBackend(TrainerBase):
         return bool(self.saves.get_num_unfinalized_calls() == 0)
 
     def _reserve_host_memory(self) -> None:
-        """A trainer that leaves its device between steps needs room for weights, fp32 copies and moments."""
+        """Reserve host memory for weights, fp32 copies and moments, if the trainer leaves its device."""
         if self.device.type != "cuda" or not self.args.offload_train:
             return
         buffers = [b for chunk in self.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]

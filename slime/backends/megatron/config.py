@@ -110,10 +110,10 @@ def transformer_config(
     args: Args, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     settings = family_of(hf_config).settings(hf_config) | _mtp_settings(args, hf_config)
-    given = args.megatron_config or {}
+    given = args.megatron_config
     _check_architecture(given, architecture(hf_config) | _mtp_settings(args, hf_config), args.hf_checkpoint)
     facts = hub_facts(hf_config)
-    described = facts | settings  # held against the flags above: equal, or meaning the same
+    described = facts | settings  # compared with the flags above: equal, or equivalent
     overrides = _fields_of(MLAConfig, {name: given[name] for name in given if name not in described})
     kernel = args.attention_backend if args.attention_backend in TE_KERNELS else "auto"
     staged = args.pipeline_model_parallel_size > 1
@@ -221,7 +221,7 @@ def optimizer_config(args: Args, dtype: torch.dtype) -> OptimizerConfig:
         "use_distributed_optimizer": _distributed_optimizer(args),
         "overlap_param_gather": args.overlap_param_gather,
     }
-    return OptimizerConfig(**(values | _fields_of(OptimizerConfig, args.megatron_config or {})))
+    return OptimizerConfig(**(values | _fields_of(OptimizerConfig, args.megatron_config)))
 
 
 def ddp_config(args: Args) -> DistributedDataParallelConfig:
@@ -232,26 +232,28 @@ def ddp_config(args: Args) -> DistributedDataParallelConfig:
         "overlap_param_gather": args.overlap_param_gather,
     }
     return DistributedDataParallelConfig(
-        **(values | _fields_of(DistributedDataParallelConfig, args.megatron_config or {}))
+        **(values | _fields_of(DistributedDataParallelConfig, args.megatron_config))
     )
 
 
 def _recompute(args: Args) -> dict[str, Any]:
     """Whole layers one by one, or the attention of each, unless the finer flags say otherwise."""
     if args.activation_checkpointing == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": args.recompute_method or "uniform",
-            "recompute_num_layers": args.recompute_num_layers or 1,
-        }
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if args.activation_checkpointing == "selective":
-        unknown = sorted(set(args.recompute_modules or ()) - set(_RECOMPUTED))
+        modules = recompute_modules(args)
+        unknown = sorted(set(modules) - set(_RECOMPUTED))
         if unknown:
             raise ValueError(
                 f"--recompute-modules names {', '.join(unknown)}: there are {', '.join(_RECOMPUTED)} here."
             )
-        return {"recompute_granularity": "selective", "recompute_modules": args.recompute_modules}
+        return {"recompute_granularity": "selective", "recompute_modules": modules or None}
     return {}
+
+
+def recompute_modules(args: Args) -> list[str]:
+    """Return the parts of a layer that --recompute-modules names."""
+    return args.megatron_config.get("recompute_modules") or []
 
 
 def _distributed_optimizer(args: Args) -> bool:
@@ -302,7 +304,7 @@ def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.d
             f"--tensor-model-parallel-size is {tp}, but the model has {settings['num_attention_heads']} "
             "attention heads: use a divisor of that."
         )
-    uneven = set(_UNEVEN) & set(args.megatron_config or {})
+    uneven = set(_UNEVEN) & set(args.megatron_config)
     if layers % (pp * (vpp or 1)) and not uneven:
         raise ValueError(
             f"the model has {layers} layers, which {pp} pipeline stages{f' of {vpp} chunks' if vpp else ''} "
@@ -357,7 +359,7 @@ def _check_experts(args: Args, experts: int, world_size: int, device: torch.devi
             "--moe-token-dispatcher-type allgather with --pipeline-model-parallel-size above 1: "
             "megatron-core has it only for micro-batches of one length, and packed ones differ; use alltoall."
         )
-    if pp > 1 and "moe" in (args.recompute_modules or ()):
+    if pp > 1 and "moe" in recompute_modules(args):
         raise ValueError(
             "--recompute-modules moe with --pipeline-model-parallel-size above 1: when experts alone are "
             "computed again, they no longer know which micro-batch they compute; use --recompute-granularity "
@@ -374,7 +376,7 @@ def _refuse_experts(args: Args, hf_config: Any) -> None:
         )
     given = ["use_routing_replay"] * args.use_routing_replay
     given += ["use_rollout_routing_replay"] * args.use_rollout_routing_replay
-    given += [name for name in args.megatron_config or {} if name.startswith("moe_")]
+    given += [name for name in args.megatron_config if name.startswith("moe_")]
     if given:
         option = "--" + given[0].replace("_", "-")
         raise ValueError(f"{option} is for mixtures of experts; {hf_config.model_type} is dense: remove it.")

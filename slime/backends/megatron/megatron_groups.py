@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from slime.arguments import Args
 from slime.backends.base import Layout
+from slime.catalog.deadlines import timeout_s
 
 
 def init_groups(args: Args, device: torch.device) -> None:
@@ -22,7 +23,7 @@ def init_groups(args: Args, device: torch.device) -> None:
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        distributed_timeout_minutes=timeout_s(args, "collective") / 60,
         create_gloo_process_groups=device.type != "cpu",
     )
     model_parallel_cuda_manual_seed(args.seed)

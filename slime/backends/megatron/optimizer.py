@@ -201,7 +201,7 @@ def move_state(optimizer: MegatronOptimizer, device: torch.device, host: HostMem
 
 
 def bytes_that_move(optimizer: MegatronOptimizer) -> Iterator[int]:
-    """Of each tensor that `move_state` moves, once there are moments."""
+    """Return the sizes in bytes of the tensors that `move_state` will move once moments exist."""
     for member in members(optimizer):
         is_placed = isinstance(member.optimizer, PlacedAdamW)
         for parameter in _own_copies(member):

@@ -66,7 +66,7 @@ def critic_args(args: Args) -> Args:
     """Settings of a critic of another model than the policy: what flags say of that one is not about it."""
     told = args.critic_overrides.get("megatron_config", {})
     args = _for_model(args, read_hf_config(args.hf_checkpoint))
-    return args.replace(megatron_config={**(args.megatron_config or {}), **told})
+    return args.replace(megatron_config={**args.megatron_config, **told})
 
 
 def _for_model(args: Args, hf_config: Any) -> Args:
@@ -77,13 +77,13 @@ def _for_model(args: Args, hf_config: Any) -> Args:
 def _without_model_flags(args: Args, hf_config: Any) -> Args:
     """`args` without flags that describe the policy's architecture: a teacher has its own."""
     described = architecture(hf_config)
-    fields = {name: value for name, value in (args.megatron_config or {}).items() if name not in described}
+    fields = {name: value for name, value in args.megatron_config.items() if name not in described}
     return args.replace(megatron_config=fields)
 
 
 def _without_experts(args: Args) -> Args:
     """`args` without the flags of a mixture of experts, which the policy is and this teacher is not."""
-    given = (args.megatron_config or {}).items()
+    given = args.megatron_config.items()
     return args.replace(
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=1,

@@ -279,7 +279,7 @@ class HubWeights(SharedOut):
             )
 
     def _mtp_tensors(self, names: set[str]) -> set[str]:
-        """Those of `names` that belong to MTP heads."""
+        """Return the names that belong to MTP heads."""
         pattern = self._family.mtp_pattern(self._dims)
         return {name for name in names if pattern is not None and pattern.fullmatch(name)}
 

@@ -33,7 +33,7 @@ def saved_name(layer: str, factor: str) -> str:
 
 
 def adapter_config(args: Args, names: Iterable[str]) -> dict[str, Any]:
-    """What peft writes beside adapters, `names`: how they were made, and for which layers."""
+    """Return the config that peft writes for the adapters called `names`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -48,7 +48,7 @@ def adapter_config(args: Args, names: Iterable[str]) -> dict[str, Any]:
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """A folder that peft reads, of whole tensors under the names it saves them with."""
+    """Write a folder that peft reads, with whole tensors under peft's names."""
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(path / "adapter_model.safetensors", tensors)
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2))

@@ -1,4 +1,4 @@
-"""Errors of checkpoint libraries, as errors that say what happened; code in a checkpoint is never run."""
+"""Turns errors of checkpoint libraries into clear ones, and refuses checkpoints that contain code."""
 
 import os
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class CodeInCheckpoint(ValueError):
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise what torch wraps in an exception that is no `Exception` and would end the process unheard."""
+    """Unwrap errors that torch raises as a `BaseException`, which would end the process silently."""
     # Only where a checkpoint is written or read.
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,4 +1,4 @@
-"""Host memory for what leaves a device: page-locked once, then used again and again.
+"""Page-locked host memory for tensors that leave a device, allocated once and reused.
 
 Fresh pageable memory would be faulted in page by page, which takes ten times as long as the copy itself.
 """
@@ -20,7 +20,7 @@ _MOST_OF_FREE = 0.7
 
 
 class HostMemory:
-    """A place in host memory for every tensor that was there before, by its key."""
+    """Keeps a buffer in host memory for every tensor that was moved there before, by its key."""
 
     def __init__(self) -> None:
         self._places: dict[Any, Tensor] = {}
@@ -29,9 +29,9 @@ class HostMemory:
         self._num_coming = 0  # blocks that were asked for and not taken yet
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Page-lock memory for tensors of so many bytes on a thread, in the time that a rank waits for
-        engines: the first move to the host is then as fast as the later ones. Where there is no room, that
-        move tries again and says so.
+        """Page-lock memory for tensors of these sizes on a thread, while the rank waits for engines.
+
+        The first move to the host is then as fast as later ones. Without room, that move retries and logs it.
         """
         num_blocks = math.ceil(sum(size for size in sizes if size <= BLOCK_BYTES) / BLOCK_BYTES)
         self._num_coming += num_blocks
@@ -70,13 +70,13 @@ class HostMemory:
 
     @torch.no_grad()
     def keep_storage(self, key: Any, storage: torch.UntypedStorage) -> None:
-        """All bytes of a storage, which may be many gigabytes; there after a synchronisation."""
+        """Copy all bytes of a storage to host memory; complete after a synchronisation."""
         for number, piece in enumerate(_pieces(storage)):
             self.keep((key, number), piece)
 
     @torch.no_grad()
     def give_back_storage(self, key: Any, storage: torch.UntypedStorage) -> None:
-        """What `keep_storage` kept, into a storage of the same size."""
+        """Copy what `keep_storage` kept back into a storage of the same size."""
         for number, piece in enumerate(_pieces(storage)):
             piece.copy_(self._places[key, number], non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""Which models stand beside the actor in a run, and the settings of the one that trains too."""
+"""Decides which models a run needs in addition to the actor, and builds the settings of the critic."""
 
 import copy
 import logging
@@ -55,19 +55,19 @@ def critic_settings(args: Args) -> Args:
     """`args` as the critic's model, optimizer and schedule read them."""
     settings = copy.copy(args)
     own, model = args.critic_load, args.critic_overrides.get("hf_checkpoint")
-    fields = {**(args.megatron_config or {}), **args.critic_overrides.get("megatron_config", {})}
+    fields = {**args.megatron_config, **args.critic_overrides.get("megatron_config", {})}
     vars(settings).update(args.critic_overrides)
     vars(settings).update(
         # A checkpoint of Megatron's holds weights alone.
         hf_checkpoint=model or (args.hf_checkpoint if own is None or is_torch_dist(own) else own),
         start_from=own or model or args.start_from,
-        megatron_config=fields or None,
+        megatron_config=fields,
         lr=args.lr if args.critic_lr is None else args.critic_lr,
-        min_lr=args.critic_min_lr,
-        lr_decay_style=args.critic_lr_decay_style,
+        min_lr=args.critic_overrides.get("min_lr", 0.0),
+        lr_decay_style=args.critic_overrides.get("lr_decay_style", "constant"),
         lr_warmup_iters=args.critic_lr_warmup_iters,
         lr_warmup_fraction=None,
-        clip_grad=args.critic_clip_grad,
+        clip_grad=args.critic_overrides.get("clip_grad", 1.0),
         # Copies of older weights are the policy's.
         ref_update_interval=None,
         keep_old_actor=False,
@@ -76,7 +76,7 @@ def critic_settings(args: Args) -> Args:
 
 
 def load_critic(load: Callable[[Path], object], args: Args, path: Path) -> None:
-    """The critic that was saved beside the actor in the folder `path`; only --finetune may do without."""
+    """Load the critic that was saved with the actor in `path`; only --finetune may do without it."""
     if (path / "critic").is_dir():
         load(path / "critic")
     elif args.finetune:
@@ -91,7 +91,7 @@ def load_critic(load: Callable[[Path], object], args: Args, path: Path) -> None:
 
 
 def moving_copies(args: Args) -> tuple[str, ...]:
-    """Tags of the copies that change as the run goes on, which a checkpoint holds beside the live weights."""
+    """Tags of the copies that change during the run, which a checkpoint has to store."""
     reference = ("ref",) if args.ref_update_interval else ()
     return (*reference, *(old_policy.TAGS if args.keep_old_actor else ()))
 
@@ -105,7 +105,7 @@ def save_copies(args: Args, copies: WeightCopies, path: Path, write: Callable[[P
 
 
 def load_copies(args: Args, copies: WeightCopies, path: Path, read: Callable[[Path], None]) -> None:
-    """Load what `save_copies` wrote; `read` fills the live model. --finetune starts copies anew."""
+    """Load what `save_copies` wrote; `read` fills the live model. --finetune reads none."""
     if args.finetune:
         return
     for tag in moving_copies(args):
@@ -113,6 +113,4 @@ def load_copies(args: Args, copies: WeightCopies, path: Path, read: Callable[[Pa
             with copies.filling(tag):
                 read(path / tag)
         elif tag in copies:
-            logger.warning(
-                "checkpoint %s has no weights %r: they stay those that the run starts with.", path, tag
-            )
+            logger.warning("checkpoint %s has no weights %r: the run keeps its initial ones.", path, tag)

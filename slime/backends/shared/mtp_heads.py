@@ -1,7 +1,7 @@
-"""Parts that a trainer did not build: MTP heads (multi-token prediction), eyes and ears of a reader.
+"""Copies the parts that a trainer did not build: MTP heads (multi-token prediction), vision, audio.
 
-They are copied from the model it started from: without them a written folder would announce in its config
-what it does not hold.
+They come from the model that training started from: without them the config of a saved folder would name
+tensors that the folder does not contain.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""The old policy: the weights of the last two pushes, so that ratios are taken against those that sampled."""
+"""The old policy: keeps the weights of the last two pushes, so that ratios use the weights that sampled."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ class OldPolicy:
         (path / FILE).write_text(json.dumps(self._numbers))
 
     def load(self, path: Path) -> None:
-        """Go on with what `save` wrote, after the backend has loaded the copies."""
+        """Restore what `save` wrote, after the backend has loaded the copies."""
         if not (path / FILE).is_file():
             logger.warning(
                 "--keep-old-actor: checkpoint %s holds no weights of earlier pushes (it was saved without "

@@ -53,7 +53,7 @@ class PlacedAdamW(torch.optim.Optimizer):
     def __init__(
         self, groups: Iterable[dict[str, Any]], plan: MomentPlan, *, staged: bool = False, **defaults: Any
     ) -> None:
-        """`staged`: moments in host memory pass through a second place on a CPU too, as tests want."""
+        """`staged`: use the transfer path on a CPU as well, which tests need."""
         super().__init__([torch.empty(0)], {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, **defaults})
         # Not through `add_param_group`, which refuses views, as the shards of Megatron's buffers are.
         self.param_groups = list(groups)
@@ -193,7 +193,7 @@ class PlacedAdamW(torch.optim.Optimizer):
                 self._park()
 
     def create_state(self) -> None:
-        """What the first step would create, so that a checkpoint can be read into it."""
+        """Create the state that the first step would create, so that a checkpoint can be read into it."""
         for parameter in self._parameters():
             self._state_of(parameter)
 
@@ -231,7 +231,7 @@ class PlacedAdamW(torch.optim.Optimizer):
             state[key].view(-1).copy_(part)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy into the places that there are; torch would put all of it on the parameters' device."""
+        """Copy values into the existing tensors; torch would move all of them to the parameters' device."""
         self.create_state()
         for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({name: value for name, value in given.items() if name != "params"})
@@ -242,7 +242,7 @@ class PlacedAdamW(torch.optim.Optimizer):
                     own[name].copy_(value)
 
     def move(self, place: torch.device, host: HostMemory) -> None:
-        """Put what lies on the device elsewhere, or back there: a trainer leaves its device and returns."""
+        """Move the state that is on the device to `place`, when a trainer leaves its device or returns."""
         resident = {p: self.state[p] for p in self._parameters() if p not in self.hosted and self.state[p]}
         for parameter, state in resident.items():
             for name in state.keys() - {"step"}:
@@ -327,7 +327,7 @@ class _Transfers:
 
     @contextmanager
     def passing(self, moments: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-        """The same moments on the device; what the block leaves there goes back to host memory."""
+        """Provide the moments on the device inside the block, then copy them back to host memory."""
         slot = next(self._next)
         here = slot.room_for(moments)
         with self._on(self._inward):

@@ -1,4 +1,4 @@
-"""What both trainers do alike: models beside the actor, the end of a step, checkpoints, moves."""
+"""The base of both trainers: additional models, the end of a step, checkpoints, moves between devices."""
 
 import copy
 import math
@@ -69,9 +69,9 @@ class TrainerBase(ABC):
                 model.decay_steps = model.decay_steps or num_steps
 
     def change_setting(self, name: str, value: float) -> None:
-        """A setting of the actor from the next step on: `lr` or `rollout_temperature`."""
+        """Change a setting of the actor from the next step on: `lr` or `rollout_temperature`."""
         assert hasattr(self.args, name), f"there is no setting {name}"
-        changed = copy.copy(self.args)  # others may hold the args that the run began with
+        changed = copy.copy(self.args)  # other objects may hold the original args
         vars(changed)[name] = value
         self.args = changed
 
@@ -136,7 +136,7 @@ class TrainerBase(ABC):
         return StepStats(metrics, grad_norm, rates, time.perf_counter() - started, applied)
 
     def reset_optimizer(self) -> None:
-        """Forget the moments of actor and critic; the schedules go on."""
+        """Reset the moments of actor and critic; learning-rate schedules continue."""
         self._forget_moments()
         if self.critic is not None:
             self.critic.reset_optimizer()
@@ -203,7 +203,7 @@ class TrainerBase(ABC):
         """
 
     def check_vocabulary(self, flag: str, path: str | Path, theirs: int, own: int) -> None:
-        """Refuses a teacher or a critic, which may be of another size and family, with another vocabulary."""
+        """Refuse a teacher or critic whose vocabulary differs; its size and family may differ."""
         if theirs != own:
             raise ValueError(
                 f"{flag} {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has {own}: it reads "
@@ -247,7 +247,7 @@ class TrainerBase(ABC):
         return self._load_state(Path(path), weights_only=self.args.finetune)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Whether all that `save` was given is on disk; `wait`: until it is."""
+        """Whether the last save is complete on disk; `wait`: block until it is."""
         done = self.critic is None or self.critic.finish_save(wait=wait)
         return self._finish_own_save(wait) and done
 
@@ -263,7 +263,7 @@ class TrainerBase(ABC):
 
     @abstractmethod
     def _load_weights(self, path: Path) -> None:
-        """What `_save_weights` wrote, into the live model."""
+        """Load what `_save_weights` wrote into the live model."""
 
     @abstractmethod
     def _finish_own_save(self, wait: bool) -> bool: ...

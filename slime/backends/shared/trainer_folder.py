@@ -1,4 +1,4 @@
-"""What checkpoint folders of both trainers have in common: `trainer.json` and each rank's random state."""
+"""Reads and writes what checkpoint folders of both trainers share: `trainer.json` and random states."""
 
 import json
 import logging
@@ -26,10 +26,9 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def check_content(path: Path, args: Args) -> None:
-    """Refuses a checkpoint whose files are not what was written, before it is read beside the policy."""
-    if not args.no_load_verify:
-        # Each rank reads its share of the files.
-        check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
+    """Refuse a checkpoint whose files differ from what was written, before reading it."""
+    # Each rank reads its share of the files.
+    check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -10,11 +10,10 @@ LIVE = "actor"
 
 
 class WeightCopies:
-    """Copies of the local shards, in host memory or beside them. The tag "actor" is the live model itself."""
+    """Copies of the local shards, in host memory. The tag "actor" is the live model."""
 
-    def __init__(self, local_tensors: Callable[[], list[Tensor]], *, on_device: bool = False) -> None:
+    def __init__(self, local_tensors: Callable[[], list[Tensor]]) -> None:
         self._live = local_tensors
-        self._on_device = on_device
         self._copies: dict[str, list[Tensor]] = {}
 
     def __contains__(self, tag: str) -> bool:
@@ -34,8 +33,6 @@ class WeightCopies:
             torch.cuda.synchronize()
 
     def _place_for(self, tensor: Tensor) -> Tensor:
-        if self._on_device:
-            return torch.empty_like(tensor)
         # Pinned on GPU machines, so that swapping runs at bus speed.
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
 
@@ -58,7 +55,7 @@ class WeightCopies:
 
     @contextmanager
     def filling(self, tag: str) -> Iterator[None]:
-        """What the block writes into the live model becomes the weights of `tag`; then it is as before."""
+        """Store what the block writes into the live model under `tag`, then restore the live model."""
         if tag == LIVE:
             yield
             return

@@ -82,7 +82,7 @@ class TorchDistFolder:
         return self._mtp is not None and bool(self._mtp.fullmatch(name))
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor under its hub name; those that share a parameter are read together, once."""
+        """Return the whole tensor of a hub name; tensors that share a parameter are read together, once."""
         rule, hub, parts = self._parts[name]
         if self._last[0] != hub:
             whole = torch.cat([read_slice(self.path, part.tensor, part.index) for part in parts])

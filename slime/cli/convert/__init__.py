@@ -1,22 +1,25 @@
-"""`slime convert`: weights between Hugging Face folders, trainer checkpoints and FP8, without a run."""
+"""`slime convert`: convert weights between Hugging Face folders, trainer checkpoints and FP8."""
 
 import argparse
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cli.main import user_errors
 from slime.utils.errors import RunStopped
 from slime.utils.files.torch_dist_folder import is_megatron_folder
 
+Add = Callable[..., Any]
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     with user_errors(), _naming_disk_errors(Path(options.save)):
         if options.what == "hf-to-fp8":
-            # torch takes seconds to load, which a wrong flag should not cost.
+            # Imported here: torch takes seconds to load, and a wrong flag does not need it.
             from slime.cli.convert.fp8_folder import convert
 
             convert(Path(options.hf_checkpoint), Path(options.save), options)
@@ -37,13 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _naming_disk_errors(target: Path) -> Iterator[None]:
-    """What the disk did to the new folder is one line, and the room of what was begun is given back."""
+    """Report a disk error as one line, and delete the incomplete folder."""
     try:
         yield
     except (RunStopped, ValueError):
         raise
     except Exception as error:
-        # Here, because a wrong flag needs nothing of it.
+        # Imported here: a wrong flag does not need it.
         from slime.cluster.checkpoints.save_folder import disk_error
 
         cause = disk_error(error, next(path for path in target.absolute().parents if path.exists()))
@@ -57,74 +60,35 @@ def _naming_disk_errors(target: Path) -> Iterator[None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slime convert", description=__doc__.partition(":")[2].strip())
-    commands = parser.add_subparsers(
-        dest="what", required=True, metavar="hf-to-dist | hf-to-torch-dist | dist-to-hf | hf-to-fp8"
+    commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+
+    def command(name: str, what: str, model: str, *other_names: tuple[str, ...]) -> Add:
+        """Add a subcommand with --hf-checkpoint and --save; return its `add_argument`."""
+        add = commands.add_parser(name, help=what).add_argument
+        model_names, save_names = other_names or ((), ())
+        add("--hf-checkpoint", *model_names, required=True, metavar="DIR", help=model)
+        add("--save", *save_names, required=True, metavar="DIR", help="new folder")
+        return add
+
+    dist = "convert a Hugging Face model to a trainer checkpoint, for --load ... --finetune under any layout"
+    add = command("hf-to-dist", dist, "the model")
+    backends = f"format of this trainer [{DEFAULT_BACKEND}]"
+    add("--train-backend", choices=tuple(BACKENDS), default=DEFAULT_BACKEND, help=backends)
+
+    torch_dist = "convert a Hugging Face model to Megatron's torch_dist format, for --ref-load and --load"
+    command("hf-to-torch-dist", torch_dist, "the model")
+
+    to_hf = "convert a trainer checkpoint, or one in Megatron's torch_dist format, to a Hugging Face model"
+    add = command(
+        "dist-to-hf", to_hf, "model that the run started from", ("--origin-hf-dir",), ("--output-dir",)
     )
-    _add_from_hf(commands)
-    _add_torch_dist(commands)
-    _add_to_hf(commands)
-    _add_fp8(commands)
+    source = "folder of --save, or one step_* in it; or DIR_torch_dist, or one iter_* in it"
+    add("--load", "--input-dir", required=True, metavar="DIR", help=source)
+    add("--ckpt-step", type=int, help="which of several checkpoints [the latest]")
+    add("--dtype", choices=("bfloat16", "float32"), help="dtype to write [that of --hf-checkpoint]")
+
+    fp8 = "convert a Hugging Face model to one with FP8 blocks in its linear layers"
+    add = command("hf-to-fp8", fp8, "the model", ("--model-dir",), ("--save-dir",))
+    add("--block-size", type=int, nargs=2, default=(128, 128), metavar=("ROWS", "COLUMNS"), help="[128 128]")
+    add("--scale-fmt", choices=("ue8m0",), help="ue8m0: scales are powers of two")
     return parser
-
-
-def _add_from_hf(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
-        "hf-to-dist",
-        help="a Hugging Face model as a trainer checkpoint, for --load ... --finetune under any layout",
-    )
-    command.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="the model")
-    command.add_argument(
-        "--save", required=True, metavar="DIR", help="new folder, as --save of a run writes it"
-    )
-    command.add_argument(
-        "--train-backend",
-        choices=tuple(BACKENDS),
-        default=DEFAULT_BACKEND,
-        help=f"whose format [{DEFAULT_BACKEND}]",
-    )
-
-
-def _add_torch_dist(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
-        "hf-to-torch-dist",
-        help="a Hugging Face model as a checkpoint in Megatron's format, for --ref-load and --load",
-    )
-    command.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="the model")
-    command.add_argument("--save", required=True, metavar="DIR", help="new folder: release/ and its tracker")
-
-
-def _add_to_hf(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
-        "dist-to-hf", help="a trainer checkpoint, or one in Megatron's torch_dist, as a Hugging Face model"
-    )
-    command.add_argument(
-        "--load",
-        "--input-dir",
-        required=True,
-        metavar="DIR",
-        help="folder of --save, or one step_* in it; or DIR_torch_dist, or one iter_* in it",
-    )
-    command.add_argument("--ckpt-step", type=int, help="which of several checkpoints [the latest]")
-    command.add_argument(
-        "--hf-checkpoint",
-        "--origin-hf-dir",
-        required=True,
-        metavar="DIR",
-        help="model that the run started from",
-    )
-    command.add_argument("--save", "--output-dir", required=True, metavar="DIR", help="new folder")
-    command.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="of the weights written [that of --hf-checkpoint]"
-    )
-
-
-def _add_fp8(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
-        "hf-to-fp8", help="a Hugging Face model with its linear weights in FP8 blocks"
-    )
-    command.add_argument("--hf-checkpoint", "--model-dir", required=True, metavar="DIR", help="the model")
-    command.add_argument("--save", "--save-dir", required=True, metavar="DIR", help="new folder")
-    command.add_argument(
-        "--block-size", type=int, nargs=2, default=(128, 128), metavar=("ROWS", "COLUMNS"), help="[128 128]"
-    )
-    command.add_argument("--scale-fmt", choices=("ue8m0",), help="ue8m0: factors are powers of two")

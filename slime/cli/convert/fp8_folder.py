@@ -1,4 +1,4 @@
-"""A Hugging Face folder with its linear weights in FP8, file by file; it appears whole or not at all."""
+"""Converts a Hugging Face folder to FP8 file by file; the new folder appears complete or not at all."""
 
 import argparse
 import json
@@ -67,7 +67,7 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 
 def _files(source: Path) -> dict[str, list[str]]:
-    """File -> names of the tensors in it, all of them at hand."""
+    """Return {file: tensor names}, after checking that none is missing."""
     listed = read_index(source) or {}
     files = sorted(set(listed.values())) or [file.name for file in all_files(source)]
     if not files:
@@ -88,13 +88,13 @@ def _files(source: Path) -> dict[str, list[str]]:
 
 
 def _stays(name: str, tensors: dict[str, Tensor]) -> bool:
-    """Whether this is a linear layer that was left as it is, as readers must know. Embeddings are none."""
+    """Return whether this linear layer stays unquantised, which the config must list."""
     matrix = name.endswith(".weight") and tensors[name].ndim == 2 and not name.endswith(_EMBEDDINGS)
     return matrix and tensors[name].element_size() > 1
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Copy tokenizer, generation config, chat template, code: all but weights and what is there already."""
+    """Copy tokenizer, generation config, chat template and code: everything but weights."""
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
         if file.is_file() and not weights and not (target / file.name).exists():

@@ -1,4 +1,4 @@
-"""Hugging Face folders into checkpoints of Megatron's (torch_dist) and back, a tensor at a time."""
+"""Converts Hugging Face folders to Megatron's torch_dist checkpoints and back, one tensor at a time."""
 
 import argparse
 from pathlib import Path
@@ -18,7 +18,7 @@ _BUCKET_BYTES = 4 * 2**30  # about the size of one file
 
 
 def from_hf(options: argparse.Namespace) -> None:
-    """`--save DIR_torch_dist`: the folder `release` in it, as slime's own tool leaves it."""
+    """Write `release` and its tracker file into `--save DIR_torch_dist`."""
     source, target = Path(options.hf_checkpoint), Path(options.save)
     refuse_existing(target)
     config = _config_of(source)
@@ -26,7 +26,7 @@ def from_hf(options: argparse.Namespace) -> None:
 
 
 def to_hf(options: argparse.Namespace) -> None:
-    """The weights of an iteration, with config and tokenizer of the model that it was made from."""
+    """Write the weights of an iteration, with config and tokenizer of the original model."""
     source, target = Path(options.hf_checkpoint), Path(options.save)
     refuse_existing(target)
     config = _config_of(source)
@@ -47,7 +47,7 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def _config_of(source: Path) -> Any:
-    """The config of the model; ValueError where its family is not known here."""
+    """Return the config of the model; ValueError for an unknown family."""
     # Heavy import, only needed here.
     from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders into trainer checkpoints and back, by the trainer's own code, on one CPU process.
+"""Converts Hugging Face folders to trainer checkpoints and back, with the trainer's code on one CPU.
 
 FSDP keeps fp32 weights, four bytes per parameter; Megatron the model's own dtype and a gradient buffer.
 """
@@ -25,7 +25,7 @@ from slime.utils.machine.process_groups import stay_on_loopback
 
 
 def from_hf(options: argparse.Namespace) -> None:
-    """A checkpoint of rollout 0 without optimizer state: `--load` reads it together with `--finetune`."""
+    """Write a checkpoint of rollout 0 without optimizer state, for `--load` with `--finetune`."""
     source, target = Path(options.hf_checkpoint), Path(options.save)
     refuse_existing(target)
     need_model(source)
@@ -36,7 +36,7 @@ def from_hf(options: argparse.Namespace) -> None:
 
 
 def to_hf(options: argparse.Namespace) -> None:
-    """The weights of a checkpoint, with config and tokenizer of the model that it started from."""
+    """Write the weights of a checkpoint, with config and tokenizer of the model that it started from."""
     source, target = Path(options.hf_checkpoint), Path(options.save)
     refuse_existing(target)
     need_model(source)
@@ -50,7 +50,7 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def _name_left_out(source: Path, target: Path) -> None:
-    """Tell what the new folder lacks: a trainer writes what it builds, and copies MTP heads."""
+    """Report tensors that the new folder lacks, because the trainer does not build them."""
     left = sorted(files_by_tensor(source).keys() - files_by_tensor(target).keys())
     if left:
         print(
@@ -60,7 +60,7 @@ def _name_left_out(source: Path, target: Path) -> None:
 
 
 def _find(folder: Path, step: int | None) -> Path:
-    """The trainer's part of a checkpoint: of a folder of several, of one, or itself."""
+    """Return the trainer's folder of a checkpoint, given that folder, a step or a folder of steps."""
     for path in (folder, folder / "trainer"):
         if is_checkpoint(path):
             check_trainer_folder(path.resolve())
@@ -71,7 +71,7 @@ def _find(folder: Path, step: int | None) -> Path:
             f"--load {folder} holds no checkpoint: give a folder that --save of a run wrote, or one step_* "
             "in it."
         )
-    # Chosen by number: a damaged one is refused and the one before it offered, where a run would take that.
+    # Chosen by number: a damaged checkpoint is an error here, while a run would load the one before it.
     chosen = find_step(folder, max(steps) if step is None else step, damage_of=by_content)
     assert chosen is not None, f"{folder} holds steps, and a number that is not there is an error"
     return chosen.trainer
@@ -95,7 +95,7 @@ def need_model(source: Path) -> None:
 
 @contextmanager
 def _trainer(kind: str, source: Path) -> Iterator[TrainBackend]:
-    """The trainer of one process with the weights of `source`; SGD, as Adam would need room for moments."""
+    """Create a trainer of one process with the weights of `source`; SGD, because Adam needs more memory."""
     # Heavy import, only needed here.
     from transformers import AutoConfig
 
@@ -118,7 +118,7 @@ def _trainer(kind: str, source: Path) -> Iterator[TrainBackend]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A process group of this process."""
+    """Create a process group of one rank."""
     stay_on_loopback()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,1 +1,40 @@
-"""Commands about a run that exists: they read its record, live or after its end."""
+"""Commands about an existing run: they read its folder, while it runs or after it ended."""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from slime.utils.files.run_file import RunRecord, no_run, read_run
+
+MISTAKE = 2  # exit code
+
+
+def command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Decorator: a ValueError ends the command with one `error:` line and exit code 2."""
+
+    @functools.wraps(main)
+    def guarded(argv: Sequence[str]) -> int:
+        try:
+            return main(argv)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return MISTAKE
+
+    return guarded
+
+
+def run_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose first argument is the folder of a run."""
+    parser = argparse.ArgumentParser(name, description=description, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    return parser
+
+
+def need_run(folder: Path) -> RunRecord:
+    """Return run.json of a folder; ValueError where there is none."""
+    run = read_run(folder)
+    if run is None:
+        raise ValueError(no_run(folder))
+    return run

@@ -1,4 +1,4 @@
-"""`slime ask RUN ACTION [VALUE]`: pause a run, save a checkpoint now, change its learning rate, ..."""
+"""`slime ask RUN ACTION [VALUE]`: pause or stop a run, save or evaluate now, change its learning rate."""
 
 from __future__ import annotations
 
@@ -10,79 +10,71 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.catalog.actions import ACTIONS
+from slime.cli.inspect import command, need_run, run_parser
 from slime.dashboard.run_folder import RUNNING, RunFolder
 from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import ASKED, DONE, ActionRow, ask, read_actions
 from slime.record.schema import open_for_reading
-from slime.utils.files.run_file import no_run, read_run
 from slime.utils.machine.own_command import as_typed
 from slime.utils.printable import printable
 
 _POLL_S = 0.5
 _WHO = "slime ask"
-_MISTAKE, _NOT_DONE, _INTERRUPTED = 2, 1, 130  # exit codes
+_NOT_DONE, _INTERRUPTED = 1, 130  # exit codes
 
 
+@command
 def main(argv: Sequence[str]) -> int:
-    """Write the request into the record of the run, wait until the run answers, and print the answer."""
+    """Write the request into the record of the run, wait until the run replies, and print the reply."""
     options = _parser().parse_args(argv)
     folder: Path = options.run
     words = [word for word in options.action if word != "set"]  # `set lr 1e-6` reads well, too
-    try:
-        if not words:
-            print("\n".join(_listed(folder)))
-            return 0
-        row = _ask(folder, words)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _MISTAKE
-    print("asked: the run does it after the step that it is in", flush=True)
+    need_run(folder)
+    if not words:
+        print("\n".join(_listed(folder)))
+        return 0
+    row = _ask(folder, words)
+    print("requested: it takes effect after the current step", flush=True)
     if options.no_wait:
         return 0
     try:
         return _wait_for_answer(folder, row)
     except KeyboardInterrupt:
-        print("no longer waiting; the run does it all the same", file=sys.stderr)
+        print("no longer waiting; the request stays in effect", file=sys.stderr)
         return _INTERRUPTED
 
 
 def _ask(folder: Path, words: list[str]) -> int:
-    """The number of the request; ValueError: the run cannot take it."""
+    """Write the request and return its number; ValueError where the run cannot take it."""
     name, values = words[0].replace("-", "_"), words[1:]
     if len(values) > 1:
-        raise ValueError(f"unexpected {values[1]!r}: an action has one value at most.")
+        raise ValueError(f"unexpected {values[1]!r}: an action takes at most one value.")
     try:
         value = float(values[0]) if values else None
     except ValueError:
-        raise ValueError(f"{words[0]}: {values[0]!r} is no number.") from None
+        raise ValueError(f"{words[0]}: {values[0]!r} is not a number.") from None
     if name not in ACTIONS:
-        raise ValueError(f"{words[0]!r} is no action; there are {', '.join(ACTIONS)}.")
-    _need_run(folder)
+        raise ValueError(f"{words[0]!r} is not an action; choose from {', '.join(ACTIONS)}.")
     state = RunFolder(folder, "run").state
     if state != RUNNING:
         raise ValueError(
-            f"{folder}: this run has ended ({printable(state)}), so nobody would do it. Start it again with "
+            f"{folder}: this run has ended ({printable(state)}), so it takes no actions. Start it again with "
             "the flags that you want."
         )
     return ask(folder, name, value, _WHO)
 
 
-def _need_run(folder: Path) -> None:
-    if read_run(folder) is None:
-        raise ValueError(no_run(folder))
-
-
 def _wait_for_answer(folder: Path, number: int) -> int:
-    """Print what the run answers; also where it ends before."""
+    """Print the reply of the run, or that it ended without one."""
     run = RunFolder(folder, "run")
     while True:
-        is_over = run.state != RUNNING  # before the row is read: a run answers, and then ends
+        is_over = run.state != RUNNING  # read before the row: a run replies, then ends
         row = next(row for row in _rows(folder) if row.id == number)
         if row.state != ASKED:
             print(printable(f"{row.state}: {row.answer}"))
             return 0 if row.state == DONE else _NOT_DONE
         if is_over:
-            print(f"error: the run ended before it answered ({printable(run.state)})", file=sys.stderr)
+            print(f"error: the run ended before it replied ({printable(run.state)})", file=sys.stderr)
             return _NOT_DONE
         time.sleep(_POLL_S)
 
@@ -93,8 +85,7 @@ def _rows(folder: Path) -> list[ActionRow]:
 
 
 def _listed(folder: Path) -> list[str]:
-    """What can be asked, and what was."""
-    _need_run(folder)
+    """List the actions and the last requests."""
     lines = [f"{as_typed('ask', folder)} ACTION, where ACTION is:"]
     for name, action in ACTIONS.items():
         lines.append(f"  {name + ' NUMBER' if action.setting else name:<20} {action.what}")
@@ -102,18 +93,15 @@ def _listed(folder: Path) -> list[str]:
         for row in _rows(folder)[-10:]:
             when = time.strftime("%H:%M:%S", time.localtime(row.time))
             value = "" if row.value is None else f" {row.value:g}"
-            lines.append(
-                printable(f"{when} {row.name}{value}, {row.who}: {row.answer or 'not answered yet'}")
-            )
+            lines.append(printable(f"{when} {row.name}{value}, {row.who}: {row.answer or 'no reply yet'}"))
     return lines
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("slime ask", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that is going on")
+    parser = run_parser("slime ask", __doc__)
     names = ", ".join(f"{name} NUMBER" if action.setting else name for name, action in ACTIONS.items())
     parser.add_argument(
-        "action", nargs="*", metavar="ACTION", help=f"{names}; none: list them, and what was asked before"
+        "action", nargs="*", metavar="ACTION", help=f"{names}; without one: list actions and past requests"
     )
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for the answer of the run")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until the run replies")
     return parser

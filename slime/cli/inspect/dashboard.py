@@ -1,4 +1,4 @@
-"""`slime dashboard RUN [RUN...]`: the page of one run or several, in a browser, live or after their end."""
+"""`slime dashboard RUN [RUN...]`: show one or several runs in a browser, live or after they ended."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from pathlib import Path
 from aiohttp import web
 
 from slime import dashboard
+from slime.cli.inspect import command
 from slime.dashboard.access import Access
-from slime.dashboard.run_folder import NotARun, open_runs
+from slime.dashboard.run_folder import open_runs
 from slime.dashboard.server import Page
 from slime.record import RECORD_FILE
 from slime.utils.files.folder_lock import is_locked
@@ -30,11 +31,11 @@ DEFAULT_PORT = 8123
 ADDRESS_FILE = "dashboard_address"
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if not options.run and not options.demo:
-        print("error: name the folder of a run, or --demo for one that ships with slime", file=sys.stderr)
-        return 2
+        raise ValueError("give the folder of a run, or --demo for one that ships with slime")
     with contextlib.ExitStack() as stack:
         folders = [stack.enter_context(demo_run())] if options.demo else []
         return _show(options, [*options.run, *folders])
@@ -44,27 +45,20 @@ def _show(options: argparse.Namespace, folders: list[Path]) -> int:
     ended = threading.Event()
     if options.beside:
         _become_a_follower(folders[0], ended)
-    try:
-        runs = open_runs(folders)
-    except NotARun as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    page = Page(runs, Access(options.host), may_act=not options.demo)
+    page = Page(open_runs(folders), Access(options.host), may_act=not options.demo)
     try:
         asyncio.run(_serve(page, options.host, options.port, ended, open_browser=options.open))
     except OSError as error:
-        print(
-            f"error: --host {options.host} --port {options.port}: {error.strerror}; another --port may be "
-            "free (0 takes any).",
-            file=sys.stderr,
-        )
-        return 2
+        raise ValueError(
+            f"--host {options.host} --port {options.port}: {error.strerror}; try another --port (0 takes any "
+            "free one)."
+        ) from None
     return 0
 
 
 def _become_a_follower(folder: Path, ended: threading.Event) -> None:
-    """Beside a run: wait until its folder is there, and end with the process that holds our input."""
-    # A signal to a whole job is for the run, which ends first.
+    """Wait until the run that started this process has a folder, and end when its pipe closes."""
+    # Ctrl-C ends the run, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # training comes first
 
@@ -84,11 +78,11 @@ def _become_a_follower(folder: Path, ended: threading.Event) -> None:
 
 @contextlib.contextmanager
 def demo_run() -> Iterator[Path]:
-    """The folder of a small recorded run, unpacked for as long as the block lasts."""
+    """Unpack a small recorded run into a temporary folder."""
     packed = Path(dashboard.__file__).parent / "demo" / "demo.tar.xz"
     with tempfile.TemporaryDirectory(prefix="slime-demo-") as name:
         with tarfile.open(packed) as archive:
-            # An attribute, since the argument is unknown to Python before 3.11.4; the file is our own.
+            # An attribute, because Python before 3.11.4 does not know the argument.
             archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
             archive.extractall(name)
         yield Path(name) / "demo"
@@ -105,7 +99,7 @@ async def _serve(page: Page, host: str, port: int, over: threading.Event, *, ope
         except OSError:
             if port != DEFAULT_PORT:
                 raise
-            site = web.TCPSite(runner, host, 0)  # nobody asked for this very port
+            site = web.TCPSite(runner, host, 0)  # the default port is taken, any other will do
             await site.start()
         assert site._server is not None
         bound = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
@@ -114,12 +108,12 @@ async def _serve(page: Page, host: str, port: int, over: threading.Event, *, ope
         if page.may_act or page.access.asks_everybody:
             folder = next(iter(page.runs.values())).path
             file = kept.enter_context(kept_address(folder, f"{address}#token={page.access.token}"))
-            need = "to open it" if page.access.asks_everybody else "for actions"
-            text += f"{address} ({need}, use the address in {file}, which only you can read)"
+            need = "to open it" if page.access.asks_everybody else "to use actions"
+            text += f"{address} ({need}, open the address in {file}, which only you can read)"
         else:
             text += address
         print(text, flush=True)
-        print("Ctrl-C ends the dashboard.", flush=True)
+        print("Press Ctrl-C to stop the dashboard.", flush=True)
         if open_browser:
             webbrowser.open(address)  # without the token: other users see the command lines of processes
         ended = asyncio.Event()
@@ -138,10 +132,10 @@ async def _serve(page: Page, host: str, port: int, over: threading.Event, *, ope
 
 @contextlib.contextmanager
 def kept_address(folder: Path, address: str) -> Iterator[Path]:
-    """Keep the address with the token in a file that only the user can read, while the block lasts.
+    """Keep the address with its token in a file that only the user can read.
 
-    It is in the folder of the run, or in a temporary one where the run belongs to somebody else or the file
-    system keeps no permissions. A terminal's output is no place for it: `driver.log` holds that.
+    It is in the run folder, or in a temporary folder where the run belongs to another user or the file system
+    has no permissions. The terminal must not show it, because `driver.log` keeps the terminal's output.
     """
     with contextlib.ExitStack() as stack:
         file = folder / ADDRESS_FILE
@@ -157,7 +151,7 @@ def kept_address(folder: Path, address: str) -> Iterator[Path]:
 
 
 def _write_for_owner(file: Path, address: str) -> bool:
-    """Write the file by one rename; False where that fails or others could read it."""
+    """Write the file by one rename; return False if that fails or others could read it."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with open(restricted(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FOR_OWNER), "w") as opened:
@@ -177,7 +171,7 @@ def _write_for_owner(file: Path, address: str) -> bool:
 
 def _tell_end(over: threading.Event, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
     over.wait()
-    with contextlib.suppress(RuntimeError):  # it has ended by itself
+    with contextlib.suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(ended.set)
 
 
@@ -193,11 +187,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; any but a loopback address lets others in, who need the token. "
+        help="address to listen on; others can connect to any but a loopback address, with the token. "
         "Default: %(default)s",
     )
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="default: %(default)s, or a free one")
-    parser.add_argument("--demo", action="store_true", help="a small recorded run that ships with slime")
-    parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)  # by `slime train`
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="default: %(default)s, or any free port"
+    )
+    parser.add_argument("--demo", action="store_true", help="show a small recorded run that ships with slime")
+    parser.add_argument(
+        "--beside", action="store_true", help=argparse.SUPPRESS
+    )  # set by `slime train --dashboard`
     parser.add_argument("--open", action="store_true", help="open a browser")
     return parser

@@ -1,4 +1,4 @@
-"""`slime ledger`: prove that nothing was lost or trained twice, show one trajectory, take a step again."""
+"""`slime ledger`: prove that no sample was lost or trained twice, show one sample, recompute a step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.cli.inspect import command
 from slime.record import RECORD_FILE, RecordError, Select, open_record
 from slime.record.schema import EmptyRecord
 from slime.utils.files.run_file import RunRecord, is_used, no_run, read_run, runs_inside
@@ -18,23 +19,23 @@ from slime.utils.printable import printable
 _FINISHED = "finished"
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    folder = Path(options.run)
     try:
         return {"audit": _audit, "show": _show, "replay": _replay}[options.action](options)
-    except ValueError as error:  # a RecordError, or what the training loop says of a replay
-        print(f"error: {error if _is_run(folder) else no_run(folder)}", file=sys.stderr)
-        return 2
+    except ValueError:
+        if not _is_run(options.run):
+            raise ValueError(no_run(options.run)) from None
+        raise
 
 
 def _audit(options: argparse.Namespace) -> int:
-    folder = Path(options.run)
-    inside = [] if _is_run(folder) else runs_inside(folder)
+    inside = [] if _is_run(options.run) else runs_inside(options.run)
     if not inside:
-        return _audit_run(options, folder)
+        return _audit_run(options, options.run)
     codes = []
-    for run in inside:  # a folder of runs, as a quick start leaves it
+    for run in inside:  # a folder of runs, such as that of a quick start
         print(f"{run}:", flush=True) if not options.json else None
         try:
             codes.append(_audit_run(options, run))
@@ -55,7 +56,7 @@ def _audit_run(options: argparse.Namespace, folder: Path) -> int:
     except EmptyRecord:
         if run is None or ended or saved or is_used(folder):
             raise
-        found = Audit()  # killed before its first rollout: there was nothing to lose
+        found = Audit()  # killed before its first rollout
     if options.json:
         print(json.dumps({"run": str(folder), **vars(found), "finished": ended}))
         return 1 if found.violations else 0
@@ -64,19 +65,17 @@ def _audit_run(options: argparse.Namespace, folder: Path) -> int:
     print(f"samples trained: {found.num_samples}; covered by a checkpoint: up to step {found.committed}")
     print("groups: " + (", ".join(f"{n} {what}" for what, n in sorted(found.groups.items())) or "none"))
     if found.redone or found.recalled:
-        print(f"after crashes: {found.redone} steps taken again, {found.recalled} samples from the ledger")
+        print(f"after crashes: {found.redone} steps repeated, {found.recalled} samples restored")
     if found.unrecorded:
-        print(
-            f"the samples of steps {found.unrecorded} are not in the record (a full disk?), only their fates"
-        )
+        print(f"samples of steps {found.unrecorded} are missing, only their outcomes are known (disk full?)")
     if found.unnumbered:
-        print(f"the samples of steps {found.unnumbered} have no group_index: nobody can follow them")
+        print(f"samples of steps {found.unnumbered} have no group_index and cannot be followed")
     for violation in found.violations:
         print(f"VIOLATION: {violation}")
     if not found.num_events:
-        print("the ledger is empty: no rollout was made yet")
+        print("the ledger is empty: there was no rollout yet")
     elif not found.violations:
-        print("conserved: every group has one fate, nothing was trained twice")
+        print("conserved: every group has one outcome, nothing was trained twice")
     return 1 if found.violations else 0
 
 
@@ -85,11 +84,11 @@ def _is_run(folder: Path) -> bool:
 
 
 def _saved(run: RunRecord | None) -> list[int]:
-    """The steps after which there are checkpoints of this very run."""
+    """Return the steps of this run's checkpoints."""
     folder = run.last.checkpoints if run is not None else None
     found = []
     for step, path in step_folders(folder).items() if folder is not None else ():
-        with contextlib.suppress(ValueError):  # a damaged one is named by whoever loads it
+        with contextlib.suppress(ValueError):  # loading a damaged one reports it
             if run is not None and read_step(path).manifest.run_id == run.id:
                 found.append(step)
     return found
@@ -130,21 +129,21 @@ def _show(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     from slime.cli.inspect.replay import replay  # here: it loads torch and the whole loop
 
-    return replay(Path(options.run), options.step)
+    return replay(options.run, options.step)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("slime ledger", description=__doc__, allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True)
     audit = actions.add_parser(
-        "audit", help="prove that every group has one fate and nothing was trained twice; exit code 1 if not"
+        "audit", help="prove that every group has one outcome; exit code 1 if one was lost or trained twice"
     )
     audit.add_argument("--json", action="store_true", help="one JSON object")
-    show = actions.add_parser("show", help="print a trajectory with its tokens")
-    show.add_argument("--step", type=int, required=True, help="the rollout")
-    show.add_argument("--sample", type=int, help="index of the sample; default: all of the step")
-    replay = actions.add_parser("replay", help="take a step again on the CPU and compare it with the log")
-    replay.add_argument("--step", type=int, required=True, help="the rollout")
+    show = actions.add_parser("show", help="print samples with their tokens")
+    show.add_argument("--step", type=int, required=True, help="the step")
+    show.add_argument("--sample", type=int, help="index of the sample; default: all samples of the step")
+    replay = actions.add_parser("replay", help="compute a step again on the CPU and compare it with the log")
+    replay.add_argument("--step", type=int, required=True, help="the step")
     for action in (audit, show, replay):
-        action.add_argument("run", metavar="RUN", help="folder of the run")
+        action.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     return parser

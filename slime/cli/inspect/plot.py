@@ -1,4 +1,4 @@
-"""`slime plot RUN [RUN...]`: curves of any metrics, as a PNG or in the terminal, of one run or of several."""
+"""`slime plot RUN [RUN...]`: plot metrics of one or several runs, in the terminal or as a picture."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from slime.catalog.metrics import is_eval_score
+from slime.cli.inspect import MISTAKE, command, need_run
 from slime.observability.tracking import read_metrics
-from slime.utils.files.run_file import no_run, read_run
 
 DEFAULT = (
     "rollout/raw_reward",
-    "eval/*",  # scores alone: what else is known of evaluations is shown to whoever asks for it
+    "eval/*",  # scores only; other metrics of evaluations need --metric
     "train/loss",
     "rollout/response_len/mean",
     "train/grad_norm",
@@ -28,13 +28,10 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 Curve = dict[int, float]
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    try:
-        runs = {name: _curves(Path(name)) for name in options.run}
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    runs = {name: _curves(Path(name)) for name in options.run}
     known = sorted({key for curves in runs.values() for key in curves})
     shown = [key for key in known if options.metric or not key.startswith("eval/") or is_eval_score(key)]
     names, unknown = _chosen(options.metric or DEFAULT, shown)
@@ -45,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: no metric {pattern!r} in these runs{hint}", file=sys.stderr)
         if options.list or not options.metric:
             print("\n".join(known) or "nothing is logged yet")
-        return 0 if options.list else 2
+        return 0 if options.list else MISTAKE
     if options.out:
         return _draw_png(runs, names, Path(options.out))
     for name in names:
@@ -54,13 +51,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _curves(folder: Path) -> dict[str, Curve]:
-    """{metric: {step: value}} of a run's metrics.jsonl; of a step that
-    was logged twice, the later value counts.
-    """
+    """Read {metric: {step: value}} of a run; where a step was logged twice, the later value counts."""
     file = folder / "metrics.jsonl" if folder.is_dir() else folder
     if not file.is_file():
-        is_run = read_run(folder) is not None
-        raise ValueError(f"{folder}: the run has logged nothing yet." if is_run else no_run(folder))
+        need_run(folder)
+        raise ValueError(f"{folder}: the run has logged nothing yet.")
     curves: dict[str, Curve] = {}
     for row in read_metrics(file):
         step = row.get("step")
@@ -86,7 +81,7 @@ def _chosen(patterns: Iterable[str], known: Sequence[str]) -> tuple[list[str], l
 
 
 def _draw_text(name: str, curves: dict[str, Curve]) -> list[str]:
-    """A title, and for each run a strip of blocks with its first and last value, all on one x-axis."""
+    """Draw each run as a strip of blocks with its first and last value; all share one x-axis."""
     lines = [name]
     width = max(map(len, curves))
     values = [value for curve in curves.values() for value in curve.values()]
@@ -106,10 +101,7 @@ def _block(value: float, low: float, high: float) -> str:
 
 
 def _columns(curve: Curve, axis: list[int], count: int) -> list[float | None]:
-    """The mean of a curve in each of `count` equal shares of the axis; None outside of the curve.
-
-    A share without a value of its own, between two that have one, shows the one before.
-    """
+    """Average a curve over `count` equal shares of the axis; a gap repeats the value before it."""
     columns: list[float | None] = []
     for i in range(count):
         steps = axis[len(axis) * i // count : len(axis) * (i + 1) // count]
@@ -126,21 +118,14 @@ def _draw_png(runs: dict[str, dict[str, Curve]], names: list[str], out: Path) ->
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        print(
-            "error: --out needs matplotlib: pip install 'slime[plot]', or leave --out away", file=sys.stderr
-        )
-        return 2
+        raise ValueError("--out needs matplotlib: pip install 'slime[plot]', or leave --out out") from None
     figure, axes = pyplot.subplots(len(names), 1, figsize=(8, 2.6 * len(names)), squeeze=False, sharex=True)
     for axis, name in zip(axes[:, 0], names, strict=True):
         for run, curves in runs.items():
             if name in curves:
                 steps = sorted(curves[name])
-                axis.plot(
-                    steps,
-                    [curves[name][step] for step in steps],
-                    label=run,
-                    marker="." if len(steps) < 30 else "",
-                )
+                values = [curves[name][step] for step in steps]
+                axis.plot(steps, values, label=run, marker="." if len(steps) < 30 else "")
         axis.set_title(name, fontsize=9, loc="left")
         axis.grid(alpha=0.3)
     axes[-1, 0].set_xlabel("step")
@@ -150,11 +135,10 @@ def _draw_png(runs: dict[str, dict[str, Curve]], names: list[str], out: Path) ->
     try:
         if out.is_dir():
             raise IsADirectoryError("it is a folder")
-        out = out if out.suffix else out.with_name(f"{out.name}.png")  # as matplotlib does, without a word
+        out = out if out.suffix else out.with_name(f"{out.name}.png")  # matplotlib adds it silently
         figure.savefig(out, dpi=120)
     except (OSError, ValueError) as error:
-        print(f"error: --out {out} cannot be written: {error}", file=sys.stderr)
-        return 2
+        raise ValueError(f"--out {out} cannot be written: {error}") from None
     print(f"wrote {out}: {', '.join(names)}")
     return 0
 
@@ -170,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a metric, or a pattern such as 'eval/*'; may repeat",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="write a picture (.png, .pdf, .svg); default: the terminal"
+        "--out", metavar="FILE", help="write a picture (.png, .pdf, .svg) instead of plotting in the terminal"
     )
-    parser.add_argument("--list", action="store_true", help="the names of all metrics of these runs")
+    parser.add_argument("--list", action="store_true", help="list the names of all metrics of these runs")
     return parser

@@ -1,8 +1,7 @@
-"""`slime ledger replay RUN --step N`: takes one training step again on the CPU and compares it with the log.
+"""`slime ledger replay RUN --step N`: compute one training step again on the CPU and compare it with the log.
 
-The samples come from the record, the weights from the checkpoint before that step, the settings from
-run.json; what computes is the training loop itself (batch, log-probs, advantages, loss terms), without
-engines.
+Samples come from the record, weights from the checkpoint before that step, settings from run.json. The
+training loop itself computes the step (batch, log-probs, advantages, loss terms), without engines.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from slime.record.additions import Advantage
 from slime.utils.files.run_file import METRICS_FILE, RunRecord, Start, read_run
 from slime.utils.files.step_folders import step_folders
 
-# What a step computes of its batch; all of it is compared where the run logged it.
+# Metrics that a step computes from its batch; each one that the run logged is compared.
 _COMPARED = (
     "train/",
     "rollout/log_probs",
@@ -37,7 +36,7 @@ _COMPARED = (
 )
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4  # sums in another order, kernels of another device
 _HALF_RELATIVE, _HALF_ABSOLUTE = 5e-2, 2e-2  # bfloat16 on the device, fp32 here
-_UNCUT = {  # where run.json of an earlier version says nothing of it
+_UNCUT = {  # defaults for run.json files of earlier versions
     "rollout_top_p": 1.0,
     "rollout_top_k": -1,
     "allow_sampling_mismatch": False,
@@ -46,7 +45,7 @@ _UNCUT = {  # where run.json of an earlier version says nothing of it
 
 
 def replay(folder: Path, step: int) -> int:
-    """0: every number agrees; 1: some do not. A RecordError says why it cannot be done."""
+    """Return 0 if every number agrees, else 1; RecordError where the step cannot be replayed."""
     run = read_run(folder)
     if run is None:
         raise RecordError(f"{folder} holds no run.json: it is not the folder of a run.")
@@ -59,7 +58,7 @@ def replay(folder: Path, step: int) -> int:
             start = _start_of(folder, run, step)
             settings = {name: entry["value"] for name, entry in start.settings.items()}
             if why := _why_not(settings):
-                raise RecordError(f"step {step} cannot be taken again: {why}")
+                raise RecordError(f"step {step} cannot be replayed: {why}")
             weights = _weights_before(run, start, step, known)
             _write_dump(record, step, str(dump))
             made = _advantages(record, step)
@@ -79,7 +78,7 @@ def replay(folder: Path, step: int) -> int:
 
 @contextlib.contextmanager
 def _no_devices() -> Iterator[None]:
-    """For torch, which looks once, and for children; whoever called keeps his environment."""
+    """Hide GPUs from torch and from child processes while the block runs."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
@@ -92,7 +91,7 @@ def _no_devices() -> Iterator[None]:
 
 
 def _start_of(folder: Path, run: RunRecord, step: int) -> Start:
-    """The start of the run that trained the step last: its settings may be others than those of the last."""
+    """Return the start of the run that trained the step last; later starts may have other settings."""
     starts = [*run.earlier, run.last]
     with LedgerReader(folder / RECORD_FILE) as reader:
         rows = reader.events()
@@ -103,18 +102,16 @@ def _start_of(folder: Path, run: RunRecord, step: int) -> Start:
 
 
 def _why_not(settings: dict[str, Any]) -> str | None:
-    """What a step with these settings needs of its samples that the record does not hold."""
+    """Return what a step with these settings needs that the record does not keep; None: nothing."""
     if settings.get("turn_discount") is not None:
         return (
             f"--turn-discount is {settings['turn_discount']}, and rewards of single turns are not recorded."
         )
     estimator = ESTIMATORS.get(name := settings.get("advantage_estimator", ""))
     if estimator is not None and estimator.needs_greedy_answer:
-        return f"--advantage-estimator {name} compares with greedy answers, whose rewards are not recorded."
+        return f"--advantage-estimator {name} compares with greedy responses, whose rewards are not recorded."
     if replays_nucleus(SimpleNamespace(**{**_UNCUT, **settings})):
-        return (
-            "the token ids that answers were drawn from (--rollout-top-p, --rollout-top-k) are not recorded."
-        )
+        return "the token ids kept by --rollout-top-p and --rollout-top-k are not recorded."
     if settings.get("use_opd") and settings.get("opd_type") == "engine":
         return "the log-probs of a teacher behind --rm-url are not recorded."
     if settings.get("use_rollout_routing_replay"):
@@ -125,7 +122,7 @@ def _why_not(settings: dict[str, Any]) -> str | None:
 
 
 def _weights_before(run: RunRecord, start: Start, step: int, known: set[int]) -> list[str]:
-    """The flags that load the weights which that step began with; none: the model of --hf-checkpoint.
+    """Return the flags that load the weights before that step; none: the model of --hf-checkpoint.
 
     `known`: steps whose samples are in the record.
     """
@@ -141,10 +138,11 @@ def _weights_before(run: RunRecord, start: Start, step: int, known: set[int]) ->
     folder = Path(run.last.checkpoints) if run.last.checkpoints else None
     there = sorted(step_folders(folder)) if folder is not None and folder.is_dir() else []
     if step - 1 not in there:
-        kept = f"checkpoints are there of steps {there}" if there else "there are no checkpoints"
+        kept = f"there are checkpoints of steps {there}" if there else "there are no checkpoints"
         raise RecordError(
-            f"step {step} began with the weights after step {step - 1}, which are gone: {kept}. Steps that "
-            f"can be replayed: {sorted({0, *(s + 1 for s in there)} & known)} (--save-interval 1 keeps all)."
+            f"step {step} started from the weights after step {step - 1}, which were not kept: {kept}. "
+            f"Steps that can be replayed: {sorted({0, *(s + 1 for s in there)} & known)} (--save-interval 1 "
+            "keeps all)."
         )
     return ["--load", str(folder), "--ckpt-step", str(step - 1)]
 
@@ -162,7 +160,7 @@ def _write_dump(record: Record, step: int, template: str) -> None:
 
 
 def _advantages(record: Record, step: int) -> dict[int, Advantage]:
-    """Those of the trained answers, by the indices of these."""
+    """Return the advantages of trained samples by sample index."""
     select = Select(kind="train", rollout_id=step, outcome="trained", limit=1_000_000_000)
     found = [record.advantage(answer.row) for answer in record.answers(select)]
     return {advantage.sample_index: advantage for advantage in found if advantage is not None}
@@ -190,7 +188,7 @@ def _sample(record: Record, answer: Answer) -> Any:
 
 
 def _args(known: dict[str, Any], step: int, weights: list[str], dump: str, run_dir: Path) -> Any:
-    """Settings of a run, for one step without engines on one rank of this machine."""
+    """Return the settings of the run, changed to train one step on one rank without engines."""
     from slime.arguments import parse_args
 
     words = ["--hf-checkpoint", str(known["hf_checkpoint"]), "--debug-train-only"]
@@ -200,7 +198,7 @@ def _args(known: dict[str, Any], step: int, weights: list[str], dump: str, run_d
     words += ["--quiet", "--skip-preflight", "machine", "lengths", "reward", *weights]
     args = parse_args(words)
     here = args.to_dict()
-    # What parsing made of flags (a topology of engines) is in the file as text only.
+    # Values derived from flags, such as the topology of engines, are in run.json only as text.
     made = {
         name for name, value in here.items() if not isinstance(value, (str, float, int, list, type(None)))
     }
@@ -222,7 +220,7 @@ _OF_THE_REPLAY = """
 
 
 def _logged(folder: Path, step: int, updates: set[int] | None = None) -> dict[str, float]:
-    """Numbers of a step, the last that was logged for each: a step that was lost was logged before.
+    """Return the latest value of each metric of a step; after a crash a step is logged twice.
 
     `updates`: the optimizer updates of that step; None: all that were logged.
     """
@@ -254,7 +252,7 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
 def _compare_advantages(
     logged: dict[int, Advantage], found: dict[int, Advantage], relative: float, absolute: float
 ) -> int:
-    """0: those of all answers that have one in both records agree."""
+    """Return 0 if the advantages of all samples that are in both records agree."""
     common = sorted(logged.keys() & found.keys())
     apart = []
     for index in common:
@@ -263,7 +261,7 @@ def _compare_advantages(
             apart.append(index)
     if common:
         which = f", of samples {apart[:5]}" if apart else ""
-        print(f"{'DIFFERS' if apart else 'same':8s} advantages of {len(common)} answers{which}")
+        print(f"{'DIFFERS' if apart else 'same':8s} advantages of {len(common)} samples{which}")
     return 1 if apart else 0
 
 

@@ -1,4 +1,4 @@
-"""`slime samples RUN`: what the model was asked and what it answered, from the record of a run."""
+"""`slime samples RUN`: show prompts and the model's responses with their rewards, from a run's record."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
+from slime.cli.inspect import command, need_run, run_parser
 from slime.record import Answer, Record, RecordError, Select, open_record
-from slime.utils.files.run_file import no_run, read_run
 from slime.utils.printable import cut_lines, printable
 
 _PROMPT_LINES, _ANSWER_LINES = 6, 14
@@ -22,16 +21,16 @@ _DIFF_PROMPTS = 5
 _NAMED = 8  # steps in a message
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         with open_record(options.run) as record:
             answers = _differences(record, options) if options.diff else record.answers(_select(options))
             where = "" if answers else _why_none(record, options)
-    except RecordError as error:
-        folder = Path(options.run)
-        print(f"error: {error if read_run(folder) else no_run(folder)}", file=sys.stderr)
-        return 2
+    except RecordError:
+        need_run(options.run)
+        raise
     if options.json:
         for answer in answers:
             print(json.dumps(dataclasses.asdict(answer), ensure_ascii=False))
@@ -47,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 def show_answer(
     answer: Answer, width: int, *, whole: bool, num_lines: tuple[int, int] = (_PROMPT_LINES, _ANSWER_LINES)
 ) -> RenderableType:
-    """One answer with prompt, label, reward and fate; prompt and answer cut to `num_lines` unless `whole`."""
+    """Render a response with prompt, label, reward and outcome; texts have `num_lines` unless `whole`."""
 
     def shown(text: str, lines: int) -> str:
         return printable(text) if whole else cut_lines(printable(text), lines, max(width - 2, 20))
@@ -77,11 +76,7 @@ def _title(answer: Answer) -> str:
 def _select(options: argparse.Namespace) -> Select:
     by_reward = options.worst or options.best
     return Select(
-        kind=None
-        if options.step is None and options.eval is None
-        else "train"
-        if options.eval is None
-        else "eval",
+        kind="eval" if options.eval is not None else "train" if options.step is not None else None,
         rollout_id=options.step,
         dataset=options.eval or None,
         outcome=options.outcome,
@@ -92,9 +87,7 @@ def _select(options: argparse.Namespace) -> Select:
 
 
 def _differences(record: Record, options: argparse.Namespace) -> list[Answer]:
-    """Answers to the same prompts in two steps, early before late; of
-    evaluations where training repeats no prompt.
-    """
+    """Return responses to the same prompts in two steps; of evaluations if training repeats no prompt."""
     early, late = options.diff
     for kind in ("eval",) if options.eval is not None else ("train", "eval"):
         if prompts := record.prompts_of_both(kind, early, late, _DIFF_PROMPTS):
@@ -115,7 +108,7 @@ def _why_none(record: Record, options: argparse.Namespace) -> str:
     steps = f"it has steps {numbers[0]} to {numbers[-1]}"
     wanted = {options.step, *(options.diff or ())} - {None}
     if pruned := sorted(row.rollout_id for row in rows if row.pruned and row.rollout_id in wanted):
-        return f"the samples of step {pruned[0]} were removed for their size (--record-max-mib); {steps}."
+        return f"the samples of step {pruned[0]} were deleted to save space (--record-max-mib); {steps}."
     if options.diff:
         evaluated = sorted({row.rollout_id for row in rows if row.kind == "eval" and not row.pruned})
         if len(evaluated) > 1:  # training may repeat none; these ask the same questions each time
@@ -126,31 +119,24 @@ def _why_none(record: Record, options: argparse.Namespace) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("slime samples", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="folder of the run")
-    parser.add_argument("--step", type=int, help="of this rollout (or evaluation, with --eval)")
-    parser.add_argument(
-        "--eval", nargs="?", const="", metavar="NAME", help="of evaluations, or of one dataset"
-    )
-    parser.add_argument(
-        "--outcome", choices=("trained", "filtered", "failed", "evaluated"), help="what became of it"
-    )
-    parser.add_argument(
-        "--contains", metavar="TEXT", help="prompt, answer or label contains this; case does not count"
-    )
+    parser = run_parser("slime samples", __doc__)
+    add = parser.add_argument
+    add("--step", type=int, help="samples of this step (or of its evaluation, with --eval)")
+    add("--eval", nargs="?", const="", metavar="NAME", help="samples of evaluations, or of one dataset")
+    add("--outcome", choices=("trained", "filtered", "failed", "evaluated"), help="samples with this outcome")
+    add("--contains", metavar="TEXT", help="prompt, response or label contains TEXT, in any case")
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--worst", type=_count, metavar="N", help="the N answers of lowest reward")
-    order.add_argument("--best", type=_count, metavar="N", help="the N answers of highest reward")
-    order.add_argument(
-        "--diff", type=int, nargs=2, metavar=("A", "B"), help="the same prompts in steps A and B"
-    )
-    parser.add_argument("--limit", type=_count, default=10, metavar="N", help="at most so many; default: 10")
-    parser.add_argument("--full", action="store_true", help="whole texts, however long")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    order.add_argument("--worst", type=_count, metavar="N", help="the N responses with the lowest reward")
+    order.add_argument("--best", type=_count, metavar="N", help="the N responses with the highest reward")
+    compared = "responses to the same prompts in steps A and B"
+    order.add_argument("--diff", type=int, nargs=2, metavar=("A", "B"), help=compared)
+    add("--limit", type=_count, default=10, metavar="N", help="show at most N samples; default: 10")
+    add("--full", action="store_true", help="do not shorten long texts")
+    add("--json", action="store_true", help="one JSON object per line")
     return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of answers; write 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples; write 1 or more")
     return int(text)

@@ -1,11 +1,11 @@
-"""`slime status RUN` and `slime watch RUN`: how a run is doing and what it waits for, now or at its end."""
+"""`slime status RUN` and `slime watch RUN`: a run's state, step, metrics, times and current waits."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import datetime
 import json
-import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,25 +14,27 @@ from typing import Any
 
 from rich.text import Text
 
-from slime.observability import phases
+from slime.catalog.deadlines import DEADLINES, all_timeouts
+from slime.cli.inspect import command, need_run, run_parser
+from slime.liveness import phases
+from slime.liveness.vital_signs import signs_of
+from slime.liveness.wait_table import WaitTable, read_table
 from slime.observability.incidents import describe_incidents, read_incidents
 from slime.observability.terminal.progress import Progress, duration, short, sparkline
 from slime.observability.terminal.terminal import Terminal
 from slime.observability.tracking import read_metrics
-from slime.observability.wait_table import WaitTable, read_table
 from slime.utils.files.folder_lock import holder_here, is_locked
-from slime.utils.files.run_file import METRICS_FILE, RunRecord, no_run, read_run
-from slime.utils.machine.vital_signs import signs_of
+from slime.utils.files.run_file import METRICS_FILE, RunRecord
 from slime.utils.printable import printable
 
 _EVERY_S = 2.0
 _LIVE = ("running", phases.PAUSED)
-_LATE_S = 10.0  # from then on the table of waits is said to be old
+_LATE_S = 10.0  # an older table of waits is shown with its age
 _SHOWN_WAITS = 12
 _SHOWN = (
     ("reward", "rollout/raw_reward", "{:.4g}"),
-    ("answer length", "rollout/response_len/mean", "{:.0f} tokens"),
-    ("cut at the limit", "rollout/truncated_ratio", "{:.0%}"),
+    ("response length", "rollout/response_len/mean", "{:.0f} tokens"),
+    ("truncated", "rollout/truncated_ratio", "{:.0%}"),
     ("loss", "train/loss", "{:.4g}"),
     ("grad norm", "train/grad_norm", "{:.4g}"),
     ("entropy", "train/entropy_loss", "{:.4g}"),
@@ -46,9 +48,9 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the folder of a run says: `state` is running, paused, finished, or how it ended.
+    """The status of a run: `state` is running, paused, finished, or how it ended.
 
-    `values`: the last of each metric. `waits` None: nobody waited for anything, or it is not known.
+    `values`: the latest value of each metric. `waits` None: there are none, or they are not known.
     """
 
     name: str
@@ -62,15 +64,13 @@ class Status:
         return self.state not in _LIVE
 
 
+@command
 def status_main(argv: Sequence[str]) -> int:
     """Print the status once."""
-    parser = _parser("slime status")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object, for scripts")
+    parser = run_parser("slime status", __doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
     options = parser.parse_args(argv)
     status = _read(options.run)
-    if isinstance(status, str):
-        print(f"error: {status}", file=sys.stderr)
-        return 2
     print(_as_json(status) if options.json else "\n".join(status.lines))
     return 0
 
@@ -85,55 +85,37 @@ def _as_json(status: Status) -> str:
     return json.dumps({"name": status.name, "state": status.state, "metrics": status.values, "waits": rows})
 
 
+@command
 def watch_main(argv: Sequence[str]) -> int:
-    """Print the status again and again until the run ends; on a terminal in one place."""
-    run = _parser("slime watch").parse_args(argv).run
-    status = _read(run)
-    if isinstance(status, str):
-        print(f"error: {status}", file=sys.stderr)
-        return 2
+    """Show the status until the run ends: redrawn on a terminal, printed when it changes elsewhere."""
+    run = run_parser("slime watch", __doc__).parse_args(argv).run
+    status, shown = _read(run), tuple[str, ...]()
     terminal = Terminal()
-    if not terminal.is_live:
-        return _watch_plainly(run, status)
     try:
         while True:
-            width = terminal.size[0] - 4
-            terminal.show(
-                [line for text in status.lines for line in Text(text).wrap(terminal.console, width)]
-            )
+            if terminal.is_live:
+                width = terminal.size[0] - 4
+                wrapped = [Text(text).wrap(terminal.console, width) for text in status.lines]
+                terminal.show([line for lines in wrapped for line in lines])
+            elif status.lines[1:] != shown[1:]:
+                print("\n".join(status.lines), flush=True)
             if status.is_over:
                 return 0
+            shown = status.lines
             time.sleep(_EVERY_S)
-            newer = _read(run)
-            status = status if isinstance(newer, str) else newer
+            with contextlib.suppress(ValueError):  # run.json is being replaced
+                status = _read(run)
     finally:
         terminal.settle(keep=True)
 
 
-def _watch_plainly(run: Path, status: Status) -> int:
-    shown: tuple[str, ...] = ()
-    while True:
-        if status.lines[1:] != shown[1:]:
-            print("\n".join(status.lines), flush=True)
-        if status.is_over:
-            return 0
-        shown = status.lines
-        time.sleep(_EVERY_S)
-        newer = _read(run)
-        status = status if isinstance(newer, str) else newer
-
-
-def _read(run: Path) -> Status | str:
-    """A str says why the folder has no status."""
-    held = is_locked(run, "--run-dir")  # looked at first: a run writes how it ended, and then lets go
-    record = read_run(run)
-    if record is None:
-        return no_run(run)
+def _read(run: Path) -> Status:
+    held = is_locked(run, "--run-dir")  # read first: a run writes how it ended, then unlocks its folder
+    record = need_run(run)
     rows = read_metrics(run) if (run / METRICS_FILE).is_file() else []
-    # No end is written and nobody held the folder: it is lost, unless another start took it just now.
+    # Without an exit and a lock the run was killed, unless another start has just locked the folder.
     running = held or (record.last.exit is None and is_locked(run, "--run-dir"))
     state = "running" if running else record.last.exit or "lost: the process ended without a word"
-    # A run that came to its end waits for nothing; of one that was stopped it is told why it was.
     table = read_table(run) if state != "finished" else None
     if running and table is not None and table.is_paused:
         state = phases.PAUSED
@@ -144,22 +126,22 @@ def _read(run: Path) -> Status | str:
 
 
 def _stopped_lines(run: Path) -> list[str]:
-    """A driver that is stopped watches nobody: nothing of the run goes on, and nothing else would tell."""
+    """Report a driver that was stopped by a signal: it cannot report that itself."""
     driver = holder_here(run, "--run-dir")
     signs = signs_of([driver]) if driver is not None else None
     if signs is None or not signs.stopped:
         return []
-    return [f"  its driver (process {driver}) is stopped (SIGSTOP): `kill -CONT {driver}` lets it go on"]
+    return [f"  its driver (process {driver}) is stopped (SIGSTOP): `kill -CONT {driver}` resumes it"]
 
 
 def _wait_lines(table: WaitTable, running: bool) -> list[str]:
-    """Overdue ones first; phases of the run are waits like others."""
+    """List the waits, overdue ones first."""
     if not table.rows:
         return []
     silent_s = time.time() - table.time
     late = f", as of {datetime.timedelta(seconds=round(silent_s))} ago" if silent_s > _LATE_S else ""
     title = f"  waits{late}:" if running else "  waits when it ended:"
-    rows = [f"    {row.told(table.time)}" for row in table.rows[:_SHOWN_WAITS]]
+    rows = [f"    {row.describe(table.time)}" for row in table.rows[:_SHOWN_WAITS]]
     more = len(table.rows) - len(rows)
     return [title, *rows, *([f"    and {more} more (--json shows all)"] if more > 0 else [])]
 
@@ -197,10 +179,28 @@ def _lines(
     lines += [f"  wasted: {progress.waste_words()}"] if progress.waste_words() else []
     lines += [f"  {line}" for line in describe_incidents(read_incidents(run, started.timestamp()))]
     if record.last.restarts:
-        lines.append(f"  {record.last.told_restarts}")
+        lines.append(f"  {record.last.restarts_text}")
     if record.last.checkpoints:
         lines.append(f"  checkpoints in {record.last.checkpoints}")
+    lines += _deadline_lines(record)
     return lines, dict(values)
+
+
+def _deadline_lines(record: RunRecord) -> list[str]:
+    """List every deadline in force, with its default where they differ."""
+    values = {name: entry["value"] for name, entry in record.last.settings.items()}
+    texts = [
+        f"{name} {seconds:g}" + (f" (default {default:g})" if seconds != default else "")
+        for name, seconds in all_timeouts(values).items()
+        for default in (DEADLINES[name].default,)
+    ]
+    return textwrap.wrap(
+        "deadlines in seconds (--timeouts): " + ", ".join(texts),
+        110,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
 
 
 def _total(record: RunRecord) -> int | None:
@@ -219,12 +219,6 @@ def _how_far(progress: Progress, state: str) -> str:
 def _speed(progress: Progress) -> str:
     tokens = progress.tokens_per_second()
     return "" if tokens is None else f"; {short(tokens)} tok/s"
-
-
-def _parser(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(name, description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
-    return parser
 
 
 main = status_main

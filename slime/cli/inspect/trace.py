@@ -1,4 +1,4 @@
-"""`slime trace RUN`: the spans of a run as a file for Perfetto or chrome://tracing, or for a collector."""
+"""`slime trace RUN`: write where each step spent its time, for Perfetto, Chrome or OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -12,29 +12,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.dashboard.run_folder import NotARun, RunFolder, open_runs
+from slime.cli.inspect import command, run_parser
+from slime.dashboard.run_folder import RunFolder, open_runs
 from slime.dashboard.timeline import all_spans, packed
-from slime.record import RecordError
 from slime.utils.files.run_file import no_run
 
 _BATCH = 2000  # spans in one request to a collector
 _MOST_STEPS = (1 << 63) - 1  # that SQLite can hold
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    try:
-        run, *others = open_runs([options.run]).values()
-        if others:
-            raise NotARun(no_run(options.run))
-        spans = _read(run, options.steps)
-    except (NotARun, RecordError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    run, *others = open_runs([options.run]).values()
+    if others:
+        raise ValueError(no_run(options.run))
+    with run.record() as connection:
+        spans = all_spans(connection, *(options.steps or (None, None)))
     if not spans:
-        which = "" if options.steps is None else " of these steps"
-        print(f"error: {options.run} has no spans{which}", file=sys.stderr)
-        return 2
+        raise ValueError(f"{options.run} has no spans" + ("" if options.steps is None else " of these steps"))
     if options.otlp:
         return _send(run, spans, options.otlp)
     out = Path(options.out) if options.out else options.run / "trace.json"
@@ -42,19 +38,13 @@ def main(argv: Sequence[str]) -> int:
         with out.open("w", encoding="utf-8") as file:
             json.dump({"traceEvents": list(chrome_events(spans)), "displayTimeUnit": "ms"}, file)
     except OSError as error:
-        print(f"error: --out {out} cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
+        raise ValueError(f"--out {out} cannot be written: {error.strerror}") from None
     print(f"wrote {out}: {len(spans)} spans; open it at ui.perfetto.dev or chrome://tracing")
     return 0
 
 
-def _read(run: RunFolder, steps: tuple[int, int] | None) -> list[dict[str, Any]]:
-    with run.record() as connection:
-        return all_spans(connection, *(steps or (None, None)))
-
-
 def chrome_events(spans: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One process for each lane, and a thread of it for each row of spans that overlap."""
+    """Yield Chrome trace events: a process for each lane, and a thread for each row of overlapping spans."""
     lanes: dict[str, list[dict[str, Any]]] = {}
     for span in sorted(spans, key=lambda span: span["start"]):
         lanes.setdefault(span["lane"], []).append(span)
@@ -76,7 +66,7 @@ def chrome_events(spans: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def otlp_request(name: str, run_id: str, spans: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """A request of the OTLP/HTTP protocol with JSON; a step is one trace."""
+    """Return an OTLP/HTTP request as JSON; each step is one trace."""
     return {
         "resourceSpans": [
             {
@@ -129,18 +119,17 @@ def _send(run: RunFolder, spans: list[dict[str, Any]], address: str) -> int:
 def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     if not first.isdecimal() or (last and not last.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of steps; write 12 or 10-20")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps; write 12 or 10-20")
     steps = int(first), int(last or first)
     if not steps[0] <= steps[1] <= _MOST_STEPS:
-        raise argparse.ArgumentTypeError(f"{text!r} holds no step; write 12 or 10-20")
+        raise argparse.ArgumentTypeError(f"{text!r} contains no step; write 12 or 10-20")
     return steps
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("slime trace", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser = run_parser("slime trace", __doc__)
     parser.add_argument("--steps", type=_steps, metavar="A-B", help="only these steps; default: all")
-    parser.add_argument("--out", metavar="FILE", help="default: RUN/trace.json")
+    parser.add_argument("--out", metavar="FILE", help="file to write; default: RUN/trace.json")
     parser.add_argument(
         "--otlp", metavar="URL", help="send to an OpenTelemetry collector (OTLP over HTTP) instead"
     )

@@ -1,29 +1,29 @@
-"""`slime track RUN NAME`: send a run to a tracker after its end, or what the tracker missed of it."""
+"""`slime track RUN NAME`: send an ended run to a tracker, or the rest that the tracker missed."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from slime.catalog.trackers import TRACKERS, missing_package
+from slime.cli.inspect import command, need_run, run_parser
 from slime.observability.trackers.follower import Follower, follow, only_one, progress_file, tracked_run
 from slime.utils.files.folder_lock import is_locked
-from slime.utils.files.run_file import no_run, read_run
 from slime.utils.misc import is_installed, load_function
 
 
+@command
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("slime track", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser = run_parser("slime track", __doc__)
     parser.add_argument("name", choices=sorted(TRACKERS), help="the tracker")
-    parser.add_argument("--again", action="store_true", help="from the beginning, whatever was sent before")
+    parser.add_argument("--again", action="store_true", help="send everything again from the beginning")
     options = parser.parse_args(argv)
     name, folder = options.name, options.run.absolute()
-    if trouble := _refusal(name, folder):
-        print(f"error: {trouble}", file=sys.stderr)
-        return 2
+    need_run(folder)
+    if is_locked(folder, "--run-dir"):
+        raise ValueError(f"{folder}: the run is still active; --use-{name} sends its metrics meanwhile.")
+    if not is_installed(TRACKERS[name].package):
+        raise ValueError(missing_package(name))
     with only_one(folder, name):
         if options.again:
             progress_file(folder, name).unlink(missing_ok=True)
@@ -37,11 +37,3 @@ def main(argv: Sequence[str]) -> int:
         + (f"; {refused} reports were refused" if refused else "")
     )
     return 0
-
-
-def _refusal(name: str, folder: Path) -> str | None:
-    if read_run(folder) is None:
-        return no_run(folder)
-    if is_locked(folder, "--run-dir"):
-        return f"{folder}: the run goes on; what --use-{name} could not send yet is sent when it answers."
-    return None if is_installed(TRACKERS[name].package) else missing_package(name)

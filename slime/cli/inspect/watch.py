@@ -1,4 +1,4 @@
-"""`slime watch RUN`: the status of a run, renewed until it ends."""
+"""`slime watch RUN`: show the status of a run until it ends."""
 
 from slime.cli.inspect.status import watch_main as main
 

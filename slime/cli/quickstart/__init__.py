@@ -6,9 +6,6 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     # Here: the reward plug-ins live in this package too, and loading one must not load the whole command.
-    from slime.utils.machine.warm_start import loading_as_children
-
-    with loading_as_children():
-        from slime.cli.quickstart.command import main as run_command
+    from slime.cli.quickstart.command import main as run_command
 
     return run_command(argv)

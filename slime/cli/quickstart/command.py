@@ -4,10 +4,9 @@ import argparse
 import contextlib
 import io
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,23 @@ from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.display import Screen, ShownPhase
 from slime.cli.quickstart.folder import opened
-from slime.cli.quickstart.metric_names import LOSS, REWARD
-from slime.cli.quickstart.outcome import QuickstartOutcome, read_outcome, summarise, write_summary
-from slime.cli.quickstart.plot_ahead import Plotter, plotting
-from slime.cli.quickstart.presets import PRESETS, describe
-from slime.cli.quickstart.task_files import DataFiles, write_data
+from slime.cli.quickstart.outcome import (
+    LOSS,
+    REWARD,
+    QuickstartOutcome,
+    draw_plot,
+    read_outcome,
+    summarise,
+    write_summary,
+)
+from slime.cli.quickstart.tasks import DataFiles, write_data
 from slime.cli.quickstart.two_runs import (
+    PRESETS,
     RECIPES,
     Recipe,
     build_rl_argv,
     build_sft_argv,
+    describe,
     warmed_up,
     write_run_file,
 )
@@ -39,7 +45,7 @@ from slime.utils.misc import why_no_models
 
 RANDOM_REWARD = "random-reward"
 _SCRATCH = "slime-quickstart-"  # folders that are thrown away
-# What trainers and engines load before they do anything: twice by the quick start's two runs.
+# Modules that trainers and engines of both runs import first.
 _OF_CHILDREN = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
@@ -48,12 +54,11 @@ _OF_CHILDREN = (
     "slime.cluster.training.train_actor",
     "slime.engines.embedded.http_server",
 )
-_OF_THE_DRIVER = ("slime.preflight.all_checks", "slime.loop", "slime.loop_async")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The quick start's own flags; everything else on its command line belongs to the RL run."""
+    """The quick start's own flags; all other flags belong to the RL run."""
 
     model: str
     seed: int
@@ -67,7 +72,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the quick start; 0 when it ended well."""
+    """Run the quick start and return its exit code."""
     options = parse_options(argv)
     screen = Screen(quiet="--quiet" in options.extra)
     with contextlib.ExitStack() as stack:
@@ -75,15 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (why := why_no_models()) is not None:
                 raise ValueError(f"slime quickstart: {why}.")
             check_flags(options, screen)
-        if "torch" not in sys.modules:  # else this process has another beginning than the command line
-            stack.enter_context(warm_starts(_OF_CHILDREN, own=_OF_THE_DRIVER))
+        stack.enter_context(warm_starts(_OF_CHILDREN))
         with user_errors():
             made = stack.enter_context(rehearsed(options, screen))
             earlier = stack.enter_context(opened(options.run_dir))
         if earlier is not None:
-            screen.say(f"What an earlier quick start left in {options.run_dir} is now in {earlier}.")
+            screen.say(f"An earlier quick start in {options.run_dir} was moved to {earlier}.")
         with user_errors(options.run_dir / "error.txt"), screen.logging_to(options.run_dir / "log.txt"):
-            summary = run(options, screen, made, stack.enter_context(plotting()))
+            summary = run(options, screen, made)
     return verdict(summary, options, screen)
 
 
@@ -100,25 +104,26 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of data, model and sampling (default 0)")
     parser.add_argument(
-        "--advantage-estimator", default="grpo", metavar="NAME", help=f"with its preset: {', '.join(PRESETS)}"
+        "--advantage-estimator",
+        default="grpo",
+        metavar="NAME",
+        help=f"default grpo; presets exist for {', '.join(PRESETS)}",
     )
     parser.add_argument("--control", choices=(RANDOM_REWARD,), help="replace the reward by coin tosses")
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/quickstart"), help="folder for everything it writes"
     )
     parser.add_argument(
-        "--num-rollout", type=int, metavar="N", help="RL steps, where the recipe has too many or too few"
+        "--num-rollout", type=int, metavar="N", help="number of RL steps (default: the recipe's)"
     )
-    parser.add_argument(
-        "--hf-checkpoint", help="with --model smollm2: a local folder or hub name to use instead"
-    )
+    parser.add_argument("--hf-checkpoint", help="with --model smollm2: use this local folder or hub name")
     parser.add_argument(
         "--require-accuracy", type=float, metavar="X", help="fail unless held-out accuracy reaches X of 1"
     )
     known, extra = parser.parse_known_args(argv)
     if known.num_rollout is not None and known.num_rollout < 2:
         parser.error(
-            f"--num-rollout is {known.num_rollout}: at least two steps are needed to tell before from after."
+            f"--num-rollout is {known.num_rollout}: use at least 2 steps to compare before and after."
         )
     if known.require_accuracy is not None and not 0 <= known.require_accuracy <= 1:
         parser.error(
@@ -130,7 +135,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
 
 def check_flags(options: Options, screen: Screen) -> None:
-    """A misspelt flag need not wait for torch, a model or a download. `--print-config` ends here, too."""
+    """Parse the flags before torch is loaded or a model is made; `--print-config` ends here."""
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name, screen.logging_to(Path(name, "log.txt")):
         scratch = replace(options, run_dir=Path(name))
@@ -145,23 +150,20 @@ def check_flags(options: Options, screen: Screen) -> None:
 
 @contextlib.contextmanager
 def rehearsed(options: Options, screen: Screen) -> Iterator[Path | str]:
-    """Everything up to the first step of training, in a folder that is thrown away after the block: what is
-    wrong is told here. Yields the model that was made for it, which may be moved elsewhere.
+    """Run everything up to the first training step in a temporary folder; yield the model made for it.
 
-    Nothing of an earlier quick start is touched before this
-    has passed, and no flag fails only after the warm-up.
+    Errors are raised here: before an earlier quick start is touched, and not only after the warm-up.
     """
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name:
         scratch = replace(options, run_dir=Path(name))
         with screen.logging_to(scratch.run_dir / "log.txt"):
-            checkpoint_of = begin_model(scratch)  # in the time that the rest takes
             from slime.preflight.all_checks import (
                 preflight,  # here: it loads torch, which no help need wait for
             )
 
             files = write_files(shortened(recipe), scratch)
-            checkpoint = checkpoint_of()
+            checkpoint = make_model(scratch)
             args = parse_args(rl_argv(recipe, scratch, files, checkpoint))
             preflight(args).raise_errors()
             if recipe.warm_up:
@@ -180,7 +182,7 @@ def rehearsed(options: Options, screen: Screen) -> Iterator[Path | str]:
 
 
 def stand_in(options: Options) -> Path | str:
-    """A folder for the model before there is one."""
+    """Return a placeholder for the model before it is made."""
     if options.hf_checkpoint:
         return options.hf_checkpoint
     folder = options.run_dir / "model"
@@ -191,7 +193,7 @@ def stand_in(options: Options) -> Path | str:
 
 @contextlib.contextmanager
 def naming(folder: Path, *, in_place_of: str) -> Iterator[None]:
-    """What is printed meanwhile comes out at the end, with one path for another."""
+    """Print at the end what the block printed, with one path replaced by another."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -201,7 +203,7 @@ def naming(folder: Path, *, in_place_of: str) -> Iterator[None]:
 
 
 def check_evaluations(args: Args) -> None:
-    """A quick start compares before with after."""
+    """Require evaluations before and after training: the quick start compares them."""
     if args.skip_eval_before_train:
         raise ValueError("--skip-eval-before-train: a quick start compares before with after; leave it out.")
     assert args.num_rollout is not None, "every recipe says how many steps it takes"
@@ -218,12 +220,12 @@ def recipe_of(options: Options) -> Recipe:
 
 
 def shortened(recipe: Recipe) -> Recipe:
-    """With the conversations of the warm-up's first chunk: no flag of the user's changes what they are."""
+    """Return the recipe with the warm-up's first chunk alone: no flag changes the conversations."""
     return replace(recipe, warm_up=recipe.warm_up and replace(recipe.warm_up, num_chunks=1))
 
 
 def prepare(recipe: Recipe, options: Options, made: Path | str) -> tuple[DataFiles, Path | str]:
-    """The data and the checkpoint that the quick start begins with: the one that the rehearsal made."""
+    """Write the data, and move the model that the rehearsal made into the run folder."""
     checkpoint = Path(shutil.move(made, options.run_dir / "model")) if options.model == "tiny" else made
     return write_files(recipe, options), checkpoint
 
@@ -234,8 +236,8 @@ def write_files(recipe: Recipe, options: Options) -> DataFiles:
     return write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
 
 
-def run(options: Options, screen: Screen, made: Path | str, plotter: Plotter) -> dict[str, Any]:
-    """Everything from an empty folder to summary.json, whose content it returns. `made`: its model."""
+def run(options: Options, screen: Screen, made: Path | str) -> dict[str, Any]:
+    """Train and report in an empty folder; return the content of summary.json. `made`: the model."""
     started = time.monotonic()
     recipe, folder = recipe_of(options), options.run_dir
     screen.say(f"Task: {recipe.task.question}")
@@ -259,15 +261,15 @@ def run(options: Options, screen: Screen, made: Path | str, plotter: Plotter) ->
         wall_s=time.monotonic() - started,
     )
     write_run_file(args, folder / "run.yaml")
-    report(outcome, summary, recipe, options, screen, plotter)
+    report(outcome, summary, recipe, options, screen)
     return summary
 
 
-def begin_model(options: Options) -> Callable[[], Path | str]:
-    """The checkpoint the quick start begins with, made from now on; the call waits for it."""
+def make_model(options: Options) -> Path | str:
+    """Return the checkpoint that the quick start begins with."""
     if options.model == "tiny":
-        return tiny.begin_checkpoint(options.run_dir / "model", seed=options.seed)
-    return lambda: options.hf_checkpoint or smollm2.ensure_checkpoint()
+        return tiny.make_checkpoint(options.run_dir / "model", seed=options.seed)
+    return options.hf_checkpoint or smollm2.ensure_checkpoint()
 
 
 def rl_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:
@@ -314,15 +316,14 @@ def report(
     recipe: Recipe,
     options: Options,
     screen: Screen,
-    plotter: Plotter,
 ) -> None:
-    """Files first, so that they exist even where the screen fails."""
+    """Write the files first, so that they exist even if the terminal fails."""
     folder = options.run_dir
     write_summary(summary, folder / "summary.json")
     title = f"slime quickstart: {recipe.task.name}, {recipe.model}, seed {options.seed}"
     written = "summary.json"
     try:
-        plotter.draw(outcome, folder / "curve.png", title=title)
+        draw_plot(outcome, folder / "curve.png", title=title)
         written += ", curve.png"
     except ImportError:
         screen.say("No plot: matplotlib is missing (pip install 'slime[plot]').")
@@ -331,13 +332,13 @@ def report(
         f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, "
         f"{summary['wall_s']:.0f} s. Written to {folder}: {written}, run.yaml."
     )
-    screen.say(f"See all of it in a browser: {as_typed('dashboard', folder / 'rl')}")
-    screen.say(f"Now change this: {folder / 'run.yaml'} (model, prompts, reward), and run it:")
+    screen.say(f"Open the dashboard: {as_typed('dashboard', folder / 'rl')}")
+    screen.say(f"Next, edit {folder / 'run.yaml'} (model, prompts, reward) and run it:")
     screen.say(f"    {as_typed('train', '--config', folder / 'run.yaml')}")
 
 
 def verdict(summary: dict[str, Any], options: Options, screen: Screen) -> int:
-    """Exit code 1 where --require-accuracy was not met."""
+    """Return exit code 1 if --require-accuracy was not met."""
     if options.require_accuracy is None or summary["accuracy_after"] >= options.require_accuracy:
         return 0
     screen.say(

@@ -1,6 +1,4 @@
-"""What the quick start shows: live lines per phase on a
-terminal, plain lines elsewhere, and tables at the end.
-"""
+"""The quick start's output: live lines on a terminal, plain lines elsewhere, and tables at the end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from slime.cli.quickstart.metric_names import ACCURACY
-from slime.cli.quickstart.outcome import QuickstartOutcome
+from slime.cli.quickstart.outcome import ACCURACY, QuickstartOutcome
 from slime.cli.quickstart.tasks import Task
-from slime.observability import phases
+from slime.liveness import phases
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import Capture, Lines
 from slime.observability.terminal.metrics_tail import MetricsReader, Repeated, Row
@@ -28,7 +25,7 @@ NUM_PLAIN_LINES = 10  # per phase, where there is no terminal
 
 @dataclass(frozen=True, slots=True)
 class ShownPhase:
-    """A run to follow: `value_key` is the number worth watching, logged once per step."""
+    """A run to show: `value_key` is the metric to watch, logged once per step."""
 
     title: str
     num_steps: int
@@ -37,7 +34,7 @@ class ShownPhase:
 
 
 class Screen:
-    """Prints to a terminal with live lines, or to a pipe or file with plain ones; `quiet`: with neither."""
+    """Prints live lines to a terminal, or plain lines to a pipe or file; `quiet` prints neither."""
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.terminal = Terminal(console=console)
@@ -52,10 +49,7 @@ class Screen:
 
     @contextmanager
     def logging_to(self, path: Path) -> Iterator[None]:
-        """Log lines and progress bars of libraries go to a file: the screen is for what is said here.
-
-        What plug-ins print is shown, and in the file, too.
-        """
+        """Send log lines and progress bars of libraries to a file; what plug-ins print is also shown."""
         before = self.terminal
         try:
             with Capture(Lines(lambda line: self.say(printable(line)))) as capture, capture.into(path):
@@ -67,7 +61,7 @@ class Screen:
 
     @contextmanager
     def following(self, phase: ShownPhase, metrics: Path) -> Iterator[None]:
-        """Show how `phase` goes, from the metrics it writes, while the `with` block runs it."""
+        """Show the progress of `phase` from the metrics it writes, while the block runs it."""
         if self._quiet:
             yield
             return
@@ -84,7 +78,7 @@ class Screen:
         self.say(f"\nHeld-out accuracy, {num_held_out} questions never trained on:")
         self.terminal.print(accuracy_table(outcome))
         if outcome.examples:
-            self.say("Greedy answers to held-out questions:")
+            self.say("Greedy responses to held-out questions:")
             self.terminal.print(example_table(outcome))
         self.say(f"Split: {task.split}")
         if control is None:
@@ -131,8 +125,8 @@ class _View:
 
 def accuracy_table(outcome: QuickstartOutcome) -> Table:
     table = Table()
-    for heading in ("answers", "before", "after"):
-        table.add_column(heading, justify="left" if heading == "answers" else "right")
+    for heading in ("responses", "before", "after"):
+        table.add_column(heading, justify="left" if heading == "responses" else "right")
     for name, values in outcome.accuracy.items():
         table.add_row(name, f"{values[0]:.1%}", f"{values[-1]:.1%}")
     return table
@@ -149,6 +143,6 @@ def example_table(outcome: QuickstartOutcome) -> Table:
 
 
 def _marked(answer: str, label: str) -> str:
-    """Green where the answer is, or ends with, the right one; only a hint for the eye, the reward decides."""
+    """Colour a response green where it ends with the label; only a hint, the reward decides."""
     colour = "green" if answer.strip().rstrip(".").endswith(label) else "red"
     return f"[{colour}]{escape(answer.strip())}[/{colour}]"

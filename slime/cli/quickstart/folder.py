@@ -1,4 +1,4 @@
-"""The quick start's folder: what an earlier quick start left there is moved aside, never erased."""
+"""The quick start's folder: files of an earlier quick start are moved aside, never deleted."""
 
 import contextlib
 import tempfile
@@ -23,7 +23,7 @@ EARLIER = "earlier"
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[Path | None]:
-    """The folder of this quick start alone, while the block runs; yields where an earlier one went."""
+    """Lock the folder for this quick start; yields the folder that an earlier one was moved to."""
     _make(folder)
     lock = FolderLock(folder, "--run-dir")
     try:
@@ -33,8 +33,7 @@ def opened(folder: Path) -> Iterator[Path | None]:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Make room for a new quick start in `folder`; returns
-    where the earlier one went, None if there was none.
+    """Move an earlier quick start aside and return its new folder; None if there was none.
 
     Names such as `data` are common: what no quick start made is refused rather than moved.
     """

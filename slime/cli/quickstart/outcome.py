@@ -1,6 +1,4 @@
-"""What a quick-start run has shown: accuracy before and
-after, rewards, example answers; and the summary file.
-"""
+"""The result of a quick start: accuracy before and after, rewards, example responses, summary and plot."""
 
 import json
 import platform
@@ -8,26 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.cli.quickstart.metric_names import (
-    ACCURACY,
-    NUM_SAMPLES,
-    REWARD,
-    WEIGHT_VERSION,
-    values_by_step,
-)
-from slime.cli.quickstart.task_files import GREEDY, DataFiles
-from slime.cli.quickstart.tasks import Problem
+from slime.cli.quickstart.tasks import GREEDY, SAMPLED, DataFiles, Problem
 from slime.cli.quickstart.two_runs import Recipe
 from slime.observability.terminal.metrics_tail import MetricsReader
 from slime.record import Record, RecordError, Select, open_record
 
+LOSS, REWARD = "train/loss", "rollout/raw_reward"
+NUM_SAMPLES, WEIGHT_VERSION = "rollout/num_samples", "rollout/weight_version"
+ACCURACY = {"greedy": f"eval/{GREEDY}", "sampled": f"eval/{SAMPLED}"}
 NUM_EXAMPLES = 6
 _ALL = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One held-out question with the greedy answers of the first and the last model."""
+    """A held-out question with the greedy responses of the first and the last model."""
 
     prompt: str
     label: str
@@ -48,9 +41,7 @@ class QuickstartOutcome:
 
 
 def read_outcome(run_dir: Path, questions: list[Problem]) -> QuickstartOutcome:
-    """Collect the outcome from the files that the RL run
-    left in `run_dir`; `questions` are the held-out ones.
-    """
+    """Read the outcome from the folder of the RL run; `questions` are the held-out ones."""
     records = MetricsReader(run_dir / "metrics.jsonl").new_records()
     evaluations = [record for record in records if all(key in record for key in ACCURACY.values())]
     if len(evaluations) < 2:
@@ -71,9 +62,7 @@ def read_outcome(run_dir: Path, questions: list[Problem]) -> QuickstartOutcome:
 
 
 def read_examples(run_dir: Path, questions: list[Problem]) -> list[Example]:
-    """Pair the greedy answers of the first and the last evaluation in the run's record; questions whose
-    answer changed come first.
-    """
+    """Pair the greedy responses of the first and the last evaluation; changed responses come first."""
     try:
         with open_record(run_dir) as record:
             steps = [row.rollout_id for row in record.rollouts() if row.kind == "eval" and not row.pruned]
@@ -107,7 +96,7 @@ def summarise(
     estimator: str,
     wall_s: float,
 ) -> dict[str, Any]:
-    """The content of summary.json: accuracies on held-out questions; `reward_*` is their sampled score."""
+    """Return the content of summary.json; `reward_*` is the sampled score of the held-out questions."""
     # Here, so that `slime --help` does not pay for importing them.
     import torch
     import transformers
@@ -144,7 +133,7 @@ def write_summary(summary: dict[str, Any], path: Path) -> None:
 
 
 def draw_plot(outcome: QuickstartOutcome, path: Path, *, title: str) -> None:
-    """Training reward of each step, and held-out accuracy at each evaluation, as a PNG."""
+    """Draw the training reward of each step and the held-out accuracy of each evaluation as a PNG."""
     # Here: matplotlib is an extra, and slow to import.
     import matplotlib
 
@@ -162,3 +151,8 @@ def draw_plot(outcome: QuickstartOutcome, path: Path, *, title: str) -> None:
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def values_by_step(records: list[dict[str, Any]], key: str) -> dict[int, float]:
+    """One metric by step; where a step was logged twice, the later value counts."""
+    return {int(record["step"]): record[key] for record in records if key in record}

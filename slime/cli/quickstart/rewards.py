@@ -1,8 +1,7 @@
-"""Rewards of the quick-start tasks: 1 for a right answer
-that ended by itself, 0 otherwise; and their random controls.
+"""Rewards of the quick-start tasks: 1 for a right response that was not truncated, else 0; and controls.
 
-A control pays each sample by an independent coin instead, with about the same average,
-and changes nothing else: what still rises under it was not taught by the reward.
+A control tosses a coin for each sample instead, with about the same average, and changes nothing else:
+an accuracy that still rises was not taught by the reward.
 """
 
 import argparse

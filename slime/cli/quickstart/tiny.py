@@ -1,20 +1,13 @@
-"""A model small enough to train in a minute on a laptop: a
-three-layer Qwen3 that reads and writes single characters.
+"""A tiny Qwen3 of three layers that trains in a minute on a laptop and reads single characters.
 
 It starts from random weights. The tokenizer has one token per printable ASCII character and a chat template
-that adds nothing but the end token after an answer, so that the usual SFT path works on it unchanged.
+that adds nothing but the end token after a response, so that the usual SFT path works on it unchanged.
 """
 
-import os
-import sys
-import threading
-from collections.abc import Callable
+import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from slime.cli.quickstart.checkpoint_files import widen_readers
-from slime.utils.machine import warm_start
-from slime.utils.machine.processes import import_environment, thread_environment
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config
@@ -93,30 +86,23 @@ def make_checkpoint(folder: Path, *, seed: int) -> Path:
     return folder
 
 
-def begin_checkpoint(folder: Path, *, seed: int) -> Callable[[], Path]:
-    """Have it made by a process that has imported the model already; call what is returned to have it.
-
-    Where there is no such process it is made by that call.
-    """
-    done: list[bool] = []
-
-    def ask() -> None:
-        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(folder), str(seed)]
-        env = {**os.environ, **thread_environment(1), **import_environment()}
-        with open(os.devnull, "wb") as nowhere:
-            child = warm_start.fork(command, env, nowhere.fileno())
-        done.append(child is not None and child.wait() == 0)
-
-    asking = threading.Thread(target=ask, name="checkpoint", daemon=True)
-    asking.start()
-
-    def finish() -> Path:
-        asking.join()
-        return folder if any(done) else make_checkpoint(folder, seed=seed)
-
-    return finish
+def edit_json(path: Path, changes: dict[str, Any], *, drop: Collection[str] = ()) -> None:
+    """Rewrite the JSON object in `path` with some keys set and others removed."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in content.items() if key not in drop}
+    path.write_text(json.dumps(kept | changes, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    """`... FOLDER SEED`, in a process of its own."""
-    make_checkpoint(Path(sys.argv[1]), seed=int(sys.argv[2]))
+def widen_readers(folder: Path) -> None:
+    """Make what transformers 5 wrote readable by transformers 4, which otherwise misreads it silently."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # transformers 4 knows only these two names; without them it takes rope_theta 10000 and float32.
+    names = {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": config["dtype"]}
+    edit_json(folder / "config.json", names, drop=["quantization_config"])
+    # Its own class name is unknown to transformers 4; without the input names that one adds token_type_ids,
+    # which generate() refuses.
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    edit_json(folder / "tokenizer_config.json", tokenizer, drop=["backend", "is_local", "local_files_only"])

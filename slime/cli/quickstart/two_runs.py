@@ -8,9 +8,7 @@ import yaml
 
 from slime.arguments import Args
 from slime.arguments.core.draft import COMMAND_LINE
-from slime.cli.quickstart.presets import preset_flags
-from slime.cli.quickstart.task_files import DataFiles
-from slime.cli.quickstart.tasks import ADDITION, SORT_DIGITS, Task
+from slime.cli.quickstart.tasks import ADDITION, SORT_DIGITS, DataFiles, Task
 from slime.utils.machine.own_command import as_typed
 
 # Flags of the user that describe the machine; the warm-up gets these too, the RL run gets everything.
@@ -27,7 +25,7 @@ MACHINE_FLAGS = (
 
 _DEFAULT_CONCURRENCY = 512  # of --sglang-server-concurrency
 
-# What stands on top of the file that a user goes on with, and what to put there.
+# The first lines of the run.yaml that a user continues with, and what to put there.
 _CHANGE_THESE = {
     "hf_checkpoint": "your model: a Hugging Face folder, or a name on the hub",
     "prompt_data": "your prompts: jsonl, json, csv, parquet, or hf:openai/gsm8k#main:train",
@@ -63,7 +61,7 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that differs between the quick-start models."""
+    """What differs between the quick-start models."""
 
     model: str
     task: Task
@@ -86,7 +84,7 @@ class Recipe:
         return min(self.num_rollout * self.over_sampling_batch_size, _MAX_PROMPTS)
 
     def shortened_to(self, num_rollout: int) -> "Recipe":
-        """The same recipe with another number of RL steps; warm-up and evaluations shrink with it."""
+        """Return the recipe with another number of RL steps; warm-up and evaluations shrink with it."""
         return replace(
             self,
             num_rollout=num_rollout,
@@ -141,7 +139,7 @@ def build_sft_argv(
     seed: int,
     extra: Iterable[str] = (),
 ) -> list[str]:
-    """Flags of the warm-up; it leaves a Hugging Face directory at `warmed_up(recipe, run_dir)`."""
+    """Return the flags of the warm-up, which leaves a Hugging Face folder at `warmed_up(recipe, run_dir)`."""
     warm_up = recipe.warm_up
     assert warm_up is not None and files.sft is not None, f"{recipe.model} has no warm-up"
     settings = {
@@ -176,7 +174,7 @@ def build_sft_argv(
 
 
 def warmed_up(recipe: Recipe, run_dir: Path) -> Path:
-    """Where the warm-up leaves its model."""
+    """Return the folder of the warmed-up model."""
     assert recipe.warm_up is not None, f"{recipe.model} has no warm-up"
     return run_dir / f"hf-{recipe.warm_up.num_chunks - 1}"
 
@@ -192,9 +190,7 @@ def build_rl_argv(
     estimator: str = "grpo",
     extra: Iterable[str] = (),
 ) -> list[str]:
-    """Flags of the RL run: the recipe, the estimator's
-    preset, then `extra`, so that what the user wrote wins.
-    """
+    """Return the flags of the RL run: recipe, estimator's preset, then `extra`, so that the user wins."""
     task = recipe.task
     settings: dict[str, object] = {
         "hf-checkpoint": checkpoint,
@@ -239,9 +235,7 @@ def build_rl_argv(
 
 
 def write_run_file(args: Args, path: Path) -> None:
-    """The RL run as a file that `slime train --config` reads; it has a folder of its own, and goes on after
-    any end.
-    """
+    """Write the RL run as a file for `slime train --config`, with a run folder of its own that it resumes."""
     given = {name: value for name, value in args.to_dict(hide_secrets=True).items() if _was_given(args, name)}
     own = path.parent.absolute() / "mine"
     given |= {"run_dir": own, "save": own / "checkpoints", "load": own / "checkpoints"}
@@ -268,12 +262,12 @@ def _was_given(args: Args, name: str) -> bool:
 
 
 def _saving(run_dir: Path, last: int) -> dict[str, object]:
-    """One checkpoint at the end, with the model as a Hugging Face folder beside it."""
+    """Save one checkpoint at the end, and the model as a Hugging Face folder."""
     return {"save": run_dir / "checkpoints", "save-interval": last, "save-hf": run_dir / "hf-{rollout_id}"}
 
 
 def machine_flags(extra: Iterable[str]) -> list[str]:
-    """The part of the user's flags that says where to run: `--runtime ray --lr 1e-4` -> `--runtime ray`."""
+    """Return the user's flags that say where to run: `--runtime ray --lr 1e-4` -> `--runtime ray`."""
     kept: list[str] = []
     keep = False
     for word in extra:
@@ -285,7 +279,7 @@ def machine_flags(extra: Iterable[str]) -> list[str]:
 
 
 def _even_interval(num_steps: int, longest: int) -> int:
-    """An interval that divides the run: the largest from `longest` down to half of it, else the whole run."""
+    """Return the largest interval from `longest` down to half of it that divides the run, else the run."""
     fits = (interval for interval in range(longest, longest // 2, -1) if num_steps % interval == 0)
     return next(fits, num_steps)
 
@@ -293,3 +287,39 @@ def _even_interval(num_steps: int, longest: int) -> int:
 def _as_argv(settings: dict[str, object], switches: Iterable[str]) -> list[str]:
     pairs = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     return pairs + [f"--{name}" for name in switches]
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Flags of an estimator that differ from GRPO's: what it needs, and what suits the tiny model."""
+
+    needs: tuple[str, ...] = ()
+    tiny: tuple[str, ...] = ()
+
+    def flags(self, model: str) -> tuple[str, ...]:
+        return self.needs + (self.tiny if model == "tiny" else ())
+
+
+PRESETS = {
+    "grpo": Preset(),
+    "gspo": Preset(),
+    "cispo": Preset(tiny=("--eps-clip", "1.0", "--eps-clip-high", "4.0")),
+    "dr_grpo": Preset(),
+    "rloo": Preset(),
+    "reinforce_plus_plus": Preset(needs=("--normalize-advantages",)),
+    "reinforce_plus_plus_baseline": Preset(needs=("--normalize-advantages",)),
+    "ppo": Preset(tiny=("--critic-lr", "1e-3")),
+}
+
+
+def describe(estimator: str, model: str) -> str:
+    """Return one line for the screen: `Preset of ppo: --critic-lr 1e-3`."""
+    if estimator not in PRESETS:
+        return f"Preset of {estimator}: none; the recipe is that of grpo."
+    flags = " ".join(PRESETS[estimator].flags(model))
+    return f"Preset of {estimator}: {flags or 'the recipe of grpo, unchanged'}."
+
+
+def preset_flags(estimator: str, model: str) -> list[str]:
+    """Return the preset's flags; none for an estimator without a preset."""
+    return list(PRESETS[estimator].flags(model)) if estimator in PRESETS else []

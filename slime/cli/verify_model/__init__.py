@@ -1,4 +1,4 @@
-"""`slime verify-model`: checks that every trainer computes what transformers computes."""
+"""`slime verify-model`: check that every trainer computes the same numbers as transformers."""
 
 import argparse
 import importlib.util
@@ -11,7 +11,7 @@ from typing import Any
 from slime.catalog.engines import ENGINES
 from slime.cli.main import user_errors
 
-FAILED = 1  # exit code: something diverges
+FAILED = 1  # exit code where numbers differ
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,35 +27,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slime verify-model",
-        description="Compares transformers, the FSDP trainer, the Megatron trainer under each layout and, "
-        "if asked, an engine on a small random model of the same architecture. Needs config.json, no "
-        "weights; runs on CPU.",
+        description="Check that every trainer computes the same numbers as transformers: FSDP, Megatron "
+        "under each layout and optionally an engine, on a small random model of your architecture. Needs "
+        "only config.json and a CPU.",
     )
     parser.add_argument("--hf-checkpoint", metavar="DIR", help="folder (or hub id) with a config.json")
     parser.add_argument(
         "--families",
         nargs="+",
         metavar="TYPE",
-        help="instead of one model: a table of causal LM types of transformers on the FSDP trainer, or `all`",
+        help="instead of one model, check these causal LM types of transformers (or `all`) with FSDP",
     )
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers of the small model [2]")
     parser.add_argument(
-        "--full-width", action="store_true", help="keep heads and widths of the config; slower"
+        "--layers", type=int, default=2, help="number of decoder layers of the small model [2]"
+    )
+    parser.add_argument(
+        "--full-width", action="store_true", help="keep the numbers of heads and widths; slower"
     )
     parser.add_argument(
         "--layouts",
         metavar="LIST",
         help="Megatron layouts, such as tp2,pp2,tp2pp2 [all of two ranks, one of four]",
     )
-    parser.add_argument("--engine", choices=tuple(ENGINES), help="also an engine that serves the model")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative to the largest value [1e-4]")
-    parser.add_argument("--deadline-s", type=float, default=300.0, help="of one layout [300]")
+    parser.add_argument("--engine", choices=tuple(ENGINES), help="also check an engine that serves the model")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference [1e-4]")
+    parser.add_argument(
+        "--deadline-s", type=float, default=300.0, help="time limit of one layout in seconds [300]"
+    )
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
     if (options.hf_checkpoint is None) == (not options.families):
-        raise ValueError("give --hf-checkpoint DIR, or --families TYPE ... (or all) for a table of families.")
+        raise ValueError("give either --hf-checkpoint DIR or --families TYPE ... (or all).")
     if options.layers < 1:
         raise ValueError(f"--layers is {options.layers}: at least one layer is needed.")
     if options.tolerance <= 0:
@@ -65,7 +69,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _survey(words: Sequence[str]) -> int:
-    # Loads torch and transformers, which a wrong flag should not cost.
+    # Imported here: it loads torch and transformers, which a wrong flag does not need.
     from slime.cli.verify_model.survey import DIFFERS, chosen_kinds, survey
 
     rows = survey(chosen_kinds(words), lambda line: print(line, flush=True))
@@ -75,12 +79,12 @@ def _survey(words: Sequence[str]) -> int:
 def verify(
     options: argparse.Namespace, folder: Path, *, before_build: Callable[[], None] | None = None
 ) -> int:
-    """Print the table line by line and return the exit code. `before_build`: see `trainer_job.Job`."""
-    # torch and transformers take seconds to load, which a wrong flag should not cost.
+    """Print the table line by line and return the exit code. `before_build`: see `TrainerJob`."""
+    # Imported here: torch and transformers take seconds to load, and a wrong flag needs neither.
     from slime.cli.verify_model import image_models, reference, shrink, trainer_job
     from slime.cli.verify_model.cases import documents
+    from slime.cli.verify_model.compare import Table
     from slime.cli.verify_model.layouts import choose_targets
-    from slime.cli.verify_model.table import Table
 
     reference.be_quiet()
     full = shrink.read_config(options.hf_checkpoint)

@@ -1,4 +1,4 @@
-"""The documents that every trainer gets, and what it returns: outputs, weights and activations."""
+"""The documents that every trainer computes, and its outcome: outputs, weights and activations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ Activations = dict[tuple[int, int, str], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
-    """What one trainer computed; weights, before and after one step of SGD, are under hub names."""
+    """The outcome of one trainer; weights before and after one step of SGD have hub names."""
 
     log_probs: list[Tensor]  # [R_i] by document
     entropy: list[Tensor]
@@ -34,12 +34,12 @@ class CaseOutcome:
 
 
 def buffers_of(lm: nn.Module) -> dict[str, Tensor]:
-    """Copies of all buffers of a model, those that no file holds included."""
+    """Copy all buffers of a model, non-persistent ones included."""
     return {name: buffer.detach().cpu().clone() for name, buffer in lm.named_buffers()}
 
 
 def documents(vocabulary: int, chosen: Sequence[int] = range(NUM_DOCUMENTS)) -> RolloutBatch:
-    """Random tokens with a random weight (as advantage) for every response token; of `chosen` documents."""
+    """Return random tokens, with a random weight (as advantage) for every response token."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, vocabulary, (p + r,), generator=generator) for p, r in _DOCUMENTS]
     weights = [torch.randn(response, generator=generator) for _, response in _DOCUMENTS]
@@ -59,7 +59,7 @@ def documents(vocabulary: int, chosen: Sequence[int] = range(NUM_DOCUMENTS)) -> 
 
 
 def linear_loss() -> Loss:
-    """A weighted sum of log-probs, whose gradient reaches every parameter."""
+    """Return a weighted sum of log-probs, whose gradient reaches every parameter."""
 
     def compute(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         value = (mb.tokens["advantages"] * mb.loss_mask * out.log_probs).sum()

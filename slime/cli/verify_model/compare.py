@@ -1,4 +1,4 @@
-"""Compares a trainer's outcome with the reference: errors by kind, and what diverges first."""
+"""Compares a trainer's outcome with the reference, finds what diverges first, and prints the table."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -17,16 +17,16 @@ _BUFFER = "buffer"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Relative errors by column, and the first thing that diverges in the order of computation, if any."""
+    """Relative errors by column, and what diverges first in the order of computation; None: nothing."""
 
     errors: dict[str, float]
     first: str | None
 
 
 def compare(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> Verdict:
-    """Everything that must agree within `tolerance`; weights that were only read must be the same bits."""
+    """Compare all numbers within `tolerance`; weights that were only loaded must be bit-identical."""
     expected = _gradients(reference)
-    # A gradient that is zero by mathematics, such as of a bias of keys, is noise: held against the others.
+    # A gradient that is zero in theory (bias of keys) is noise: compare it with the largest one.
     floor = 1e-2 * max((float(tensor.abs().max()) for tensor in expected.values()), default=1.0)
     gradients = _by_tensor(expected, _gradients(found), floor, lambda n: _rounding(reference.before[n]))
     weights = _by_tensor(reference.after, found.after)
@@ -39,7 +39,7 @@ def compare(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> Ver
         trip |= {f"{_BUFFER} {n}": _differing(b, found.buffers.get(n)) for n, b in theirs.items()}
     errors = {
         "log-probs": _of_documents(reference.log_probs, found.log_probs),
-        # Of a distribution that is nearly certain it is a difference of large numbers.
+        # For a nearly certain distribution it is a difference of large numbers.
         "entropy": _of_documents(reference.entropy, found.entropy, floor=0.1),
         "loss": abs(found.loss - reference.loss) / max(abs(reference.loss), 1.0),
         "grad norm": abs(found.grad_norm - reference.grad_norm) / reference.grad_norm,
@@ -61,7 +61,7 @@ def _first_divergence(
     gradients: dict[str, float],
     tolerance: float,
 ) -> str:
-    """Names the earliest cause: a weight that came in wrong, else an activation, else a gradient."""
+    """Name the earliest cause: a wrongly loaded weight, else an activation, else a gradient."""
     if EXACT in wrong:
         tensor = next(name for name, differing in trip.items() if differing)
         if tensor.startswith(f"{_BUFFER} "):
@@ -69,7 +69,7 @@ def _first_divergence(
         if tensor not in found.before:
             return f"tensor {tensor} is missing from the trainer's export"
         if tensor not in reference.before:
-            return f"tensor {tensor} is no tensor of the model"
+            return f"tensor {tensor} does not belong to the model"
         changed = f"{trip[tensor]} of {reference.before[tensor].numel()} elements"
         return f"tensor {tensor}: {changed} changed between load and export"
     if {"log-probs", "entropy"} & set(wrong):
@@ -80,7 +80,7 @@ def _first_divergence(
 
 
 def first_activation(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> str | None:
-    """The first layer whose output differs, and the first part inside it that does."""
+    """Return the first layer whose output differs, and the first part of it that does."""
     layers = sorted({layer for _, layer, _ in reference.activations})
     for layer in layers:
         if not _differs(reference, found, layer, layer_capture.OUTPUT, tolerance):
@@ -99,7 +99,7 @@ def _differs(reference: CaseOutcome, found: CaseOutcome, layer: int, part: str, 
 
 
 def _names(reference: CaseOutcome, found: CaseOutcome) -> list[str]:
-    """The names in the reference's order; a tied output matrix may be exported once more."""
+    """Return all tensor names in the reference's order; a tied output matrix may be exported twice."""
     extra = [name for name in found.before if name not in reference.before and name != "lm_head.weight"]
     return [*reference.before, *extra]
 
@@ -111,7 +111,7 @@ def _differing(expected: Tensor | None, found: Tensor | None) -> int:
 
 
 def _gradients(outcome: CaseOutcome) -> dict[str, Tensor]:
-    """The gradient of each weight: what one step of SGD took off it, divided by the rate."""
+    """Compute the gradient of each weight from its change in one step of SGD."""
     return {name: (outcome.before[name] - after) / LEARNING_RATE for name, after in outcome.after.items()}
 
 
@@ -120,7 +120,7 @@ def _of_documents(expected: list[Tensor], found: list[Tensor], floor: float = 1e
 
 
 def _rounding(weight: Tensor) -> float:
-    """What a step in fp32 may round off a weight, as a gradient: small ones of large weights are lost."""
+    """Return the rounding error of an fp32 weight update, as a gradient."""
     return 2 * torch.finfo(torch.float32).eps * float(weight.abs().max()) / LEARNING_RATE
 
 
@@ -134,7 +134,7 @@ def _by_tensor(
 
 
 def _relative(expected: Tensor, found: Tensor, floor: float = 1e-3, slack: float = 0.0) -> float:
-    """The largest difference divided by the largest value; NaN where a value is missing."""
+    """Return the largest difference divided by the largest value; NaN stays NaN."""
     if expected.shape != found.shape:
         return math.inf
     scale = max(float(expected.abs().max()), floor)
@@ -147,3 +147,42 @@ def _largest(values: Iterable[float]) -> float:
     listed = torch.tensor([*values], dtype=torch.float64)
     # max keeps NaN, which no tolerance admits.
     return float(listed.max()) if len(listed) else math.nan
+
+
+_NAME, _WIDTH = 20, 11
+
+
+class Table:
+    """Prints one line per trainer as soon as it is known, and keeps problems for the end."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.problems: list[tuple[str, str]] = []  # (trainer and layout, reason)
+        head = "".join(f"{name:>{_WIDTH}}" for name in COLUMNS)
+        print(f"\n{'trainer':<{_NAME}}{'ranks':>6}{head}{'seconds':>9}  result", flush=True)
+
+    def compared(self, name: str, ranks: int, seconds: float, verdict: Verdict) -> None:
+        cells = [_exact(verdict.errors[c]) if c == EXACT else f"{verdict.errors[c]:.1e}" for c in COLUMNS]
+        self._line(name, ranks, cells, seconds, "same" if verdict.first is None else "DIVERGES")
+        if verdict.first is not None:
+            self.problems.append((name, verdict.first))
+
+    def served(self, name: str, seconds: float, worst: float, tolerance: float) -> None:
+        good = worst <= tolerance
+        cells = [f"{worst:.1e}", *["-"] * (len(COLUMNS) - 1)]
+        self._line(name, 1, cells, seconds, "same" if good else "DIVERGES")
+        if not good:
+            self.problems.append((name, f"the log-probs of tokens it drew: off by {worst:.2g}"))
+
+    def failed(self, name: str, ranks: int, seconds: float, reason: str) -> None:
+        self._line(name, ranks, ["-"] * len(COLUMNS), seconds, "FAILED")
+        self.problems.append((name, f"did not finish: {reason}"))
+
+    def _line(self, name: str, ranks: int, cells: list[str], seconds: float, result: str) -> None:
+        self.rows += 1
+        shown = "".join(f"{cell:>{_WIDTH}}" for cell in cells)
+        print(f"{name:<{_NAME}}{ranks:>6}{shown}{seconds:>9.1f}  {result}", flush=True)
+
+
+def _exact(differing: float) -> str:
+    return "exact" if not differing else f"{int(differing)} differ"

@@ -1,4 +1,4 @@
-"""Serves the small model by an engine and compares log-probs of tokens it draws with transformers'."""
+"""Serves the small model with an engine and compares its log-probs with those of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,24 @@ from slime.engines.engine_process import Command, EngineServer, LaunchPlan
 from slime.engines.launch_plan import EnginePlace, EngineSite
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.utils.machine.processes import import_environment, thread_environment
-from slime.utils.misc import load_function
+from slime.utils.machine.children import import_environment, thread_environment
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 
 NEW_TOKENS = 12
 
+_ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # where log-probs are compared to the last bits
+
 
 def check_engine(
     name: str, model: Path, prompts: list[list[int]], folder: Path, *, deadline_s: float
 ) -> float:
-    """The largest difference of a log-prob between the engine and transformers."""
+    """Return the largest difference of a log-prob between the engine and transformers."""
     kind, prefix = ENGINES[name], shm.make_prefix()
     plan = LaunchPlan(
         name=f"{name} engine",
         command=_command(kind, f"--engine {name}", model, prefix),
-        env={**thread_environment(1), **({} if kind.find_python else import_environment())},
+        env={**thread_environment(1), **({} if kind.own_python else _ON_CPU | import_environment())},
         log_path=folder / "engine.log",
         start_timeout_s=deadline_s,
     )
@@ -44,16 +45,15 @@ def check_engine(
 
 
 def _command(kind: EngineKind, flag: str, model: Path, prefix: str) -> Command:
-    changes: dict[str, Any] = {"embedded_max_running_requests": 16, "embedded_max_total_tokens": 4096}
-    if kind.find_python:
-        changes[kind.python_flag] = load_function(kind.find_python)(None, flag)
-    # A folder with only a config has no tokenizer, and tokens are all that is asked here.
+    changes: dict[str, Any] = {"limits": {"embedded-requests": 16, "embedded-tokens": 4096}}
+    changes |= kind.rules.interpreter(None, flag)
+    # A folder with only a config has no tokenizer; requests are token ids anyway.
     skip = kind.takes_sglang_flags and not any(model.glob("tokenizer*"))
     words = ("--skip-tokenizer-init",) if skip else ()
     place = EnginePlace("engine", "default", "regular", machine=0, gpu_ids=(), num_gpus=1, words=words)
     site = EngineSite(str(model), False, place, gpu_ids=(), host="127.0.0.1", shm_prefix=prefix, threads=1)
-    args = default_args(dtype="float32", embedded_device="cpu", **changes)
-    command: Command = load_function(kind.command)(args, site)
+    args = default_args(dtype="float32", **changes)
+    command: Command = kind.command.run_command(args, site)
     return command
 
 

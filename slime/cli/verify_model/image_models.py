@@ -1,4 +1,4 @@
-"""Vision-language models: packed documents with images on the FSDP trainer, against transformers alone.
+"""Compares vision-language models on the FSDP trainer with transformers, on packed documents with images.
 
 The small model has both towers; pixels are random numbers, so that no processor is needed. Log-probs and the
 gradients of both towers are compared.
@@ -21,7 +21,7 @@ from slime.utils.types import RolloutBatch
 
 _HEAD_DIM, _HEADS = 16, 4
 _RESPONSES = (5, 7, 4)
-# Images of each document: rows and columns of patches in units of one token; of tiles the number.
+# Images of each document: rows and columns of patches, or the number of tiles.
 _SHOWN: tuple[tuple[tuple[int, int], ...], ...] = (((2, 3),), (), ((1, 2), (3, 1)))
 
 
@@ -30,13 +30,13 @@ def has_images(config: Any) -> bool:
 
 
 def shrink_both(config: Any, *, layers: int) -> Any:
-    """The same family with few layers and narrow towers; the vocabulary stays, for image tokens."""
+    """Return a config of the family with few layers and narrow towers; the vocabulary stays."""
     values = copy.deepcopy(config.to_dict())
     text, vision = values["text_config"], values["vision_config"]
     width = _HEAD_DIM * _HEADS
     text |= dict(hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, head_dim=_HEAD_DIM)
     text |= dict(num_attention_heads=_HEADS, num_key_value_heads=2)
-    text.pop("layer_types", None)  # made anew for fewer layers
+    text.pop("layer_types", None)  # derived again for fewer layers
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if rope.get("mrope_section"):
         rope["mrope_section"] = [4, 2, 2]
@@ -64,7 +64,7 @@ def build(config: Any, folder: Path) -> None:
 
 
 def documents(config: Any) -> RolloutBatch:
-    """Three: with one image, with none, with two."""
+    """Return three documents: with one image, with none, with two."""
     generator = torch.Generator().manual_seed(1)
 
     def words(count: int) -> Tensor:
@@ -93,7 +93,7 @@ def documents(config: Any) -> RolloutBatch:
 def _media(
     config: Any, images: tuple[tuple[int, int], ...], generator: torch.Generator
 ) -> dict[str, Any] | None:
-    """Random pixels in the shapes that the family's processor makes."""
+    """Return random pixels in the shapes of the family's processor."""
     if not images:
         return None
     smallest = smallest_picture(config, torch.device("cpu"))
@@ -112,7 +112,7 @@ def _media(
 
 
 def reference(folder: Path, batch: RolloutBatch) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probs and the gradients of their sum, by transformers' own forward of one document at a time."""
+    """Compute log-probs and the gradients of their sum with transformers, one document at a time."""
     # Heavy import, only needed here.
     from transformers import AutoModelForImageTextToText
 
@@ -133,7 +133,7 @@ def reference(folder: Path, batch: RolloutBatch) -> tuple[list[Tensor], dict[str
 
 
 def trainer(folder: Path, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same of one packed micro-batch on the FSDP trainer."""
+    """Compute log-probs and gradients of one packed micro-batch with the FSDP trainer."""
     import torch.distributed as dist
 
     from slime.arguments import default_args
@@ -164,7 +164,9 @@ def verify(options: Any, config: Any, folder: Path) -> int:
         "log-probs": float((torch.cat(expected) - found).abs().max()),
         "gradients": max(float((own[name] - g).abs().max()) for name, g in gradients.items()) / scale,
     }
-    print(f"{options.hf_checkpoint}, as a small {small.model_type} with both towers, beside transformers")
+    print(
+        f"{options.hf_checkpoint}, as a small {small.model_type} with both towers, compared with transformers"
+    )
     for what, value in apart.items():
         print(f"fsdp, packed with images  {what:10}  {value:.1e}")
     wrong = [what for what, value in apart.items() if not value <= options.tolerance]

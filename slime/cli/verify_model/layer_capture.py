@@ -1,4 +1,4 @@
-"""Records activations inside decoder layers by token, whatever part of the tokens a rank holds."""
+"""Records activations inside decoder layers by token, also where a rank holds only some of the tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ class CapturedPiece:
 def recording(
     layers: Sequence[tuple[int, nn.Module]], mbs: Sequence[MicroBatch], ids: Sequence[int], share: Share
 ) -> Iterator[list[CapturedPiece]]:
-    """Collects pieces during one pass over `mbs`; `ids` are the documents of this rank's batch."""
+    """Collect pieces during one pass over `mbs`; `ids`: the documents of this rank's batch."""
     pieces: list[CapturedPiece] = []
     handles = [hook for layer in layers for hook in _hook_layer(*layer, mbs, ids, share, pieces)]
     try:
@@ -76,7 +76,7 @@ def _hook_layer(
             value = (output[0] if isinstance(output, tuple) else output).detach()
             value = value.reshape(-1, value.shape[-1]).float().cpu()
             if len(value) != len(tokens):
-                return  # several streams in one, or layers that run more than once: known to the family alone
+                return  # families with several streams, or layers that run more than once
             mb, real = mbs[calls], tokens >= 0
             documents, lengths = tuple(ids[p] for p in mb.positions), mb.documents.lengths
             pieces.append(CapturedPiece(documents, lengths, number, part, tokens[real], value[real].clone()))
@@ -92,19 +92,19 @@ def _hook_layer(
 
 
 def whole_stream(_kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:
-    """The share of a rank of the FSDP trainer: all tokens."""
+    """Return the tokens of a rank of the FSDP trainer: all of them."""
     return torch.arange(mb.input_ids.shape[1])
 
 
 def padded_batch(_kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:
-    """The same for a family that runs on a padded batch of documents."""
+    """Return the tokens of a rank for a family that runs on a padded batch."""
     lengths = torch.tensor(mb.documents.lengths)
     real = torch.arange(mb.documents.longest) < lengths[:, None]
     return torch.where(real.flatten(), real.flatten().cumsum(0) - 1, -1)
 
 
 def megatron_share(tensor_rank: int, tensor_size: int) -> Share:
-    """The share of a rank of the Megatron trainer; rank and size of sequence parallelism (1: none)."""
+    """Return the tokens of a rank of the Megatron trainer; rank and size are of sequence parallelism."""
 
     def share(kwargs: dict[str, Any], mb: MicroBatch) -> Tensor:
         stream = kwargs["packed_seq_params"]
@@ -119,7 +119,7 @@ def megatron_share(tensor_rank: int, tensor_size: int) -> Share:
 
 
 def assemble(pieces: list[CapturedPiece]) -> Activations | None:
-    """All ranks' pieces as whole documents on rank 0; None on the others."""
+    """Join the pieces of all ranks to documents on rank 0; None on other ranks."""
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(pieces, gathered)
     if gathered is None:

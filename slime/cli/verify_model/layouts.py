@@ -1,4 +1,4 @@
-"""Layouts by name (`tp2`, `pp2`, `cp2`, `ep2`, `dp2`, `tp2sp`, `tp2pp2`) and their processes."""
+"""Parallel layouts by name (`tp2`, `pp2`, `cp2`, `ep2`, `dp2`, `tp2sp`, `tp2pp2`) and their ranks."""
 
 import re
 from dataclasses import dataclass
@@ -47,14 +47,14 @@ def _sizes(text: str) -> dict[str, int]:
     parts = list(_PART.finditer(text))
     if not parts or "".join(part.group() for part in parts) != text:
         raise ValueError(
-            f"--layouts names {text!r}: a layout is `single`, or sizes behind each other such as tp2, pp2, "
+            f"--layouts names {text!r}: a layout is `single`, or joined sizes such as tp2, pp2, "
             "tp2sp, pp2vpp2, cp2, ep2, dp2, tp2pp2."
         )
     return {part.group(1) or "sp": int(part.group(2) or 1) for part in parts}
 
 
 def choose_targets(layouts: str | None, *, experts: bool, megatron: bool) -> list[CheckTarget]:
-    """The FSDP trainer alone and on two ranks, then the Megatron trainer under each layout."""
+    """Return the FSDP trainer on one and two ranks, then the Megatron trainer under each layout."""
     targets = [CheckTarget("fsdp", "single", 1), CheckTarget("fsdp", "dp2", 2)]
     if layouts is None and not megatron:
         return targets

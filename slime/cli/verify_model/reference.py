@@ -14,7 +14,7 @@ from slime.utils.files.safetensors_files import all_files, read_tensors
 
 
 def be_quiet() -> None:
-    """Progress bars and warnings of the libraries would bury the table."""
+    """Switch off progress bars and warnings of libraries."""
     # Heavy import, only needed here.
     from transformers.utils import logging
 
@@ -23,7 +23,7 @@ def be_quiet() -> None:
 
 
 def compute(model: Path, after: Path, vocabulary: int) -> CaseOutcome:
-    """Log-probs, gradients and one step of SGD; the weights after it are saved in the folder `after`."""
+    """Compute log-probs, gradients and one step of SGD; save the new weights in `after`."""
     # Heavy import, only needed here.
     from transformers import AutoModelForCausalLM
 
@@ -52,14 +52,14 @@ def compute(model: Path, after: Path, vocabulary: int) -> CaseOutcome:
 
 
 def token_values(logits: Tensor, tokens: Tensor, responses: int) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of each response token, from the logits [T, V] of one document."""
+    """Return log-prob and entropy of each response token, from the logits [T, V] of one document."""
     table = torch.log_softmax(logits[-responses - 1 : -1].float(), dim=-1)
     own = table.gather(1, tokens[-responses:, None])[:, 0]
     return own, -(table.exp() * table).sum(-1)
 
 
 class _captured:
-    """Hooks for the length of one pass over one document."""
+    """Captures activations during one pass over one document."""
 
     def __init__(self, lm: nn.Module, document: int, found: Activations) -> None:
         self._lm, self._document, self._found = lm, document, found

@@ -14,12 +14,12 @@ from slime.utils.models.model_files import check_model
 VOCABULARY = 512
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 _KEY_VALUE_HEADS, _HEAD_DIM = 2, 16
-# Largest values of sizes inside MLA.
+# Upper limits of sizes inside MLA.
 _MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _WINDOWS, WINDOW = ("sliding_window", "attention_chunk_size", "window_size"), 4
-# Largest values of sizes inside layers that carry a state.
+# Upper limits of sizes inside layers with a recurrent state.
 _STATES = dict(
     rotary_dim=8,
     hidden_size_per_layer_input=16,
@@ -43,14 +43,14 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json", "gener
 
 
 def type_for_megatron_alone(path: str) -> str | None:
-    """The type of a model that only Megatron builds, and transformers computes under another name."""
+    """Return the model type if only Megatron builds it, and transformers under another name; else None."""
     file = Path(path) / "config.json"
     kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
     return kind if kind == mimo.MODEL_TYPE else None
 
 
 def retype(folder: Path, copy: Path, model_type: str) -> None:
-    """The same model once more, under another type."""
+    """Copy a model folder under another model type."""
     shutil.copytree(folder, copy)
     values = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(values | {"model_type": model_type}))
@@ -76,7 +76,7 @@ def read_config(path: str) -> Any:
 
 
 def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
-    """The same architecture with `layers` layers, few tokens and experts; narrow unless `full_width`.
+    """Return the architecture with `layers` layers, few tokens and experts; narrow unless `full_width`.
 
     Of a model that also sees or hears, the text model remains.
     """
@@ -158,7 +158,7 @@ def _fewer_experts(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _narrower(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Heads keep their ratio to key-value heads up to four, widths their ratio to the hidden size."""
+    """Return smaller sizes; heads keep their ratio to key-value heads, widths to the hidden size."""
     heads = values.get("num_attention_heads") or 4
     groups = values.get("num_key_value_heads") or heads
     changes: dict[str, Any] = {

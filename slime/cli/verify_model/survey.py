@@ -1,4 +1,4 @@
-"""A table of all causal language models of transformers: which train exactly here, how, and which do not.
+"""Tests all causal language models of transformers: which train exactly on the FSDP trainer, and how.
 
 Each family is built small and random from the defaults of its config, and one optimizer step of the FSDP
 trainer over packed documents is compared with transformers, which gets one document at a time.
@@ -24,7 +24,7 @@ from slime.cli.verify_model.layouts import CheckTarget
 
 EXACT, DIFFERS, REFUSED, NO_REFERENCE = "exact", "DIFFERS", "refused", "not built"
 
-# Layers, and what the defaults of a config leave out or switch off.
+# Number of layers, and settings that the default config lacks.
 DEFAULTS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_v2": (2, {"num_experts_per_tok": 2}),
     "dots1": (2, {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}),
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class SurveyRow:
-    """What became of one family. `note`: why it is refused, or what differs first."""
+    """The result for one family. `note`: why it is refused, or what differs first."""
 
     kind: str
     result: str
@@ -58,7 +58,7 @@ def all_kinds() -> list[str]:
 
 
 def chosen_kinds(words: Sequence[str]) -> list[str]:
-    """The types that the words of --families name; `all`: every one."""
+    """Return the model types given to --families; `all`: every one."""
     known = all_kinds()
     unknown = [word for word in words if word != "all" and word not in known]
     if unknown:
@@ -68,7 +68,7 @@ def chosen_kinds(words: Sequence[str]) -> list[str]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A group of this process only, which trainers need, unless there is one."""
+    """Create the process group of one rank that trainers need, unless there is one."""
     if dist.is_initialized():
         yield
         return
@@ -81,7 +81,7 @@ def alone() -> Iterator[None]:
 
 
 def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> SurveyRow:
-    """Train one small model of the family and compare; whatever goes wrong is in the row."""
+    """Train one small model of the family and compare it; errors are in the row."""
     from transformers import CONFIG_MAPPING
 
     how = "-"
@@ -92,10 +92,10 @@ def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> SurveyRow:
         shrink.build(config, folder / "model", "")
         expected = reference.compute(folder / "model", folder / "after", config.vocab_size)
     except families.NotTrainable as error:
-        return SurveyRow(kind, REFUSED, how, note=_told(error))
-    except Exception as error:  # families of other purposes fail in many ways
+        return SurveyRow(kind, REFUSED, how, note=_message(error))
+    except Exception as error:  # models that are not text models fail in many ways
         return SurveyRow(
-            kind, NO_REFERENCE, note=f"no small text model of its default config ({_told(error)})"
+            kind, NO_REFERENCE, note=f"no small text model of its default config ({_message(error)})"
         )
     job = trainer_job.TrainerJob(
         str(folder / "model"), CheckTarget("fsdp", "single", 1), str(folder), config.vocab_size
@@ -103,7 +103,9 @@ def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> SurveyRow:
     try:
         found = trainer_job.compute(0, job)
     except Exception as error:
-        return SurveyRow(kind, REFUSED if isinstance(error, ValueError) else DIFFERS, how, note=_told(error))
+        return SurveyRow(
+            kind, REFUSED if isinstance(error, ValueError) else DIFFERS, how, note=_message(error)
+        )
     assert found is not None, "rank 0 has the outcome"
     verdict = compare(expected, found, tolerance)
     result = EXACT if verdict.first is None else DIFFERS
@@ -125,7 +127,7 @@ def how_it_runs(config: Any) -> str:
     return BY_STATE if families.stateful_modules(lm) else PACKED
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     text = " ".join(str(error).split()) or "no message"
     return (text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")[:160]
 
@@ -155,19 +157,19 @@ def summary(rows: Sequence[SurveyRow]) -> str:
     )
 
 
-def survey(kinds: Sequence[str], tell: Callable[[str], object] = print) -> list[SurveyRow]:
-    """The rows of all kinds; each is told as a line of a Markdown table once it is known."""
+def survey(kinds: Sequence[str], show: Callable[[str], object] = print) -> list[SurveyRow]:
+    """Return the rows of all types; each is printed as a line of a Markdown table when it is known."""
     from transformers import __version__
 
     reference.be_quiet()
     torch.set_num_threads(1)
-    tell(f"transformers {__version__}, torch {torch.__version__.split('+')[0]}\n")
-    tell("| family | FSDP | how | log-probs | gradients | Megatron | note |\n|---|---|---|---|---|---|---|")
+    show(f"transformers {__version__}, torch {torch.__version__.split('+')[0]}\n")
+    show("| family | FSDP | how | log-probs | gradients | Megatron | note |\n|---|---|---|---|---|---|---|")
     rows = []
     with alone():
         for kind in kinds:
             with tempfile.TemporaryDirectory(prefix="slime-verify-") as folder:
                 rows.append(examine(kind, Path(folder)))
-            tell("| " + " | ".join(cell.replace("|", "/") for cell in rows[-1].cells()) + " |")
-    tell("\n" + summary(rows))
+            show("| " + " | ".join(cell.replace("|", "/") for cell in rows[-1].cells()) + " |")
+    show("\n" + summary(rows))
     return rows

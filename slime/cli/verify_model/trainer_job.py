@@ -1,9 +1,8 @@
-"""Runs one trainer under one layout in processes that end with a result, an error or at the deadline."""
+"""Runs one trainer under one layout in child processes, with a time limit."""
 
 import importlib
 import multiprocessing
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -32,12 +31,13 @@ from slime.cli.verify_model.cases import (
     linear_loss,
 )
 from slime.cli.verify_model.layouts import CheckTarget
+from slime.utils.machine.children import watch_parent
 from slime.utils.machine.process_groups import stay_on_loopback
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerJob:
-    """`before_build` is called first in every process: tests make a mistake there to be found."""
+    """One trainer to run. `before_build` is called first in every process: tests inject a fault there."""
 
     model: str
     target: CheckTarget
@@ -47,11 +47,11 @@ class TrainerJob:
 
 
 class JobFailed(Exception):
-    """A trainer did not finish; the message says why."""
+    """A trainer did not finish; the message gives the reason."""
 
 
 def run(job: TrainerJob, deadline_s: float) -> CaseOutcome:
-    """Start the job's ranks, wait for them, and end them all when one fails or the time is up."""
+    """Start the ranks and wait for them; kill all when one fails or the time is up."""
     context = multiprocessing.get_context("spawn")
     numbers = range(job.target.ranks)
     ranks = [context.Process(target=_rank_main, args=(rank, job), daemon=True) for rank in numbers]
@@ -76,11 +76,11 @@ def _wait(ranks: list[Any], job: TrainerJob, deadline: float, deadline_s: float)
         running = [process for process in running if process.sentinel not in ready]
         if any(process.exitcode for process in ranks if process.sentinel in ready):
             errors = sorted(Path(job.folder).glob("error_*.txt"), key=lambda file: file.stat().st_mtime)
-            raise JobFailed(errors[0].read_text().strip() if errors else "a process ended without a word")
+            raise JobFailed(errors[0].read_text().strip() if errors else "a process ended without a message")
 
 
 def settings(model: str, target: CheckTarget) -> Args:
-    """Every flag at its default but for plain SGD and the flags of the layout."""
+    """Return default flags with plain SGD and the flags of the layout."""
     return default_args(
         hf_checkpoint=model,
         allow_unverified_model=True,
@@ -119,12 +119,7 @@ def _rank_main(rank: int, job: TrainerJob) -> None:
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "this runs in a child process"
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    watch_parent(parent.sentinel)
 
 
 def compute(rank: int, job: TrainerJob) -> CaseOutcome | None:

@@ -1,4 +1,4 @@
-"""The canary of a run: asks trainer and engines for the log-probs of the probe, and says where they part.
+"""The canary: compares log-probs of fixed texts from trainer and engines, and reports differences.
 
 It draws no random number, records no sample and changes no state: a run ends the same with and without it.
 """
@@ -14,14 +14,14 @@ from slime.cluster.canary.probe import LogProbs, Reading, batch_of, compare, dia
 from slime.cluster.residency import GENERATE, SYNC, Residency
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.training.train_group import TrainGroup
+from slime.liveness import waits
 from slime.runtime.base import Handle
-from slime.utils import waits
 
 logger = logging.getLogger(__name__)
 
 _SHOWN_TENSORS = 8
 _PATIENCE_S, _LOOK_S = 60.0, 0.2  # for an engine that serves
-_REPEAT = 10  # breaches after which one is told again
+_REPEAT = 10  # breaches after which the error is logged again
 
 
 class Canary:
@@ -80,14 +80,19 @@ class Canary:
         if refused and not self._told_why_not:
             self._told_why_not = True
             name, why = next(iter(refused.items()))
-            logger.warning("the canary does not hear %s, after push %d: %s", name, number, why)
+            logger.warning(
+                "Canary: %s did not score the fixed texts after push %d: %s. It is not compared.",
+                name,
+                number,
+                why,
+            )
         return {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
 
     def _judge(self, readings: list[Reading], tolerance: float, number: int) -> None:
         apart = [reading for reading in readings if not reading.mean <= tolerance]  # a NaN is apart, too
         if not tolerance or not apart:
             if self._num_breaches and tolerance:
-                logger.warning("the canary: engines and trainer agree again after push %d", number)
+                logger.warning("Canary: engines and trainer agree again after push %d.", number)
             self._num_breaches, self._last_good = 0, number
             return
         if self._num_breaches % _REPEAT == 0:
@@ -104,7 +109,7 @@ class Canary:
             return f" Its tensors cannot be compared: {found}."
         if not found:
             return (
-                " All of its tensors are those that were sent, by their checksums: what is sent is not what "
+                " All of its tensors match what was sent, by their checksums: what is sent is not what "
                 "the trainer computes with, or the two compute differently."
             )
         shown = ", ".join(found[:_SHOWN_TENSORS])

@@ -1,9 +1,9 @@
 """A checkpoint is one transaction: trainer, rollout state and manifest in one folder, complete by one rename.
 
     <save>/step_0000007/manifest.json   format, rollout id, weight version, run id, checksums of all files
-                        rollout.pt      cursor of the trained batch: data source, buffer, counters
-                        in_flight.pt    the next rollout, where it was being made meanwhile (train_async.py)
-                        trainer/        weights, optimizer, schedule, RNG (torch distributed checkpoint)
+                        rollout.msgpack    cursor of the trained batch: data source, buffer, counters
+                        in_flight.msgpack  the next rollout, if it was being made meanwhile (train_async.py)
+                        trainer/           weights, optimizer, schedule, RNG (torch distributed checkpoint)
 
 A folder that ends in .tmp was interrupted, one that ends in .aside was replaced by a run that went on from an
 earlier step; neither is ever read. Each rank takes the checksums of what it wrote, when it is written.
@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slime.utils import codec
 from slime.utils.errors import RunStopped
 from slime.utils.files.checksums import FileRecord, files_below, record_files, sync_path
-from slime.utils.files.plain_files import load_plain, save_plain
 from slime.utils.files.step_folders import (
     MANIFEST,
     DamageOf,
@@ -35,18 +35,40 @@ from slime.utils.files.step_folders import (
     step_folders,
     step_path,
 )
+from slime.utils.files.torch_files import load_torch_file
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT, IN_FLIGHT = "rollout.pt", "in_flight.pt"
+ROLLOUT, IN_FLIGHT = "rollout.msgpack", "in_flight.msgpack"
 _DRIVER_FILES = (MANIFEST, ROLLOUT, IN_FLIGHT)
 _RANK = re.compile(r"(?:^|/)(?:__|rng_)(\d+)[_.][^/]*$")  # that wrote a file: __3_0.distcp, rng_3.pt
 
 
 def rollout_state(checkpoint: StepFolder) -> dict[str, Any] | None:
-    """The data source's state in a checkpoint; None where the source of that run keeps it by itself."""
-    state: dict[str, Any] | None = load_plain(checkpoint.path / ROLLOUT)
+    """Return the data source's state in a checkpoint; None: the source of that run keeps it by itself."""
+    state: dict[str, Any] | None = read_state(checkpoint.path / ROLLOUT)
     return state
+
+
+def write_state(value: Any, path: Path) -> None:
+    """Write rollout state into a checkpoint. ValueError: it contains something that cannot be stored."""
+    try:
+        path.write_bytes(codec.encode(value))
+    except codec.ForeignValue as error:
+        raise ValueError(
+            f"{path.name} cannot hold {error}: keep numbers, text, lists, dicts, tensors or arrays there "
+            "(metadata of samples, state of a data source)."
+        ) from None
+
+
+def read_state(path: Path) -> Any:
+    """Read what `write_state` wrote. ValueError names a file that cannot be read."""
+    if not path.is_file() and path.with_suffix(".pt").is_file():  # until slime.record.convert_old is deleted
+        return load_torch_file(path.with_suffix(".pt"))
+    try:
+        return codec.decode(path.read_bytes())
+    except (OSError, codec.CodecError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def resolve_load(
@@ -127,7 +149,7 @@ def write_checkpoint(
 ) -> StepFolder:
     """A checkpoint that is complete when this returns, written by this process alone."""
     staged = stage_checkpoint(folder, manifest, write_trainer, needed_bytes)
-    save_plain(state, staged.staging / ROLLOUT)
+    write_state(state, staged.staging / ROLLOUT)
     return staged.complete(record_files(staged.staging, files_of_rank(staged.staging, 0, 1), sync=True))
 
 

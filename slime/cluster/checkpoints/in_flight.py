@@ -7,14 +7,13 @@ the weights of now, one version later, and be another run from there on.
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
 from pathlib import Path
 
 from slime.arguments import Args
-from slime.cluster.checkpoints.checkpoint import IN_FLIGHT
+from slime.cluster.checkpoints.checkpoint import IN_FLIGHT, read_state, write_state
+from slime.cluster.checkpoints.run_ledger import plain_of
 from slime.cluster.rollout_manager import Generated
 from slime.runtime.base import Future
-from slime.utils.files.plain_files import foreign_value, load_plain, save_plain
 from slime.utils.files.step_folders import StepFolder
 
 logger = logging.getLogger(__name__)
@@ -31,24 +30,18 @@ def write_in_flight(folder: Path, rollout_id: int, future: Future[Generated] | N
     except Exception as error:  # raised where the loop asks for the batch; what was trained before is saved
         logger.warning("rollout %d failed (%s): the checkpoint is written without it", rollout_id, error)
         return
-    data = {"rollout_id": rollout_id, **{f.name: getattr(generated, f.name) for f in fields(generated)}}
-    foreign = foreign_value(data)
-    if foreign is not None:
-        logger.warning(
-            "the batch in flight holds %s, which a checkpoint cannot: a resumed run makes rollout %d anew",
-            foreign,
-            rollout_id,
-        )
-        return
-    save_plain(data, folder / IN_FLIGHT)
+    try:
+        write_state({"rollout_id": rollout_id, **plain_of(generated)}, folder / IN_FLIGHT)
+    except ValueError as error:
+        logger.warning("%s A resumed run generates rollout %d again.", error, rollout_id)
 
 
 def read_in_flight(checkpoint: StepFolder) -> Generated | None:
     """The batch of the rollout after the checkpoint's; None: it holds none."""
     path = checkpoint.path / IN_FLIGHT
-    if not path.is_file():
+    if not (path.is_file() or path.with_suffix(".pt").is_file()):
         return None
-    data = load_plain(path)
+    data = read_state(path)
     if data.pop("rollout_id") != checkpoint.manifest.rollout_id + 1:
         raise ValueError(
             f"{path} is not of the rollout after that of its checkpoint: restore it, or remove that file."
@@ -56,7 +49,7 @@ def read_in_flight(checkpoint: StepFolder) -> Generated | None:
     return Generated(**data)
 
 
-def tell_differences(
+def report_differences(
     args: Args, checkpoint: StepFolder, batch: Generated | None, *, overlapped: bool, ledgered: bool = False
 ) -> None:
     """One line for each way in which this resumed run differs from the uninterrupted one.

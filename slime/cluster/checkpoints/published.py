@@ -65,7 +65,7 @@ class Models:
             logger.warning("%s was not made a link to %s: %s", link, folder, error)
 
     def push(self, folder: Path, rollout_id: int) -> None:
-        """Uploads to the hub, if --push-to-hub names a place there; it goes on beside the training."""
+        """Start an upload to the hub, where --push-to-hub asks for it; training continues meanwhile."""
         if self._args.push_to_hub is None:
             return
         if self._push is not None and not self._push[1].done():
@@ -106,7 +106,7 @@ def _upload(args: Args, folder: Path, rollout_id: int) -> None:
 
     assert args.push_to_hub is not None, "asked by the caller"
     api = huggingface_hub.HfApi()
-    api.create_repo(args.push_to_hub, private=not args.hub_public, exist_ok=True)
+    api.create_repo(args.push_to_hub, private=True, exist_ok=True)
     message = f"slime: after rollout {rollout_id}"
     api.upload_folder(repo_id=args.push_to_hub, folder_path=folder, commit_message=message)
 

@@ -1,7 +1,7 @@
-"""What a run that goes on takes from its ledger: rollouts that were complete when it was killed.
+"""Restores from the ledger the rollouts that were complete when a run was killed.
 
-They stand in the record of the run as they would have been trained on, so that a step that was lost is taken
-again with the very batch, whatever made it and in whatever order its groups were admitted.
+The record of the run holds their batches, so that a lost step is taken again on the same batch, whatever made
+it and in whatever order its groups were admitted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS
 from slime.cluster.recording import Recording
 from slime.record import RECORD_FILE, LedgerReader, RecordError
-from slime.record.plain_bytes import TensorRows
 from slime.rollout.ledger import Ledger
 from slime.rollout.rm_hub.hub import waits_for_group
-from slime.utils.files.tensor_pickle import CutRows
+from slime.utils.codec import with_rows
 from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
@@ -29,9 +28,9 @@ logger = logging.getLogger(__name__)
 # What may differ between two starts of a run that still would have made the same samples.
 _OF_NO_SAMPLE = """
     run_dir load ckpt_step auto_resume save save_interval save_hf keep_last_n async_save num_rollout num_epoch
-    eval_interval skip_eval_before_train log_level quiet show_sample_every no_load_verify tracker_samples
-    record_max_mib record_max_days record_sync skip_preflight lr_decay_iters max_restarts
-    peer_copies restart_wait_s elastic
+    eval_interval skip_eval_before_train log_level quiet
+    record_max_mib skip_preflight lr_decay_iters max_restarts
+    peer_copies timeouts elastic
 """.split()  # noqa: SIM905 - a list of words reads better as words
 
 
@@ -70,7 +69,9 @@ def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Re
         made = _whole(read_made(run.run_dir, committed, settings))
     if made:
         first, last = min(made), max(made)
-        logger.info("rollouts %d to %d were complete and are taken from the ledger", first, last)
+        logger.info(
+            "Rollouts %d to %d were complete before the resume and are restored from the ledger.", first, last
+        )
     return Resume(settings, committed, max(made, default=committed), made, overlapped)
 
 
@@ -79,7 +80,7 @@ def read_made(run_dir: Path, after: int, settings: str) -> dict[int, dict[str, A
         with LedgerReader(run_dir / RECORD_FILE) as reader:
             return reader.rollouts_after(after, settings)
     except (RecordError, ValueError) as error:
-        logger.warning("nothing is taken from the ledger: %s", error)
+        logger.warning("No rollout is restored from the ledger; lost rollouts are generated again: %s", error)
         return {}
 
 
@@ -103,7 +104,9 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
             with LedgerReader(run.run_dir / RECORD_FILE) as reader:
                 known = reader.finished_entries(resume.settings)
         except RecordError as error:
-            logger.warning("no sample is taken from the ledger: %s", error)
+            logger.warning(
+                "No sample is restored from the ledger; unfinished groups are generated again: %s", error
+            )
     pool = args.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION
     ledger = Ledger(
         recording.writer,
@@ -118,7 +121,7 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
 
 
 def is_private(args: Args) -> bool:
-    """Whether no function but slime's own gets samples in hand that are finished, and none goes on.
+    """Return whether only slime's own functions see finished samples, and none of these is continued.
 
     Rewards of single samples come before that; those of groups do not. Where a greedy answer is missing, a
     sample that was finished is taken for aborted, and may be continued.
@@ -139,14 +142,10 @@ def was_evaluated(run: Run, rollout_id: int) -> bool:
 
 
 def plain_of(generated: Any) -> dict[str, Any]:
-    """A rollout as the ledger keeps it: its fields, in containers of their own."""
+    """Return the fields of a rollout for the codec, in containers that nobody else changes."""
     value = {f.name: getattr(generated, f.name) for f in fields(generated)}
     if value["batch"] is not None:
-        value["batch"] = {k: _own_list(v) if isinstance(v, list) else v for k, v in value["batch"].items()}
+        own = {k: list(v) if isinstance(v, list) else v for k, v in value["batch"].items()}
+        value["batch"] = with_rows(own)
     value["metrics"] = dict(value["metrics"])
     return value
-
-
-def _own_list(values: list[Any]) -> list[Any] | TensorRows:
-    whole = values.whole() if isinstance(values, CutRows) else None
-    return list(values) if whole is None else TensorRows(*whole)

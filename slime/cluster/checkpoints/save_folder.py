@@ -118,7 +118,7 @@ def naming_full_disks(args: Args) -> Iterator[None]:
         where, why = found
         fix = "enlarge it (docker: --shm-size)" if where.startswith(_SHARED) else "make room"
         raise RunStopped(
-            f"{where}: {why}; {fix}, and start this command again: it goes on with what is on the disk."
+            f"{where}: {why}; {fix}, and start this command again: it resumes from what is on the disk."
         ) from error
 
 
@@ -190,7 +190,7 @@ def _why(error: OSError) -> str:
     return f"{text} ({error.strerror})" if text else str(error.strerror or error)
 
 
-def look_at_folders(args: Args) -> Iterator[Finding]:
+def check_folders(args: Args) -> Iterator[Finding]:
     """Why a run with these settings would not get its folders; nothing is written to find out."""
     run_dir, save = Path(args.run_dir), Path(args.save or "")
     looks: list[tuple[str, Callable[[], object]]] = [
@@ -248,7 +248,7 @@ def _refuse_unwritable(flag: str, folder: Path) -> None:
 
 
 def _refuse_others(args: Args) -> None:
-    """A run goes on with the checkpoints in its folder, or finds none there: those of two runs would mix."""
+    """Refuse a folder with checkpoints that this run does not resume: two runs would mix in it."""
     steps = step_folders(args.save or "")
     if steps and (not same_folder(args.load, args.save) or args.finetune):
         found = ", ".join(map(str, sorted(steps)[-3:]))

@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.checkpoints.checkpoint import ROLLOUT, StagedCheckpoint, discard_staged, stage_checkpoint
+from slime.cluster.checkpoints.checkpoint import (
+    ROLLOUT,
+    StagedCheckpoint,
+    discard_staged,
+    stage_checkpoint,
+    write_state,
+)
 from slime.cluster.checkpoints.in_flight import write_in_flight
 from slime.cluster.checkpoints.published import CARD, Models
 from slime.cluster.checkpoints.save_folder import naming_disk_errors
@@ -18,7 +24,6 @@ from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import Ranks
 from slime.runtime.base import Future, Handle
 from slime.utils.files.checksums import FileRecord, record_files
-from slime.utils.files.plain_files import save_plain
 from slime.utils.files.step_folders import Manifest, step_path
 
 logger = logging.getLogger(__name__)
@@ -70,7 +75,7 @@ class Saver:
                 lambda path: self._ranks.call(TrainActor.save, path),
                 self._needed_bytes,
             )
-            save_plain(cursor, staged.staging / ROLLOUT)
+            write_state(cursor, staged.staging / ROLLOUT)
             waiting = time.monotonic()
             write_in_flight(staged.staging, rollout_id + 1, in_flight)
             started += time.monotonic() - waiting  # the loop would wait for that batch anyway
@@ -111,11 +116,12 @@ class Saver:
         """Whether the last checkpoint is not complete yet."""
         return self._staged is not None
 
-    def tell_of_loss(self) -> None:
+    def report_loss(self) -> None:
         """A run that fails leaves the checkpoint that is being written incomplete."""
         if self._staged is not None:
             logger.warning(
-                "the checkpoint of rollout %d was not complete when the run ended", self._staged.rollout_id
+                "The checkpoint of rollout %d was not complete when the run ended: it is not used.",
+                self._staged.rollout_id,
             )
 
     def _hf_inside(self, staged: StagedCheckpoint) -> Path | None:
@@ -153,7 +159,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _naming_disk_errors(self, rollout_id: int) -> Iterator[None]:
-        """A checkpoint that cannot be written is told with the disk's reason, and gives its room back."""
+        """Raise the disk's reason where a checkpoint cannot be written, and free its space."""
         assert self._folder is not None, "no checkpoint without --save"
         try:
             with naming_disk_errors("--save", self._folder, rollout_id):

@@ -1,1 +1,1 @@
-"""A trainer that is lost and comes back while the run goes on."""
+"""Restarts a trainer that lost a rank, while engines and rollouts keep working."""

@@ -1,23 +1,32 @@
-"""Work that a lost trainer does not end: its ranks are replaced, and the work is begun again."""
+"""Retries operations of the trainer after the loss of a rank, once its ranks are replaced."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic
 
-from slime.cluster.restart.faults import cause_of
-from slime.cluster.restart.redo import Redo, SafeState, UnreadableState
+import torch.distributed as dist
+
+from slime.cluster.restart.replay import ReplayLog, SafeState, UnreadableState
 from slime.cluster.training.train_group import RankProcesses, TrainerLost
-from slime.observability import phases
-from slime.runtime.base import Future, Guarded, R, Runtime
+from slime.liveness import phases
+from slime.runtime.base import FailFastFuture, Future, P, R, Runtime
 from slime.utils.errors import RunStopped
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
+
+# How gloo and NCCL report that the other side has gone or hangs, and CUDA that a device failed.
+_SIGNS = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting|Socket Timeout"
+    r"|timeout caused pair closure|NCCL (?:error|timeout)|ncclRemoteError|ncclSystemError"
+    r"|uncorrectable ECC|CUDA error: (?:unspecified launch failure|an illegal memory access|unknown error)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +64,7 @@ class _Budget:
 
 
 class Recovery:
-    """`restore`: replaces the ranks and loads a state. `tell`: keeps the reason where people look for it.
+    """Replaces lost ranks. `restore` starts new ranks with a state, `report` makes the restart known.
 
     With a limit of 0 every loss ends the run.
     """
@@ -65,12 +74,12 @@ class Recovery:
         limit: int,
         ranks: RankProcesses,
         runtime: Runtime,
-        redo: Redo,
+        replay: ReplayLog,
         restore: Callable[[SafeState], None],
-        tell: Callable[[Restart], None],
+        report: Callable[[Restart], None],
     ):
-        self._ranks, self._runtime, self._redo = ranks, runtime, redo
-        self._restore, self._tell = restore, tell
+        self._ranks, self._runtime, self._replay = ranks, runtime, replay
+        self._restore, self._report = restore, report
         self._budget = _Budget(limit)
         self.num_restarts = 0
         self.cause = ""  # of the last loss
@@ -79,41 +88,41 @@ class Recovery:
     def is_on(self) -> bool:
         return self._budget.limit > 0
 
-    def run(self, work: Callable[[], R], rollout_id: int) -> R:
-        """What `work` returns, with whatever processes the trainer has by then. It must bear a repetition."""
+    def run(self, rollout_id: int, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return `work(...)`, called again with new ranks where some are lost: it must be repeatable."""
         while True:
             try:
-                self._come_back()
-                return work()
+                self._bring_back()
+                return work(*args, **kwargs)
             except TrainerLost:
                 if not self.is_on:
                     raise
             except Exception as error:
-                self.take_loss(error, rollout_id)
+                self.handle_loss(error, rollout_id)
 
-    def survive(self, future: Future[R], rollout_id: int) -> Surviving[R]:
-        return Surviving(future, self, rollout_id)
+    def guard(self, future: Future[R], rollout_id: int) -> GuardedFuture[R]:
+        return GuardedFuture(future, self, rollout_id)
 
     def watched(self, future: Future[R]) -> Future[R]:
-        """It also ends when a process is found to be silent."""
-        return Guarded(future, self._runtime.failure)
+        """Return a future that also fails when a process is found to be silent."""
+        return FailFastFuture(future, self._runtime.failure)
 
-    def look(self, rollout_id: int) -> None:
-        """Whether a process was lost while nobody waits for one."""
+    def check(self, rollout_id: int) -> None:
+        """Notice a process that was lost while nobody waits for one."""
         if self._runtime.failure.done():
             try:
                 self._runtime.failure.result()
             except Exception as error:
-                self.take_loss(error, rollout_id)
+                self.handle_loss(error, rollout_id)
 
-    def trained(self, rollout_id: int) -> None:
-        """A step that was never taken before is progress: earlier losses are paid for."""
+    def note_trained(self, rollout_id: int) -> None:
+        """Reset the budget at a step that was never taken before: that is progress."""
         if rollout_id > self._budget.furthest:
             self._budget.furthest = rollout_id
             self._budget.causes.clear()
 
-    def take_loss(self, error: Exception, rollout_id: int) -> None:
-        """Raises the error, unless it is that of a lost rank and restarts are left."""
+    def handle_loss(self, error: Exception, rollout_id: int) -> None:
+        """Mark the trainer as lost; raises `error` unless a lost rank caused it and restarts are left."""
         if not self.is_on or self._ranks.lost is not None:
             raise error
         cause = cause_of(error, self._ranks)
@@ -124,37 +133,37 @@ class Recovery:
         self._runtime.forget_failure()
         self._budget.spend(rollout_id, cause, error)
         self.num_restarts += 1
-        begins_from = str(self._redo.safe)
+        begins_from = str(self._replay.safe)
         logger.error(
-            "the trainer is lost at step %d: %s; it starts again from %s (restart %d, %d of --max-restarts "
-            "%d without a new step)",
+            "The trainer was lost at step %d: %s. It restarts from %s (restart %d; %d of --max-restarts %d "
+            "without a new step).",
             *(rollout_id + 1, cause, begins_from, self.num_restarts),
             *(len(self._budget.causes), self._budget.limit),
         )
-        self._tell(Restart(rollout_id, cause, begins_from, self.num_restarts))
+        self._report(Restart(rollout_id, cause, begins_from, self.num_restarts))
 
-    def _come_back(self) -> None:
+    def _bring_back(self) -> None:
         if self._ranks.lost is None:
             return
         with phases.doing("restarting the trainer"):
             time.sleep(self._budget.pause_s)
             started = time.monotonic()
             self._restore_safe()
-            self._redo.run()
-        logger.info("the trainer is back where it was (%.1f s)", time.monotonic() - started)
+            self._replay.run()
+        logger.info("The trainer is restarted and back where it was (%.1f s).", time.monotonic() - started)
 
     def _restore_safe(self) -> None:
         """Go back to the newest state that can be read."""
         while True:
             self._ranks.find()
             try:
-                return self._restore(self._redo.safe)
+                return self._restore(self._replay.safe)
             except UnreadableState as error:
-                damaged, older = str(self._redo.safe), self._redo.fall_back()
+                damaged, older = str(self._replay.safe), self._replay.fall_back()
                 if older is None:
                     raise RunStopped(
-                        f"the trainer was lost ({self.cause}) and cannot begin from {damaged}: {error}; "
-                        "this command, started again, takes the checkpoint before it."
+                        f"the trainer was lost ({self.cause}) and cannot restart from {damaged}: {error}; "
+                        "run this command again: it takes the checkpoint before it."
                     ) from error
                 logger.error(
                     "%s cannot be read (%s): the trainer starts from %s instead", damaged, error, older
@@ -162,8 +171,8 @@ class Recovery:
                 self._ranks.end()
 
 
-class Surviving(Generic[R]):
-    """The answer of another process than the trainer's, which a lost rank does not end: ranks can wait."""
+class GuardedFuture(Generic[R]):
+    """The result of another process than the trainer's: a lost rank does not end the wait for it."""
 
     def __init__(self, inner: Future[R], recovery: Recovery, rollout_id: int):
         self._inner, self._recovery, self._rollout_id = inner, recovery, rollout_id
@@ -176,4 +185,24 @@ class Surviving(Generic[R]):
             try:
                 return self._recovery.watched(self._inner).result(deadline_s)
             except Exception as error:
-                self._recovery.take_loss(error, self._rollout_id)
+                self._recovery.handle_loss(error, self._rollout_id)
+
+
+def cause_of(error: Exception, ranks: RankProcesses) -> str | None:
+    """Return why the trainer is lost, in a sentence; None: it is not, and a restart would fail the same way.
+
+    All ranks are asked, because the error of a survivor may arrive before that of the rank that died. An
+    exception of the user's code, or a device that is too small, is no reason for a restart.
+    """
+    lost = ranks.find_lost()
+    if lost:
+        return ", ".join(map(headline, lost))
+    notes: list[str] = getattr(error, "__notes__", [])  # only there once one is added
+    if isinstance(error, dist.DistError) or _SIGNS.search("\n".join([str(error), *notes])):
+        return f"the ranks lost each other ({type(error).__name__}: {headline(error)})"
+    return None
+
+
+def headline(error: BaseException) -> str:
+    """Return the first line of an error, without the log after it."""
+    return str(error).partition("\n")[0].partition("; last lines of")[0][:300]

@@ -11,9 +11,11 @@ import contextlib
 from collections.abc import Callable
 
 from slime.engines.engine_process import EngineServer, EngineStartError, LaunchPlan, MachineLost, Serving
-from slime.runtime.base import Future, Handle, Runtime, WorkerDied, WorkerSpec
-from slime.utils import http_utils, waits
-from slime.utils.machine.vital_signs import Signs
+from slime.liveness import waits
+from slime.liveness.vital_signs import Signs
+from slime.runtime.base import Future, Handle, Runtime, WorkerSpec
+from slime.utils import http_utils
+from slime.utils.errors import WorkerDied
 from slime.wire.protocol import EngineInfo
 
 _STOP_DEADLINE_S = 120.0
@@ -60,7 +62,7 @@ class HostedEngine:
             raise EngineStartError(
                 f"{self.plan.name}: its host {self.plan.host} did not start a process within "
                 f"{self._answer_s:g} s; a host that loads Python from a cold network file system may need "
-                "more: raise --host-timeout-s"
+                "more: raise --timeouts host"
             ) from error
         except WorkerDied as error:
             raise MachineLost(

@@ -56,12 +56,12 @@ class EnginePlane:
         """Waits for every engine; returns the facts of the run with their addresses and limits."""
         if not self.urls:
             return info
-        # While engines start: the default rollout needs it, and a folder that is no model is told at once.
+        # While engines start: the default rollout needs it, and a folder that is no model fails early.
         load_tokenizer(self._args.hf_checkpoint)
         self._fleet.wait_ready()
         infos = [self._ask(url) for url in self.urls]
-        front, evaluation = self._policy.start_routers(self._run)
-        routers = {self._policy.model.name: front}
+        endpoint, evaluation = self._policy.start_routers(self._run)
+        routers = {self._policy.model.name: endpoint}
         if evaluation is not None:
             routers[EVALUATION_ENGINES] = evaluation
         for service in self._frozen:
@@ -70,8 +70,8 @@ class EnginePlane:
         return _with_model_facts(
             replace(
                 info,
-                router_ip=front[0],
-                router_port=front[1],
+                router_ip=endpoint[0],
+                router_port=endpoint[1],
                 model_routers=routers,
                 engine_urls=self._policy.urls,
                 num_engines=len(self._policy.urls),

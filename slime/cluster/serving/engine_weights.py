@@ -1,8 +1,8 @@
-"""What engines of the policy hold: which version of the weights, and which parts of their memory.
+"""Brings the policy's engines to a weight version, and decides which parts of their memory they hold.
 
-They come to the next version paused, given it, asked, and let go on. `receive` takes a parcel that engines
-fetch. A live push is `begin_live`, what the trainer sends, `finish_live`, and then `receive` again with the
-copy for those that failed or come late.
+For a new version, engines pause, take the weights, are checked and continue. `receive` takes a bundle that
+engines fetch. A live push is `begin_live`, the transfer from the trainer, `finish_live`, and then `receive`
+again with the copy for engines that failed or come late.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.arguments import Args
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster.serving.loaded_weights import LoadedWeights
 from slime.engines.fleet import EngineFleet
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
-from slime.weight_sync import LiveReport, Parcel, Target, transport_of
+from slime.weight_sync import LiveReport, Target, WeightBundle, transport_of
 from slime.weight_sync.base import check_receipt
 from slime.weight_sync.verify import check_replicas
 from slime.wire.control import EngineControl, NoChecksums, PauseMode, Tag
@@ -31,10 +32,8 @@ from slime.wire.protocol import ADAPTER_NAME, EngineInfo
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
-_FLUSH_ATTEMPTS, _FLUSH_PAUSE_S = (
-    40,
-    0.25,
-)  # aborted requests leave the engine a moment after they are told to
+# Aborted requests leave the engine only a moment later.
+_FLUSH_ATTEMPTS, _FLUSH_PAUSE_S = 40, 0.25
 
 _SHOWN_ANSWER = 300  # characters
 
@@ -61,13 +60,13 @@ class EngineWeights:
         self._current: set[str] = set()  # engines that a live push has brought to its version
         self._num_pushes = 0
         self._loaded = LoadedWeights()
-        self.parcel: Parcel | None = None  # what an engine that joins now must take
+        self.bundle: WeightBundle | None = None  # what an engine that joins now must take
         fleet.keep_current(lambda: self.version, self.bring_up_to_date)
 
     @property
     def version(self) -> str | None:
         """What the engines were last brought to; None: nothing was pushed yet."""
-        return self.parcel.version if self.parcel is not None else None
+        return self.bundle.version if self.bundle is not None else None
 
     def info(self, url: str) -> EngineInfo:
         """Asked once per life of an engine."""
@@ -83,25 +82,25 @@ class EngineWeights:
         return self._members[url].life if url in self._members else 0
 
     def _control(self, url: str) -> EngineControl:
-        return EngineControl(url, self._args.update_weight_timeout_s)
+        return EngineControl(url, timeout_s(self._args, "update-weight"))
 
-    # -- a parcel
+    # -- a bundle
 
-    def receive(self, parcel: Parcel) -> dict[str, float]:
-        """Brings every engine to the parcel's version; after a live push, those that it did not reach.
+    def receive(self, bundle: WeightBundle) -> dict[str, float]:
+        """Bring every engine to the bundle's version; after a live push, the engines that it did not reach.
 
-        One that fails is evicted; the fleet starts it again and brings it to this parcel before it serves. A
+        One that fails is evicted; the fleet starts it again and brings it to this bundle before it serves. A
         cause that persists therefore ends the run as engines that keep dying.
         """
         started = time.monotonic()
         failures = 0
         with self._membership() as urls:
-            self.parcel = parcel  # whoever joins from now on gets this version
-            failures += self._on_each([url for url in urls if url not in self._current], self._take(parcel))
+            self.bundle = bundle  # whoever joins from now on gets this version
+            failures += self._on_each([url for url in urls if url not in self._current], self._take(bundle))
             checked = time.monotonic()
-            if self._args.check_weight_update_equal:  # others were compared when they took the parcel
-                failures += self._on_each(sorted(self._current), self._compare_paused(parcel))
-            failures += self._check_deeply(parcel, [url for url in urls if self._fleet.is_alive(url)])
+            if self._args.check_weight_update_equal:  # others were compared when they took the bundle
+                failures += self._on_each(sorted(self._current), self._compare_paused(bundle))
+            failures += self._check_deeply(bundle, [url for url in urls if self._fleet.is_alive(url)])
             self._loaded.forget()
             self._current = set()
         self._num_pushes += 1
@@ -113,20 +112,20 @@ class EngineWeights:
 
     def bring_up_to_date(self, url: str) -> None:
         """An engine that was started again takes the weights, and gives memory away, as the others did."""
-        if self.parcel is not None:
-            run(self._take(self.parcel)(url, self.info(url)))
+        if self.bundle is not None:
+            run(self._take(self.bundle)(url, self.info(url)))
         if self._released:
             run(EngineControl(url).release(self._released))
 
-    def _take(self, parcel: Parcel) -> Act:
+    def _take(self, bundle: WeightBundle) -> Act:
         async def take(url: str, info: EngineInfo) -> None:
-            control, transport = self._control(url), transport_of(parcel.transport)
-            await transport.prepare(parcel, control)
-            await self._pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
+            control, transport = self._control(url), transport_of(bundle.transport)
+            await transport.prepare(bundle, control)
+            await self._pause(control, info, keep=TRANSPORTS[bundle.transport].keeps_requests)
             await self._loaded.overwrite(url, self._life(url), control)
-            check_receipt(parcel, await transport.deliver(parcel, control, info), url)
+            check_receipt(bundle, await transport.deliver(bundle, control, info), url)
             if self._args.check_weight_update_equal:
-                await self._compare(parcel, url, info)
+                await self._compare(bundle, url, info)
             await control.resume()
 
         return take
@@ -142,9 +141,9 @@ class EngineWeights:
                     raise
                 await asyncio.sleep(_FLUSH_PAUSE_S)
 
-    async def _compare(self, parcel: Parcel, url: str, info: EngineInfo) -> None:
-        different = await transport_of(parcel.transport).compare(
-            parcel, self._control(url), info, self._shm_prefix
+    async def _compare(self, bundle: WeightBundle, url: str, info: EngineInfo) -> None:
+        different = await transport_of(bundle.transport).compare(
+            bundle, self._control(url), info, self._shm_prefix
         )
         if different:
             raise RuntimeError(
@@ -154,7 +153,7 @@ class EngineWeights:
     # -- a live push
 
     def begin_live(self) -> tuple[Target, ...]:
-        """Pauses the engines and opens an update on each; returns those that wait for the trainer."""
+        """Pause the engines and open an update on each; return the ones that wait for the trainer."""
         self._live = contextlib.ExitStack()
         urls = self._live.enter_context(self._fleet.frozen())
 
@@ -183,7 +182,7 @@ class EngineWeights:
             live.close()
 
     def finish_live(self, version: str, targets: tuple[Target, ...], report: LiveReport) -> dict[str, float]:
-        """Those that were reached go on; the others stay paused until `receive` brings them the copy."""
+        """Let engines that were reached continue; the others stay paused until `receive` brings the copy."""
         started = time.monotonic()
 
         async def end(url: str, info: EngineInfo) -> None:
@@ -240,10 +239,10 @@ class EngineWeights:
                 logger.info("the first push to %s will be compared with files: %s", url, error)
 
         with self._fleet.frozen() as urls:
-            if self.parcel is None:
+            if self.bundle is None:
                 self._on_each(urls, note)
 
-    def _check_deeply(self, parcel: Parcel, urls: list[str]) -> int:
+    def _check_deeply(self, bundle: WeightBundle, urls: list[str]) -> int:
         """Compares the engines' checksums; at first also with a load from files. Evicts who differs."""
         first, interval = self._num_pushes == 0, self._args.weight_checksum_interval
         if not urls or not (first or (interval and self._num_pushes % interval == 0)):
@@ -264,11 +263,11 @@ class EngineWeights:
                 self._fleet.evict(url, error)
                 failures += 1
         if first and not proven and not self.info(reference).compares_manifests:
-            failures += self._on_each([reference], self._compare_paused(parcel))
+            failures += self._on_each([reference], self._compare_paused(bundle))
         return failures + self._evict_overwritten(apart)
 
     def _evict_overwritten(self, apart: Mapping[str, list[str] | None]) -> int:
-        """Engines that may still hold noise: those that were overwritten, and the push did not restore."""
+        """Evict engines that may still hold noise: the push did not restore what was overwritten."""
         left = {url: names for url, names in apart.items() if names and self._fleet.is_alive(url)}
         for url, names in left.items():
             why = f"engine {url} was overwritten before the first push, which left {len(names)} tensors"
@@ -296,17 +295,17 @@ class EngineWeights:
 
     def tensors_apart(self, name: str) -> list[str] | str:
         """Tensors that an engine holds otherwise than they were last sent; a text: why that is not known."""
-        parcel, found = self.parcel, list[str]()
+        bundle, found = self.bundle, list[str]()
         url = next((server.url for server in self._fleet.servers if server.plan.name == name), None)
-        if parcel is None or url is None or not self._fleet.is_alive(url):
+        if bundle is None or url is None or not self._fleet.is_alive(url):
             return "it is gone, or nothing was sent to it"
-        compare = transport_of(parcel.transport).compare
+        compare = transport_of(bundle.transport).compare
 
         async def look() -> None:
             control, info = self._control(url), self.info(url)
-            await self._pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
+            await self._pause(control, info, keep=TRANSPORTS[bundle.transport].keeps_requests)
             try:
-                found.extend(await compare(parcel, control, info, self._shm_prefix))
+                found.extend(await compare(bundle, control, info, self._shm_prefix))
             finally:
                 await control.resume()
 
@@ -314,11 +313,11 @@ class EngineWeights:
             [failure] = run(_gather([look()]))
         return f"{type(failure).__name__}: {failure}"[:_SHOWN_ANSWER] if failure is not None else found
 
-    def _compare_paused(self, parcel: Parcel) -> Act:
+    def _compare_paused(self, bundle: WeightBundle) -> Act:
         async def compare(url: str, info: EngineInfo) -> None:
             control = self._control(url)
-            await self._pause(control, info, keep=TRANSPORTS[parcel.transport].keeps_requests)
-            await self._compare(parcel, url, info)
+            await self._pause(control, info, keep=TRANSPORTS[bundle.transport].keeps_requests)
+            await self._compare(bundle, url, info)
             await control.resume()
 
         return compare

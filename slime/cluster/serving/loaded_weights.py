@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def begins_as_served(args: Args, checkpoint: Path | None) -> bool:
-    """Whether the trainer's first weights are those that engines load when they start, and plain ones."""
+    """Return whether the trainer starts with the weights that engines load, in an unquantized format."""
     model = args.hf_checkpoint
     if checkpoint is not None or model is None:
         return False

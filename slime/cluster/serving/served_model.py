@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 from slime.arguments import Args
 from slime.arguments.groups.topology import ServedModel
+from slime.catalog.deadlines import timeout_s
+from slime.catalog.limits import limit
+from slime.cluster.serving.endpoint import Endpoint, Rotations, join_router, open_endpoint
 from slime.cluster.serving.engine_host import host_engine
 from slime.cluster.serving.engine_plan import plan_engines
-from slime.cluster.serving.front import Front, Rotations, join_router, open_front
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, FleetServer, WatchPolicy
 from slime.engines.launch_plan import place_engines, plan_router
@@ -19,6 +21,8 @@ from slime.runtime.placement import Placement, Slot
 from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
+
+_RESTART_WINDOW_S = 600.0  # --limits engine-restarts counts the deaths of this long
 
 Address = tuple[str, int]  # host and port
 
@@ -34,12 +38,15 @@ class ModelService:
         self.fleet = EngineFleet(servers, _watch_policy(args))
         num_shared = len(servers) - num_reserved
         self._shared, self._reserved = servers[:num_shared], servers[num_shared:]
-        self._fronts: list[Front] = []
+        self._endpoints: list[Endpoint] = []
 
     @property
     def failures(self) -> list[concurrent.futures.Future[None]]:
         """Futures of which any ends the run."""
-        return [self.fleet.failure, *(failure for front in self._fronts for failure in front.failures)]
+        return [
+            self.fleet.failure,
+            *(failure for endpoint in self._endpoints for failure in endpoint.failures),
+        ]
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -53,22 +60,22 @@ class ModelService:
         plan = plan_router(self.model, args.rollout_router)
         name = "router" if is_policy else f"{self.model.name}-router"
         if is_policy and args.sglang_router_ip is not None:
-            self._fronts = [join_router(args, self._shared)]
+            self._endpoints = [join_router(args, self._shared)]
         else:
             port = args.sglang_router_port if is_policy else None
-            self._fronts = [open_front(args, run_, plan, self._shared, name, port)]
+            self._endpoints = [open_endpoint(args, run_, plan, self._shared, name, port)]
         if self._reserved:
-            self._fronts.append(open_front(args, run_, plan, self._reserved, f"reserved-{name}", None))
-        self.fleet.follow(Rotations(self._fronts))
-        first, *others = [(front.host, front.port) for front in self._fronts]
+            self._endpoints.append(open_endpoint(args, run_, plan, self._reserved, f"reserved-{name}", None))
+        self.fleet.follow(Rotations(self._endpoints))
+        first, *others = [(endpoint.host, endpoint.port) for endpoint in self._endpoints]
         return first, others[0] if others else None
 
     def close(self) -> None:
-        for front in self._fronts:
-            front.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
         self.fleet.stop()
-        for front in self._fronts:
-            front.close_last()
+        for endpoint in self._endpoints:
+            endpoint.close_last()
 
 
 def make_servers(
@@ -98,13 +105,13 @@ def make_servers(
                     "--enable-deterministic-inference, and its tokens differ from run to run",
                     engine.url,
                 )
-        patience_s = args.engine_start_timeout_s
+        patience_s = timeout_s(args, "engine-start")
         return {args.engine_topology.policy.name: [ExternalServer(engine, patience_s) for engine in engines]}
     servers: dict[str, list[FleetServer]] = {}
     plans = plan_engines(args, run_, slots)
     for place, plan, slot in zip(place_engines(args.engine_topology), plans, slots, strict=True):
         spec = WorkerSpec(plan.name, slot=slot, near_driver=True)
-        servers.setdefault(place.model, []).append(host_engine(runtime, plan, spec, args.host_timeout_s))
+        servers.setdefault(place.model, []).append(host_engine(runtime, plan, spec, timeout_s(args, "host")))
     return servers
 
 
@@ -132,12 +139,12 @@ def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
 
 def _watch_policy(args: Args) -> WatchPolicy:
     return WatchPolicy(
-        restart_limit=args.engine_restart_limit,
-        restart_window_s=args.engine_restart_window_s,
-        silence_limit_s=args.engine_silence_timeout_s or None,
+        restart_limit=limit(args, "engine-restarts"),
+        restart_window_s=_RESTART_WINDOW_S,
+        silence_limit_s=timeout_s(args, "engine-silence") or None,
         probe_interval_s=args.rollout_health_check_interval if args.use_fault_tolerance else None,
-        probe_timeout_s=args.rollout_health_check_timeout,
+        probe_timeout_s=timeout_s(args, "health-check"),
         probe_first_wait_s=args.rollout_health_check_first_wait,
-        probe_failures=args.rollout_health_check_failures,
-        no_engine_timeout_s=args.no_engine_timeout_s,
+        probe_failures=limit(args, "probe-failures"),
+        no_engine_timeout_s=timeout_s(args, "no-engine"),
     )

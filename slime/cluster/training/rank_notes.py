@@ -1,4 +1,4 @@
-"""What a trainer rank tells the record of one step: how long its parts took, and the advantages it used."""
+"""What a trainer rank reports for the record of one step: its spans and the advantages it used."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import compress
 from statistics import fmean
 
 from slime.backends.base import Layout
+from slime.observability.tracer import TRAINER, Span, spans_of_waits
 from slime.record.additions import Advantage
-from slime.record.spans import TRAINER, Span, spans_of_waits
 from slime.step.training_step import TrainingStep
 
 _MAX_TOKENS = 200_000  # of a step whose advantages are kept token by token
@@ -23,10 +23,8 @@ class RankNotes:
 
 
 def notes_of(step: TrainingStep, rank: int, layout: Layout) -> RankNotes:
-    """One rank of those that share samples tells of these."""
-    lane = TRAINER.format(rank=rank)
-    spans = [Span(step.rollout_id, lane, name, start, end) for name, start, end in step.parts]
-    spans += spans_of_waits(step.rollout_id)
+    """Collect them. Of the ranks that share samples, one reports the advantages."""
+    spans = step.tracer.drain(lane=TRAINER.format(rank=rank)) + spans_of_waits(step.rollout_id)
     tells = layout.tp_rank == layout.cp_rank == layout.pp_rank == 0
     return RankNotes(spans, _advantages(step) if tells else [])
 

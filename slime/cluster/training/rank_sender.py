@@ -10,6 +10,7 @@ import torch
 
 from slime.arguments import Args, PluginArgs
 from slime.backends.base import TrainBackend
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.transports import TRANSPORTS
 from slime.engines.external import read_address
 from slime.utils.errors import RunStopped
@@ -18,7 +19,15 @@ from slime.utils.machine.ports import address_towards, get_host_info
 from slime.utils.machine.run_identity import LOOPBACK, Run
 from slime.utils.misc import load_function
 from slime.utils.models.finite import first_non_finite
-from slime.weight_sync import LiveReport, LiveSender, Parcel, Sender, Target, live_sender_of, transport_of
+from slime.weight_sync import (
+    LiveReport,
+    LiveSender,
+    Sender,
+    Target,
+    WeightBundle,
+    live_sender_of,
+    transport_of,
+)
 from slime.weight_sync.base import DeltaOptions, NamedTensors, SenderOptions, nothing_after_writing
 from slime.weight_sync.fp8 import engine_format, quantize_named, served_config
 from slime.weight_sync.late_copy import LateCopySender
@@ -75,7 +84,7 @@ class RankSender:
             self._live_sender = live_sender_of(transport)(self._sender_options())
         if not every_rank:
             place = StagePlace(layout.pp_rank, layout.pp_size, layout.is_first_of_stage)
-            deadline_s = self._args.update_weight_timeout_s + _SENDER_SLACK_S
+            deadline_s = timeout_s(self._args, "update-weight") + _SENDER_SLACK_S
             self._turns = StageTurns(place, self._live_sender, deadline_s)
 
     def _sender_options(self) -> SenderOptions:
@@ -85,7 +94,7 @@ class RankSender:
             self._policy_path,
             self._rank,
             self._own_address(),
-            self._args.update_weight_timeout_s,
+            timeout_s(self._args, "update-weight"),
             self._backend.layout.pp_rank,
             quantization=self._quantization,
             adapter_config=self._backend.adapter_config() if self._content == "adapter" else None,
@@ -112,15 +121,15 @@ class RankSender:
         elsewhere = next((host for host in hosts if not is_loopback(host)), None)
         return address_towards(elsewhere) if elsewhere is not None else LOOPBACK
 
-    def export(self, version: str, dtype: str | None) -> Parcel | None:
-        """The model or its adapters go into the transport; the first rank returns the parcel."""
+    def export(self, version: str, dtype: str | None) -> WeightBundle | None:
+        """The model or its adapters go into the transport; the first rank returns the bundle."""
         for bucket in self._stream(dtype):
             if self._sender is not None:
                 self._sender.send(self._as_engines_hold(bucket))
-        parcel = self._sender.finish(version) if self._sender is not None else None
+        bundle = self._sender.finish(version) if self._sender is not None else None
         if self._post_write is not None:
-            self._post_write.on_every_rank(parcel.written if parcel is not None else None)
-        return parcel
+            self._post_write.on_every_rank(bundle.written if bundle is not None else None)
+        return bundle
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
         """The whole model goes to engines that wait for it; a rank that sends nothing returns None."""

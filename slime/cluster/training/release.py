@@ -8,16 +8,16 @@ from pathlib import Path
 from slime.arguments import Args
 from slime.cluster.training.train_actor import Memory, TrainActor
 from slime.cluster.training.train_group import RankProcesses
-from slime.observability import phases
+from slime.liveness import phases
 from slime.runtime.base import gather
 from slime.utils.files.step_folders import TRAINER, step_path
 
-# They are about what --load named, which is not what later processes begin from.
+# These flags concern the checkpoint of --load, which later processes do not load.
 OF_THE_FIRST_START = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
 
 
 class TrainerRelease:
-    """`checkpoint`: what the run itself begins from. `prepare`: what new ranks are told before they train.
+    """Ends and restarts the ranks. `checkpoint`: what the run starts from. `prepare`: sets up new ranks.
 
     Nothing is lost on the way: weights, optimizer, schedule and random state are in the checkpoint of the
     rollout before, which is complete before the processes end; the rest is `Memory`.
@@ -31,15 +31,12 @@ class TrainerRelease:
         self._memories: list[Memory] = []
 
     def leave(self) -> None:
-        """Called after a push: engines have the weights, and nothing else is wanted of the trainer."""
+        """End the processes after a push: engines have the weights, and nothing else needs the trainer."""
         self._memories = self._ranks.actors.call(TrainActor.memory)
         self._ranks.end()
 
-    def come_back(self) -> bool:
-        """Called before a training, also the first one, as the processes that pushed the first weights left.
-
-        False: they are there.
-        """
+    def wake(self) -> bool:
+        """Start the processes again where they have left; False: they are there already."""
         if not self._ranks.away:
             return False
         with phases.doing("starting the trainer"):
@@ -51,7 +48,7 @@ class TrainerRelease:
         return True
 
     def saved(self, rollout_id: int) -> None:
-        """The checkpoint of this rollout is complete: the next processes begin from it."""
+        """Note a complete checkpoint: the next processes load it."""
         assert self._args.save is not None, "the rules ask for --save"
         self._checkpoint = step_path(self._args.save, rollout_id) / TRAINER
         self._args = self._args.replace(**OF_THE_FIRST_START)

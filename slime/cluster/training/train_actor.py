@@ -20,23 +20,24 @@ from slime.backends.base import Layout
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.backends.shared.old_policy import old_policy_of
 from slime.batch.split import RankData
+from slime.catalog.deadlines import timeout_s
 from slime.cluster.checkpoints.checkpoint import files_of_rank
 from slime.cluster.training.rank_notes import RankNotes, notes_of
 from slime.cluster.training.rank_sender import RankSender
 from slime.cluster.training.warm_up import warm_up
+from slime.liveness import waits
 from slime.observability.logging_utils import configure_logger
 from slime.runtime.base import Ref, in_background
 from slime.step.agreement import Agreement, threshold_of
 from slime.step.profiling import StepProfiler
 from slime.step.step_report import StepReport
 from slime.step.training_step import TrainingStep
-from slime.utils import waits
 from slime.utils.files.checksums import FileRecord, find_damage, record_files
 from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spread
 from slime.utils.machine import accelerator
 from slime.utils.machine.process_groups import limit_every_group, open_store, prefer_interface_towards
 from slime.utils.machine.run_identity import Run
-from slime.weight_sync import Parcel
+from slime.weight_sync import WeightBundle
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class RankProcess:
     def __init__(self, args: Args, run: Run, rank: int, world_size: int):
         configure_logger(f" rank {rank}", level=args.log_level)
         self._args, self._run, self._rank, self._world_size = args, run, rank, world_size
-        self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        self._timeout = datetime.timedelta(seconds=timeout_s(args, "collective"))
         has_device = accelerator.device_count() > 0
         self._device = torch.device(accelerator.device_type(), 0) if has_device else torch.device("cpu")
         self._store: dist.Store | None = None  # on rank 0, once it is opened
@@ -200,7 +201,7 @@ class TrainActor:
         by_sample = {index: values.tolist() for index, values in zip(indices, found, strict=True)}
         return by_sample, threshold_of(self._backend, self._args)
 
-    def take_notes(self) -> RankNotes:
+    def drain_notes(self) -> RankNotes:
         """The notes of the last step for the record; a second call has none."""
         step, self._noted = self._noted, None
         return RankNotes() if step is None else notes_of(step, self._rank, self.layout)
@@ -222,7 +223,7 @@ class TrainActor:
         assert self._sender is not None, "weights are sent before it is known how"
         return self._sender
 
-    def export(self, version: str, dtype: str | None) -> Parcel | None:
+    def export(self, version: str, dtype: str | None) -> WeightBundle | None:
         """The weights go out as `version`, see `RankSender.export`."""
         self.note_version(int(version.rpartition(":")[2]))
         return self.sender().export(version, dtype)
@@ -290,7 +291,7 @@ class TrainActor:
         """The most host memory that this process has held."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
-    def take_peak_memory(self) -> int | None:
+    def drain_peak_memory(self) -> int | None:
         """Bytes in use on this rank's device at their most since the last call; None on a CPU machine."""
         return accelerator.take_peak_memory()
 

@@ -12,26 +12,15 @@ from slime.arguments import Args
 from slime.backends.base import Layout
 from slime.batch.split import split_for_ranks
 from slime.cluster.training.train_actor import RankProcess, TrainActor
-from slime.observability import phases
-from slime.runtime.base import (
-    Future,
-    Handle,
-    P,
-    R,
-    Renewable,
-    Runtime,
-    S,
-    T,
-    WorkerDied,
-    WorkerSpec,
-    gather,
-)
+from slime.liveness import phases
+from slime.runtime.base import Future, Handle, P, R, Renewable, Runtime, S, T, WorkerSpec, gather
 from slime.runtime.placement import Slot, cores_each
 from slime.step.step_report import StepReport
+from slime.utils.errors import WorkerDied
 from slime.utils.files.checksums import FileRecord, find_damage
 from slime.utils.files.machine_copies import CopyPlace
+from slime.utils.machine.children import thread_environment
 from slime.utils.machine.process_groups import network_environment
-from slime.utils.machine.processes import thread_environment
 from slime.utils.machine.run_identity import Run
 from slime.utils.types import RolloutBatch
 
@@ -40,12 +29,12 @@ _ASK_S = 10.0  # a rank whether it is there
 
 
 class TrainerLost(WorkerDied):
-    """Ranks were lost, and nobody has replaced them yet."""
+    """Ranks were lost and are not replaced yet."""
 
 
 @dataclass(slots=True)
-class Presence:
-    """`away`: the trainer's processes have ended and will be back; calls find nobody.
+class RankState:
+    """Whether the ranks can be called. `away`: their processes were ended on purpose; calls reach nobody.
 
     `lost`: why they are gone, where that was not meant; calls fail until they are replaced.
     """
@@ -56,29 +45,29 @@ class Presence:
 
 
 class Ranks(Generic[T]):
-    """The same object on every trainer rank, called on all at once; the first failure ends the call."""
+    """Calls an object that exists on every trainer rank, on all at once; the first failure ends the call."""
 
-    def __init__(self, handles: Sequence[Handle[T]], presence: Presence | None = None):
-        self._all, self._presence = list(handles), presence or Presence()
+    def __init__(self, handles: Sequence[Handle[T]], state: RankState | None = None):
+        self._all, self._state = list(handles), state or RankState()
 
     @property
     def handles(self) -> list[Handle[T]]:
-        return self._all[: self._presence.count]
+        return self._all[: self._state.count]
 
     def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """The answers of all ranks; none in a run that does not train."""
+        """Return the results of all ranks; none in a run that does not train."""
         return gather(self.begin(method, *args, **kwargs))
 
     def begin(
         self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[R]]:
-        if self._presence.lost is not None:
-            raise TrainerLost(self._presence.lost)
-        handles = [] if self._presence.away else self.handles
+        if self._state.lost is not None:
+            raise TrainerLost(self._state.lost)
+        handles = [] if self._state.away else self.handles
         return [handle.call(method, *args, **kwargs) for handle in handles]
 
     def part(self, owner: Callable[[T], S]) -> Ranks[S]:
-        return Ranks([handle.part(owner) for handle in self._all], self._presence)
+        return Ranks([handle.part(owner) for handle in self._all], self._state)
 
 
 class RankProcesses:
@@ -86,9 +75,9 @@ class RankProcesses:
 
     def __init__(self, args: Args, run: Run, runtime: Runtime, slots: tuple[Slot, ...]):
         self._args, self._runtime, self._run, self._slots = args, runtime, run, slots
-        self._presence = Presence()
+        self._state = RankState()
         self._renewable = [Renewable(self._spawn(rank, args)) for rank in range(len(slots))]
-        self._processes = Ranks(self._renewable, self._presence)
+        self._processes = Ranks(self._renewable, self._state)
         self._loaded: list[Future[bool]] = []  # one for each rank, once `join` is called
         self._joined = False
 
@@ -99,7 +88,7 @@ class RankProcesses:
         return self._runtime.spawn(spec, RankProcess, args, self._run, rank, len(self._slots))
 
     def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
-        """Which files of a checkpoint are not what was written; ranks share the reading, beside engines."""
+        """Return which files of a checkpoint are damaged; the ranks share the reading."""
         handles = self._processes.handles
         if not handles:  # such a run reads the driver's own files alone
             return find_damage(folder, {name: record for name, record in files.items() if "/" not in name})
@@ -119,19 +108,19 @@ class RankProcesses:
         return self._processes.part(RankProcess.actor)
 
     def join(self) -> None:
-        """Ranks find each other; a second call does nothing."""
+        """Join the ranks into process groups; a second call does nothing."""
         if self._processes.handles and not self._joined:
             with phases.starting("trainer"):
                 gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
             self._joined = True
 
     def warm_up(self) -> None:
-        """Ranks do what can be done before there is room for their model."""
+        """Let ranks do what is possible before there is room for their model."""
         self.join()
         gather(self._processes.begin(RankProcess.warm_up), _START_DEADLINE_S)
 
     def load(self, checkpoint: Path | None) -> TrainGroup:
-        """Ranks meet, and build and load the model."""
+        """Join the ranks, then build and load the model."""
         layouts: list[Layout] = []
         self.join()
         if self._processes.handles:
@@ -141,23 +130,23 @@ class RankProcesses:
         return TrainGroup(self._args, self._runtime, self.actors, layouts)
 
     def _meet(self) -> int:
-        """Waits for the processes; returns the port where they join each other."""
+        """Wait for the processes; return the port where they join each other."""
         self._loaded = self._processes.begin(RankProcess.is_loaded)
         gather(self._loaded, _START_DEADLINE_S)
         return self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
 
     @property
     def away(self) -> bool:
-        return self._presence.away
+        return self._state.away
 
     @property
     def lost(self) -> str | None:
         """Why the ranks are gone; None: they are there, or away on purpose."""
-        return self._presence.lost
+        return self._state.lost
 
     def find_lost(self) -> list[WorkerDied]:
-        """The errors of those ranks whose process has ended or is given up."""
-        handles = [] if self._presence.away else self._processes.handles
+        """Return the errors of ranks whose process has ended or is given up."""
+        handles = [] if self._state.away else self._processes.handles
         calls = [handle.call_control(RankProcess.is_loaded) for handle in handles]
         deadline, found = time.monotonic() + _ASK_S, []
         for call in calls:
@@ -170,35 +159,35 @@ class RankProcesses:
         return found
 
     def lose(self, cause: str) -> None:
-        """All processes end: those that are left wait for others that will not come."""
+        """End all processes: survivors would wait for ranks that will not come."""
         self.end()
-        self._presence.lost = cause
+        self._state.lost = cause
 
     def find(self) -> None:
-        """They are about to be replaced: calls find nobody until then."""
-        self._presence.lost = None
+        """Clear the loss before the ranks are replaced; calls reach nobody until then."""
+        self._state.lost = None
 
     def end(self) -> None:
-        """The processes end, and give back all memory; calls find nobody until `begin_again`."""
-        self._presence.away = True
+        """End the processes, which frees all their memory; calls reach nobody until `begin_again`."""
+        self._state.away = True
         for handle in self._renewable:
             handle.kill()
 
     def move(self, slots: tuple[Slot, ...]) -> None:
-        """Where processes begin again, at most as many as there were at first."""
-        self._slots, self._presence.count = slots, len(slots)
+        """Set where processes restart, at most as many as there were at first."""
+        self._slots, self._state.count = slots, len(slots)
         self._run = replace(self._run, host=slots[0].host)
 
     def begin_again(self, settings: Args, checkpoint: Path | None) -> list[Layout]:
-        """New processes take the places of those that ended, with what the checkpoint holds."""
+        """Replace the processes that ended, and load the checkpoint."""
         self.renew(settings)
         return self.load_again(checkpoint)
 
     def renew(self, settings: Args) -> None:
-        """New processes take the places of those that ended, and find each other."""
+        """Replace the processes that ended; the new ones join each other."""
         for rank, handle in enumerate(self._renewable[: len(self._slots)]):
             handle.renew(self._spawn(rank, settings))
-        self._presence.away = False
+        self._state.away = False
         gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
 
     def load_again(self, source: Path | CopyPlace | None) -> list[Layout]:
@@ -209,12 +198,12 @@ class RankProcesses:
         return CopyPlace(folder, tuple(slot.machine for slot in self._slots))
 
     def complete_copy(self, place: CopyPlace, files: Mapping[str, FileRecord]) -> list[str]:
-        """Machines give each other what they lack; what none of them has."""
+        """Let machines exchange missing files; return what none of them has."""
         found = self._processes.begin(RankProcess.complete_copy, place, dict(files))
         return gather(found, _START_DEADLINE_S)[0]
 
     def describe(self) -> str:
-        """How far `load` is."""
+        """Describe how far `load` is."""
         num_ranks = len(self._processes.handles)
         if not num_ranks:
             return "no trainer"

@@ -54,7 +54,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def warm_up(args: Args, device: torch.device) -> None:
-    """For a rank that is alone on a GPU; whatever fails here fails again, and is told, where it is needed.
+    """Warm up a rank that is alone on a GPU; an error here is only logged: it appears again where it matters.
 
     Memory is locked on a thread, since compiling seldom needs the device. Both have ended on return: a model
     that was loaded meanwhile would lock memory of its own before this is free for it.

@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.liveness import stacks
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
-from slime.utils.machine import garbage, stacks
-from slime.utils.machine.open_files import raise_limit, tell_of_scarcity
+from slime.utils.machine import garbage
+from slime.utils.machine.open_files import log_scarcity, raise_limit
 
 if TYPE_CHECKING:
     from slime.engines.embedded.http_server import Server
@@ -81,10 +82,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _die_with_parent(args: argparse.Namespace) -> None:
-    from slime.utils.machine import processes, shm  # late: --help stays fast
+    from slime.utils.machine import children, shm  # late: --help stays fast
 
     prefix = args.shm_prefix
-    processes.watch_parent(args.life_fd, (lambda: shm.unlink_prefix(prefix)) if prefix else None)
+    children.watch_parent(args.life_fd, (lambda: shm.unlink_prefix(prefix)) if prefix else None)
 
 
 def _make_server(args: argparse.Namespace) -> "Server":
@@ -127,7 +128,7 @@ async def _serve(args: argparse.Namespace) -> None:
     await web.SockSite(runner, listener, backlog=_TAKEN_AT_ONCE).start()
     listener.listen(_BACKLOG)
     garbage.search_new_only()
-    tell_of_scarcity(asyncio.get_running_loop())
+    log_scarcity(asyncio.get_running_loop())
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

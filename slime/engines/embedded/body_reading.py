@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON, manifests and tags; one that cannot be right is a BadRequest that says why."""
+"""Reads request bodies: JSON, manifests and tags; invalid ones raise BadRequest with the reason."""
 
 import asyncio
 import json

@@ -7,25 +7,39 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.catalog.limits import limit
 from slime.engines.engine_process import Command
 from slime.engines.launch_plan import EngineSite
+from slime.utils.files.safetensors_files import all_files
+
+_TINY_BYTES = 4 << 20  # of all weights
 
 
 def run_command(args: Args, site: EngineSite) -> Command:
     """How an engine of a run is started."""
     return embedded_command(
         model_path=site.model_path,
-        device=args.embedded_device,
-        dtype=args.embedded_dtype if args.embedded_dtype != "auto" else args.dtype,
+        dtype=args.dtype,
         threads=site.threads,
-        max_running_requests=args.embedded_max_running_requests,
-        max_total_tokens=args.embedded_max_total_tokens,
+        max_running_requests=limit(args, "embedded-requests"),
+        max_total_tokens=limit(args, "embedded-tokens") or None,
         seed=args.seed,
         shm_prefix=site.shm_prefix,
         await_weights=site.update_weights and not args.debug_rollout_only,
         fp8_block=site.quantization["weight_block_size"] if site.quantization else None,
         host=site.host,
     )
+
+
+def run_environment(args: Args, site: EngineSite) -> dict[str, str]:
+    """Return variables of the engine's process: it needs none."""
+    return {}
+
+
+def num_threads(model: Path, cores: int) -> int:
+    """Return how many threads an engine computes with; sharing the products of a tiny model costs time."""
+    is_tiny = model.is_dir() and 0 < sum(file.stat().st_size for file in all_files(model)) <= _TINY_BYTES
+    return 1 if is_tiny else cores
 
 
 def embedded_command(

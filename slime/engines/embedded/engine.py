@@ -1,4 +1,4 @@
-"""The engine: one `step` is schedule, forward, sample, record. It all runs on the engine's own thread.
+"""The embedded engine: one `step` schedules, computes, samples and records, on the engine's own thread.
 
 Control operations (pause, abort, new weights, memory) run between two steps on that same thread, so none of
 them needs a lock and none of them sees a half-done step. An exception in a step fails the requests in it, and
@@ -129,13 +129,10 @@ class Engine:
         return heard
 
     def _compute(self, work: Pass) -> int:
-        """Returns the number of new tokens."""
+        """Run one pass and return the number of new tokens."""
         started = time.perf_counter()
         logits = self.runner.forward(work.plan)
-        if work.twins is not None:
-            self.runner.copy_rows(work.twins.source, work.twins.target)
-            logits = logits[work.twins.logit_rows]
-        draws = sample(logits, work.rows, self.runner.draw) if work.samplers else Draws([], [])
+        draws = sample(logits, work.rows) if work.samplers else Draws([], [])
         self.forward_s += time.perf_counter() - started
         self.scheduler.commit(work, draws)
         return len(draws.tokens)
@@ -169,8 +166,8 @@ class Engine:
     # -- failures --------------------------------------------------------------------------------------------
 
     def _fail(self, sequences: Iterable[Sequence], error: Exception) -> list[Sequence]:
-        """The pass of these raised: they end with the cause. Raises when the device is of no use any more."""
-        logger.error("a step failed; so do its requests, the engine goes on", exc_info=error)
+        """Fail the sequences of a pass that raised; raise if the device can no longer be used."""
+        logger.error("A step failed, and with it its requests; the engine continues.", exc_info=error)
         members = list(sequences)  # some may have ended before it raised: they are heard too
         for sequence in members:
             if sequence.slot >= 0:
@@ -183,7 +180,7 @@ class Engine:
         return members
 
     def _start_over(self, error: Exception) -> list[Sequence]:
-        """A pass could not be laid out: the queues may be half changed, so all in them fail."""
+        """Fail every sequence after a scheduling error: the queues may be half changed."""
         everyone = list(dict.fromkeys([*self.scheduler.running, *self.scheduler.waiting]))
         for sequence in everyone:
             sequence.slot = -1
@@ -250,7 +247,7 @@ class Engine:
     # -- weights ---------------------------------------------------------------------------------------------
 
     def update_weights(self, source: Source, version: str) -> tuple[int, int]:
-        """Replace all parameters. Requests in flight go on from the KV they have; no other reuses it."""
+        """Replace all parameters. Requests in flight keep their KV cache; no other request reuses it."""
         self._refuse_without_memory()
         self.weights.check(source)
 
@@ -308,7 +305,7 @@ class Engine:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def release(self, tags: Iterable[str]) -> None:
-        """Give memory back. Nothing is generated until all is resumed; requests are then computed again."""
+        """Free memory. Nothing is generated until all of it is resumed; requests are then computed again."""
         tags = set(tags)
         if "kv_cache" in tags - self.released:
             self.scheduler.retract_all()

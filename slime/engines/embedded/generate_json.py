@@ -11,7 +11,7 @@ from slime.engines.embedded.request_images import BadImage, ImagePrompt, ImageRe
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.utils import top_p
-from slime.wire.protocol import MAX_INT64, SamplingParams, shown
+from slime.wire.protocol import SamplingParams, shown
 
 FIELDS = (
     *("input_ids", "text", "image_data", "sampling_params", "return_logprob", "logprob_start_len"),
@@ -81,7 +81,7 @@ class RequestReader:
         raws = _per_prompt(
             "sampling_params", body.get("sampling_params"), len(prompts), (Mapping, type(None))
         )
-        samplings = self._samplings(raws)
+        samplings = [(self._sampling(raw), None if raw is None else raw.get("sampling_seed")) for raw in raws]
         _check_count(sum(sampling.n for sampling, _ in samplings))
         rids = _per_prompt("rid", body.get("rid"), len(prompts), (str, type(None)))
         stream = _flag(body, "stream")
@@ -101,19 +101,6 @@ class RequestReader:
         if stream and any(sampling.n > 1 for sampling, _ in samplings):
             raise BadRequest("stream is true: it takes n = 1")
         return sequences, is_list
-
-    def _samplings(self, raws: list[Any]) -> list[tuple[SamplingParams, int | None]]:
-        """The sampling of each prompt, with its seed; those that differ in nothing else are read once."""
-        made: list[tuple[SamplingParams, int | None]] = []
-        before: Any = None
-        for raw in raws:
-            seed = None if raw is None else raw.get("sampling_seed")
-            rest = None if raw is None else {**raw, "sampling_seed": None}
-            is_sound = seed is None or (type(seed) is int and abs(seed) <= MAX_INT64)
-            known = bool(made) and is_sound and rest == before
-            made.append((made[-1][0] if known else self._sampling(raw), seed))
-            before = rest
-        return made
 
     def _prompts(self, body: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
         ids, text = body.get("input_ids"), body.get("text")

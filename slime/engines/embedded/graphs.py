@@ -1,4 +1,4 @@
-"""Passes in which every sequence decodes one token, recorded once per batch size and replayed.
+"""CUDA graphs of decode passes: recorded once per batch size and replayed.
 
 A pass of a small model is hundreds of kernels that take microseconds each, so launching them from Python
 takes longer than computing them. The recorded pass reads its inputs from buffers that stay where they are;

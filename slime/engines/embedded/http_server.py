@@ -1,4 +1,4 @@
-"""The HTTP face of the embedded engine: SGLang's endpoints, and one for weights in shared memory."""
+"""The HTTP server of the embedded engine: SGLang's endpoints, and one for weights in shared memory."""
 
 import asyncio
 import functools

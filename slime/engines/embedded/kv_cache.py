@@ -1,4 +1,4 @@
-"""Who owns which page of the KV pool: allocation, sharing of common prefixes, eviction.
+"""Allocates pages of the KV pool, shares those of common prefixes and evicts unused ones.
 
 A page (block) is free, held by one or more sequences, or kept for reuse: full pages of finished prompts stay,
 keyed by their tokens and the page before them, until their memory is needed (least recently used first). Keys
@@ -80,7 +80,7 @@ class BlockAllocator:
             self._holders[block] += 1
 
     def keep(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-        """Offer the full blocks of a computed sequence for reuse. The holder goes on holding them."""
+        """Offer the full blocks of a computed sequence for reuse. The holder keeps holding them."""
         serial = _ROOT
         for index in range(len(tokens) // self.block_size if self.reuse else 0):
             block = blocks[index]
@@ -96,7 +96,7 @@ class BlockAllocator:
             serial = self._cached[known].serial
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Give up holding blocks; those that are kept become idle, the others free."""
+        """Release blocks: cached blocks become idle, the others free."""
         for block in reversed(blocks):  # deepest first, so that eviction never orphans a page's successors
             self._holders[block] -= 1
             if self._holders[block] == 0:

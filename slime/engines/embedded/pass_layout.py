@@ -1,7 +1,6 @@
-"""Lays the tokens of one forward pass out: what goes into it, where its keys go, who attends to what.
+"""Lays out the tokens of one forward pass: where their keys are written and which keys each row attends to.
 
-Sequences that decode are one row each, or one row together while they are the same: samples of one prompt
-that have drawn the same tokens so far. Prompts have attention of their own, unless they are so short that
+Sequences that decode are one row each. Prompts have attention of their own, unless they are so short that
 each of their tokens may as well be a row too.
 """
 
@@ -22,9 +21,6 @@ from slime.engines.embedded.sequence import Sequence
 # Below this many gathered bytes per layer, one padded decode group is cheaper than several exact ones: what
 # counts on a GPU is the number of kernels.
 _SPLIT_DECODE_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
-_TOKENS = 1 << 24  # more than any vocabulary has
-# Sequences that are the same share a row where that saves such a part of the rows; on a GPU rows cost little.
-_SHARED_ROWS_PAY = {"cpu": 1 / 8, "cuda": 2.0}
 # Below this many, each token of a short prompt is a row of the decode group: then that is all of a pass.
 _PROMPTS_AS_ROWS_BYTES = {"cpu": 4 << 20, "cuda": 0}
 _SPANS_SAVE = 4  # tokens of one prompt read much the same keys, which spans gather once
@@ -44,25 +40,14 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Twins:
-    """What some samplers of a pass take from others, that are computed for them."""
-
-    sequences: list[Sequence]  # whose prompt another computes: the last samplers, in this order
-    logit_rows: torch.Tensor  # [N] for each sampler of the pass, its row of the logits
-    source: torch.Tensor  # [R] pool rows that others have computed, and where their copies go
-    target: torch.Tensor  # [R]
-
-
-@dataclass(frozen=True, slots=True)
 class Pass:
     """One forward pass: the plan for the model, and who gets a token, in the order of the logits."""
 
     plan: BatchPlan
-    samplers: list[Sequence]  # first those that decode, then those whose prompt ends here
+    samplers: list[Sequence]  # first the decoding ones, then those whose prompt ends in this pass
     num_decoding: int
     chunks: list[Chunk]
     rows: SampleRows
-    twins: Twins | None = None  # None: every sampler has logits of its own
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -84,9 +69,6 @@ class SlotTable:
         self.top_k = np.zeros(max_running, np.int64)
         self.min_p = np.zeros(max_running, np.float64)
         self.shift = np.zeros(max_running, np.int64)  # from the place of a new token to its position
-        # A number for what it is so far: slots that have the same hold the same tokens and keys.
-        self.state = np.zeros(max_running, np.int64)
-        self._num_states = 0
 
     def fill(self, sequence: Sequence) -> None:
         slot, sampling = sequence.slot, sequence.sampling
@@ -95,34 +77,13 @@ class SlotTable:
         self.blocks[slot, : len(sequence.blocks)] = sequence.blocks
         self.blocks[slot, len(sequence.blocks) :] = 0
         self.seed[slot], self.shift[slot] = sequence.seed, sequence.shift
-        self.state[slot], self._num_states = self._num_states, self._num_states + 1
         self.temperature[slot] = 0.0 if sampling.greedy else sampling.temperature
         self.top_p[slot], self.top_k[slot], self.min_p[slot] = sampling.top_p, sampling.top_k, sampling.min_p
 
-    def fill_twins(self, twins: list[Sequence], leaders: list[Sequence]) -> None:
-        """The same of many whose leaders are there, and whose prompts these have."""
-        if not twins:
-            return
-        slots, known = (np.array([s.slot for s in sequences], np.int64) for sequences in (twins, leaders))
-        for facts in (self.length, self.last_token, self.blocks, self.shift, self.state):
-            facts[slots] = facts[known]
-        ends = np.array([len(s.blocks) - 1 for s in twins], np.int64)  # all before it are those of the leader
-        self.blocks[slots, ends] = [s.blocks[-1] for s in twins]
-        self.seed[slots] = [s.seed for s in twins]
-        sampling = [s.sampling for s in twins]
-        self.temperature[slots] = [0.0 if one.greedy else one.temperature for one in sampling]
-        self.top_p[slots] = [one.top_p for one in sampling]
-        self.top_k[slots] = [one.top_k for one in sampling]
-        self.min_p[slots] = [one.min_p for one in sampling]
-
     def append(self, slots: np.ndarray, tokens: list[int]) -> None:
-        """A token each. Those that were the same and get the same one still are."""
+        """Append one token to the sequence of each slot."""
         self.last_token[slots] = tokens
         self.length[slots] += 1
-        pairs = self.state[slots] * _TOKENS + self.last_token[slots]
-        found, which = np.unique(pairs, return_inverse=True)
-        self.state[slots] = self._num_states + which
-        self._num_states += len(found)
 
 
 def _image_rows(chunks: list[Chunk], start: int) -> Iterator[ImageRows]:
@@ -151,18 +112,12 @@ class PassLayout:
     paged: bool = False  # decoding reads keys where they lie, and not from padded copies
     spans: bool = False  # rows that read the same keys gather them together
 
-    def lay_out(
-        self, decoding: list[Sequence], chunks: list[Chunk], followers: list[tuple[Sequence, Chunk]]
-    ) -> Pass:
-        everyone = np.array([s.slot for s in decoding], np.int64)
-        slots, row_of = self._once(everyone)
+    def lay_out(self, decoding: list[Sequence], chunks: list[Chunk]) -> Pass:
+        """Return the pass in which `decoding` sequences get a token and the prompt `chunks` are computed."""
+        slots = np.array([s.slot for s in decoding], np.int64)
         length = self.slots.length[slots]
         order, bounds = self._split_decode(length)
-        slots, length, shared = slots[order], length[order], len(slots) < len(everyone)
-        if shared:
-            row_of = np.argsort(order)[row_of]
-        else:
-            decoding, everyone = [decoding[i] for i in order], slots
+        slots, length, decoding = slots[order], length[order], [decoding[i] for i in order]
         position = length - 1
         ids, positions = [self.slots.last_token[slots]], [position]
         rows = [self._pool_rows(slots, position)]
@@ -189,27 +144,8 @@ class PassLayout:
             grid=self._grid(position + self.slots.shift[slots], chunks) if self.in_grid else None,
             images=tuple(_image_rows(chunks, len(slots))),
         )
-        own_rows = np.concatenate((row_of, len(slots) + np.arange(len(last))))
-        copied = self._copies(everyone, slots[row_of]) if shared else (np.zeros(0, np.int64),) * 2
-        twins = (
-            self._twins([s for s, _ in last], own_rows, followers, copied) if shared or followers else None
-        )
-        samplers = decoding + [s for s, _ in last] + [sequence for sequence, _ in followers]
-        return Pass(plan, samplers, len(decoding), chunks, self._sample_rows(samplers), twins)
-
-    def _once(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One slot of all that are the same, and for each slot which of these stands for it."""
-        states, first, which = np.unique(self.slots.state[slots], return_index=True, return_inverse=True)
-        if len(slots) - len(states) < max(1, _SHARED_ROWS_PAY[self.device.type] * len(slots)):
-            return slots, np.arange(len(slots))
-        return slots[first], which
-
-    def _copies(self, slots: np.ndarray, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pool rows of newest tokens: of those that are computed for others, and of these others."""
-        others = slots != computed
-        slots, computed = slots[others], computed[others]
-        position = self.slots.length[slots] - 1
-        return self._pool_rows(computed, position), self._pool_rows(slots, position)
+        samplers = decoding + [s for s, _ in last]
+        return Pass(plan, samplers, len(decoding), chunks, self._sample_rows(samplers))
 
     def _pool_rows(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Where the pool keeps the token at each place of the sequence in each slot."""
@@ -243,29 +179,8 @@ class PassLayout:
         rows.append(self._pool_rows(owners, positions[-1]))
         return self._decode_group(np.concatenate((slots, owners)), np.concatenate(positions) + 1, 0)
 
-    def _twins(
-        self,
-        last: list[Sequence],
-        rows: np.ndarray,
-        followers: list[tuple[Sequence, Chunk]],
-        copied: tuple[np.ndarray, np.ndarray],
-    ) -> Twins:
-        """`last`: whose prompts end here. `rows` of the logits, of those that decode and of these."""
-        row_of = dict(zip(last, rows[len(rows) - len(last) :], strict=True))
-        theirs, own, count = np.array(
-            [(c.sequence.blocks[-1], s.blocks[-1], len(s.prompt) % self.block_size) for s, c in followers],
-            np.int64,
-        ).reshape(-1, 3).T  # fmt: skip
-        place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)  # within its page
-        source, target = (
-            np.concatenate((newest, np.repeat(page, count) * self.block_size + place))
-            for newest, page in zip(copied, (theirs, own), strict=True)
-        )
-        all_rows = np.concatenate((rows, np.array([row_of[c.sequence] for _, c in followers], np.int64)))
-        return Twins([s for s, _ in followers], *map(self._tensor, (all_rows, source, target)))
-
     def _grid(self, decoding: np.ndarray, chunks: list[Chunk]) -> torch.Tensor:
-        """[3, 1, T] positions of all tokens of a pass: those that decode, then the chunks."""
+        """Return [3, 1, T] positions of all tokens of a pass: decoding sequences first, then the chunks."""
         parts = [np.broadcast_to(decoding, (3, len(decoding)))]
         parts += [chunk.sequence.positions(chunk.start, chunk.end) for chunk in chunks]
         return self._tensor(np.concatenate(parts, axis=1))[:, None]

@@ -1,4 +1,4 @@
-"""Images of requests: read from `image_data`, expanded in the prompt, and their features kept for reuse."""
+"""Reads images of requests, expands their tokens in the prompt and caches their features."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Attention of rows that read the same keys, on a CPU: spans of rows are one batch of plain matrix products.
+"""Attention on a CPU for rows that share keys: spans of rows become one batch of plain matrix products.
 
-Samples of one prompt read its keys, and each of them the few of its own; tokens of a prompt read those before
-them. Rows that begin with the same pages stand side by side, and a span of them gathers each key once. What
-not all of its rows may see is masked.
+Samples of one prompt share its keys and have few of their own; tokens of a prompt read the tokens before
+them. Rows that begin with the same pages are sorted next to each other, and a span of them gathers each key
+once. Keys that not all rows of a span may see are masked.
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class SpanGroup:
         return out.index_select(0, layout.out).view(self.count, heads, -1)
 
     def _for_heads(self, heads: int, groups: int, tokens: int) -> "_ForHeads":
-        """The same for all layers of a pass whose heads are alike."""
+        """Return the layout for so many heads; layers with equal heads share it."""
         if (heads, groups, tokens) not in self.made:
             (spans, length, keys), each = self.mask.shape, heads // groups
             group, head = torch.arange(groups)[:, None, None], torch.arange(heads).view(groups, 1, each)

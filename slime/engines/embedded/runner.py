@@ -1,6 +1,5 @@
 """The model and its KV pool on one device: runs forward passes, gives memory back and takes it again."""
 
-import gc
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,8 @@ from slime.engines.embedded.decode.paged import can_read_pages
 from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
 from slime.engines.embedded.packed_matrices import PackedMatrices
 from slime.engines.embedded.request_images import FeatureCache, ImageRows
-from slime.engines.embedded.sampler import PlainDraw, draw_plainly
+from slime.engines.embedded.rules import NEEDS_OTHER, unserved_layers
 from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.traced import TracedPasses, gains
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.machine import accelerator
 from slime.utils.models.fp8_config import block_size_of
@@ -27,8 +25,6 @@ _CPU_POOL_BYTES = 256 << 20
 _CUDA_POOL_SHARE = 0.4  # of the memory that is free once the weights are loaded
 _BLOCK_SIZE = 16
 _SMALL_BLOCK_SIZE = 4  # where rows gather keys in spans: more of what prompts begin with is shared
-_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_NEEDS_OTHER = "cannot run on the embedded engine's attention function; use --rollout-engine sglang"
 
 
 def resolve_device(name: str) -> torch.device:
@@ -77,7 +73,7 @@ class ModelRunner:
             if error.args != (attention.NAME,):
                 raise
             # A family that looks its attention up in a table of its own.
-            raise ValueError(f"the model of {model_path} {_NEEDS_OTHER}") from error
+            raise ValueError(f"the model of {model_path} {NEEDS_OTHER}") from error
         self.model.to(self.device).eval().requires_grad_(False)
         self._matrices = PackedMatrices(self.model)
         self.config = self.model.config.get_text_config()
@@ -96,24 +92,14 @@ class ModelRunner:
             from slime.engines.embedded.decode.decode_kernels import rms_norm  # late: needs Triton
 
             fuse_norms(self.model, rms_norm)
-        elif self.device.type == "cpu" and self.dtype == torch.float32:
-            fuse_norms(self.model, _rms_norm)
-        self._can_trace = (
-            not self.paged
-            and self.vision is None
-            and not self._matrices.any
-            and gains(self.model)
-            and not decides_on_host(self.config)
-        )
         exact = self.device.type == "cpu" and self.dtype == torch.float32 and self.vision is None
-        self.spans = exact and probe.plain and not self.paged and not self._can_trace
+        self.spans = exact and probe.plain and not self.paged
         self.block_size = _SMALL_BLOCK_SIZE if self.spans else _BLOCK_SIZE
         self.num_blocks = self._derive_num_blocks(max_running, max_total_tokens)
         self.num_forward_passes = 0
         self.pool: KVPool | None = self._make_pool()
         self._graphs: DecodeGraphs | None = None  # None: to be made when a pass wants them
         self._can_record = self.paged and not decides_on_host(self.config)
-        self._traced: TracedPasses | None = None  # likewise
 
     @torch.inference_mode()
     def _probe(self) -> ShapeProbe:
@@ -125,11 +111,11 @@ class ModelRunner:
             else:
                 run_text(self.model, one, one, None, None, plan=None, pool=probe)
         except (TypeError, KeyError) as error:  # a layer that does not hand its attention on
-            raise ValueError(f"{type(self.model).__name__} {_NEEDS_OTHER} ({error})") from error
+            raise ValueError(f"{type(self.model).__name__} {NEEDS_OTHER} ({error})") from error
         if probe.repeats:
             raise ValueError(
                 f"{type(self.model).__name__} attends several times in a layer, with keys of its own each "
-                f"time, of which a pool holds one: it {_NEEDS_OTHER}"
+                f"time, of which a pool holds one: it {NEEDS_OTHER}"
             )
         return probe
 
@@ -175,25 +161,7 @@ class ModelRunner:
             replayed = self._replay(plan)
             if replayed is not None:
                 return replayed
-        if self._can_trace and plan.only_decodes:
-            traced = self._run_traced(plan)
-            if traced is not None:
-                return traced
         return self._forward_text(plan)
-
-    def _run_traced(self, plan: BatchPlan) -> torch.Tensor | None:
-        if self._traced is None:
-            assert self.pool is not None, "nothing is computed without a pool"
-            self._traced = TracedPasses(self.model, self.pool, self._forward_text)
-        logits = self._traced.run(plan)
-        if logits is None:
-            self._traced, self._can_trace = None, False
-        return logits
-
-    @property
-    def draw(self) -> PlainDraw:
-        """What draws tokens from the logits of a pass, where nothing is asked of them."""
-        return draw_plainly if self._traced is None else self._traced.draw
 
     def _replay(self, plan: BatchPlan) -> torch.Tensor | None:
         if self._graphs is None:
@@ -217,12 +185,6 @@ class ModelRunner:
         )
         logits: torch.Tensor = out.logits[0]
         return logits
-
-    def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Keys and values of some rows of the pool become those of others too."""
-        assert self.pool is not None, "nothing is computed without a pool"
-        for tensor in (*self.pool.keys.values(), *self.pool.values.values()):
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     def _forward_with_images(self, plan: BatchPlan) -> torch.Tensor:
         rows, features = self.features.rows(plan.images) if plan.images else (None, None)
@@ -269,10 +231,7 @@ class ModelRunner:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def release_pool(self) -> None:
-        was_traced = self._traced is not None
-        self.pool = self._graphs = self._traced = None
-        if was_traced:
-            gc.collect()  # a graph is part of a cycle, and holds the pool
+        self.pool = self._graphs = None
         self._empty_cache()
 
     def wipe_pool(self) -> None:
@@ -287,7 +246,7 @@ class ModelRunner:
         """Move parameters to host memory; on a CPU they already are there, and stay."""
         self.features.clear()
         self._matrices.forget()
-        self._graphs = self._traced = None
+        self._graphs = None
         if self.device.type == "cuda":
             self.model.to("cpu")
             self._empty_cache()
@@ -300,25 +259,15 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
 
-def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(hidden, weight.shape, weight, epsilon)
-
-
 def _auto_class(sees: bool) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # as above
 
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def why_unserved(config: Any) -> str | None:
-    """Why this engine cannot serve a model of such a configuration, as far as that says it; None: it may."""
-    kinds = sorted(set(vars(config).get("layer_types") or ()) - _SERVED_LAYERS)
-    return f"a {config.model_type} has {', '.join(kinds)} layers and {_NEEDS_OTHER}" if kinds else None
-
-
 def _refuse_unsupported(model: Any, config: Any) -> None:
-    kinds = set(vars(config).get("layer_types") or ()) - _SERVED_LAYERS
+    kinds = unserved_layers(config)
     stateful = any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
     if kinds or stateful or not model._supports_attention_backend:
-        what = f"has {', '.join(sorted(kinds))} layers and " if kinds else ""
-        raise ValueError(f"{type(model).__name__} {what}{_NEEDS_OTHER}")
+        what = f"has {', '.join(kinds)} layers and " if kinds else ""
+        raise ValueError(f"{type(model).__name__} {what}{NEEDS_OTHER}")

@@ -6,7 +6,6 @@ number is turned into a token by inverting the cumulative distribution: one hash
 vocabulary entry.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,12 +52,6 @@ class SampleRows:
         """[N] whether top_p, top_k or min_p leave ids out."""
         return (self.top_p < 1.0) | (self.top_k > 0) | (self.min_p > 0.0)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all rows draw from the whole of what the model gives, as it gives it."""
-        special = self.banned or self.recorded or self.never or (self.temperature != 1.0).any()
-        return not special and not self.is_filtered.any()
-
 
 @dataclass(frozen=True, slots=True)
 class Draws:
@@ -69,28 +62,15 @@ class Draws:
     kept: dict[int, np.ndarray] = field(default_factory=dict)  # row -> [K] int32, in ascending order
 
 
-PlainDraw = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-def draw_plainly(logits: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of the whole vocabulary where the numbers `u` fall, and their log-probs; on a CPU."""
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
-    tokens = _find(log_probs.exp(), u, torch.float64)
-    return tokens.squeeze(1), log_probs.gather(1, tokens).squeeze(1)
-
-
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: SampleRows, plainly: PlainDraw = draw_plainly) -> Draws:
-    """Draw a token per row, with its log-prob; `plainly` does what `draw_plainly` does.
+def sample(logits: torch.Tensor, rows: SampleRows) -> Draws:
+    """Draw a token per row, with its log-prob.
 
     Log-probs are of the temperature-scaled full distribution (unscaled for greedy rows), and of recorded rows
     over the ids that they were drawn from. A row whose logits are no numbers, or that leaves no token to
     draw, gets some token with a log-prob that is not finite.
     """
     greedy = rows.temperature == 0.0
-    if logits.device.type == "cpu" and rows.is_plain:
-        tokens, chosen = plainly(logits, torch.from_numpy(uniforms(rows.seeds, rows.positions)))
-        return Draws(tokens.tolist(), chosen.tolist())
     logits = logits.float()
     if not (rows.temperature == 1.0).all():
         scale = torch.from_numpy(np.where(greedy, 1.0, rows.temperature)).to(logits.device, torch.float32)

@@ -5,10 +5,8 @@ their prompts in the same pass, up to a token budget (long prompts take several 
 the youngest running sequence is retracted: it loses its pages and waits at the front, to be computed again
 from its tokens.
 
-A prompt that several sequences wait with is computed once. They share its full pages, in the very pass that
-computes these: a layer writes all keys before it reads any. Those that ask for the whole of it (*twins*: the
-samples of a group) join in the pass that computes its end, take the last page as a copy, and draw their first
-tokens from the same logits.
+Sequences that wait with the same prompt share its full pages, even in the very pass that computes them: a
+layer writes all keys before it reads any.
 """
 
 from collections import deque
@@ -122,7 +120,7 @@ class Scheduler:
         chunks = self._chunks(prompts)
         if not decoding and not chunks:
             return None
-        return self.layout.lay_out(decoding, chunks, self._admit_twins(chunks))
+        return self.layout.lay_out(decoding, chunks)
 
     def _grow_running(self) -> None:
         """Give each decoding sequence the page that its newest token needs, or retract from the back."""
@@ -137,7 +135,7 @@ class Scheduler:
                 sequence.blocks.append(block)
 
     def _admit(self) -> None:
-        """Those that fit; siblings of a prompt that takes several passes wait for its pages."""
+        """Admit sequences that fit; siblings of a prompt that takes several passes wait for its pages."""
         self._passes_since += 1
         if not self.waiting or not self._free_slots:
             return
@@ -153,14 +151,10 @@ class Scheduler:
     def _admit_all_but(self, held_back: list[Sequence]) -> None:
         budget = self.prefill_budget - sum(s.num_tokens - s.num_computed for s in self.running)
         begun = {self._next_page(s, s.num_computed) for s in self.running} - {None}
-        leaders = {tuple(s.prompt) for s in self.running if self._may_lead(s)}
         pages: dict[_PageKey, int] = {}  # of newcomers whose prompts this pass computes to their end
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
             tokens = sequence.tokens
-            if leaders and self._may_follow(sequence) and tuple(tokens) in leaders:
-                held_back.append(self.waiting.popleft())
-                continue
             shared = self._with_pages_of_newcomers(self.allocator.match(sequence.keys), sequence, pages)
             page = self._next_page(sequence, len(shared) * self.allocator.block_size)
             if page is not None and page in begun:
@@ -187,8 +181,6 @@ class Scheduler:
                 begun.add(page)
             elif self.allocator.reuse:
                 pages |= self._pages_of(sequence, len(shared))
-            if self._may_lead(sequence):
-                leaders.add(tuple(tokens))
 
     def _pages_of(self, sequence: Sequence, first: int) -> dict[_PageKey, int]:
         """The full pages of its tokens from `first` on, each after the page before it."""
@@ -208,47 +200,6 @@ class Scheduler:
                 break
             shared.append(block)
         return shared
-
-    def _may_lead(self, sequence: Sequence) -> bool:
-        """Whether its twins can take what it computes: the whole prompt, under the weights of now."""
-        return (
-            self._may_follow(sequence)
-            and sequence.num_computed < len(sequence.prompt)
-            and sequence.epoch == self.allocator.epoch
-        )
-
-    def _may_follow(self, sequence: Sequence) -> bool:
-        return self.allocator.reuse and not sequence.output and sequence.pictures is None
-
-    def _admit_twins(self, chunks: list[Chunk]) -> list[tuple[Sequence, Chunk]]:
-        """Those that wait with a prompt whose end is computed in this pass, beside the chunk that does so."""
-        leading = {tuple(c.sequence.prompt): c for c in chunks if c.is_last and self._may_lead(c.sequence)}
-        if not leading or not self.waiting:
-            return []
-        admitted: list[tuple[Sequence, Chunk]] = []
-        for sequence in self.waiting:
-            chunk = leading.get(tuple(sequence.prompt)) if self._may_follow(sequence) else None
-            if chunk is not None and self._free_slots and self._take_pages_of(chunk.sequence, sequence):
-                admitted.append((sequence, chunk))
-        self._slots.fill_twins([s for s, _ in admitted], [c.sequence for _, c in admitted])
-        taken = {sequence for sequence, _ in admitted}
-        self.waiting = deque(s for s in self.waiting if s not in taken)
-        return admitted
-
-    def _take_pages_of(self, leader: Sequence, sequence: Sequence) -> bool:
-        """Share the leader's full pages and take one for the rest; False: there is none to take."""
-        full = len(leader.prompt) // self.allocator.block_size
-        missing = self.allocator.blocks_for(len(leader.prompt)) - full
-        if missing + len(self.running) > self.allocator.num_free:
-            return False
-        self.allocator.hold(leader.blocks[:full])
-        sequence.blocks = leader.blocks[:full] + self.allocator.take(missing)
-        sequence.epoch = self.allocator.epoch
-        if not sequence.num_retractions:
-            sequence.cached_tokens = len(leader.prompt) - 1  # as a prompt that is found whole is counted
-        sequence.slot = self._free_slots.pop()
-        self.running.append(sequence)
-        return True
 
     def _next_page(self, sequence: Sequence, num_computed: int) -> tuple[int, ...] | None:
         """All tokens up to the end of the page that comes next, if others could take it over."""
@@ -282,8 +233,6 @@ class Scheduler:
                 self.allocator.keep(sequence.blocks, sequence.keys[: chunk.end])
         for sequence in done.samplers[: done.num_decoding]:
             sequence.num_computed += 1
-        for sequence in done.twins.sequences if done.twins is not None else ():
-            sequence.num_computed = len(sequence.prompt)
         for row, ids in draws.kept.items():
             done.samplers[row].kept_ids.append(ids)
             done.samplers[row].num_kept_ids += len(ids)

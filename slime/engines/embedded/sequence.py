@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens so far, where its KV lies, and why it ended."""
+"""One request inside the engine: its tokens so far, its pages of the KV cache, and why it finished."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from slime.wire.protocol import SamplingParams
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One request in work. Only the engine's thread writes it; HTTP reads it up to `len(log_probs)`."""
+    """A request in work. Only the engine's thread writes it; HTTP reads `len(log_probs)` tokens of it."""
 
     rid: str
     prompt: list[int]
@@ -56,13 +56,13 @@ class Sequence:
 
     @property
     def keys(self) -> list[int]:
-        """What prefixes are recognised by: the tokens, and where they are of an image which one it is."""
+        """Return what prefixes are compared by: tokens, with an image's key in place of image tokens."""
         keys = None if self.pictures is None else self.pictures.keys
         return self.tokens if keys is None else keys + self.output
 
     @property
     def shift(self) -> int:
-        """What is added to the place of a token behind the prompt to get its position."""
+        """Return the offset from a token's index after the prompt to its position."""
         return 0 if self.pictures is None else self.pictures.shift
 
     def positions(self, start: int, end: int) -> np.ndarray:
@@ -84,7 +84,7 @@ class Sequence:
 
     @property
     def failed(self) -> bool:
-        """It is answered with an error, whatever tokens it has."""
+        """Return whether the client gets an error, whatever tokens the sequence has."""
         return self.finish is not None and self.finish.get("status_code") is not None
 
     def enter_version(self, version: str) -> None:
@@ -107,5 +107,5 @@ ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type
 
 
 def failure(status: int, message: str, kind: str) -> dict[str, Any]:
-    """The finish reason of a request that is answered with an HTTP status instead of tokens."""
+    """Return the finish reason of a request that gets an HTTP error instead of tokens."""
     return {"type": "abort", "message": message, "status_code": status, "err_type": kind}

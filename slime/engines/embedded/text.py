@@ -1,12 +1,9 @@
-"""Token ids to text: the text of an answer, and the search for stop strings."""
+"""Turns token ids into the text of a response, and finds stop strings."""
 
 from collections.abc import Sequence as Ids
 from typing import Any
 
 from slime.wire.protocol import SamplingParams
-
-# Answers of up to so many tokens come again and again, and to look one up costs a tenth of decoding it.
-_SHORT, _MAX_KNOWN = 32, 8192
 
 
 class Detokenizer:
@@ -14,7 +11,6 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any | None):
         self.tokenizer = tokenizer
-        self._known: dict[tuple[bool | int, ...], str] = {}  # texts of short answers
         # Characters (or bytes, of which a character has more) that one token can stand for.
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
 
@@ -42,21 +38,10 @@ class Detokenizer:
     def decode(self, ids: Ids[int], sampling: SamplingParams) -> str:
         if self.tokenizer is None:
             return ""
-        how = (sampling.skip_special_tokens, sampling.spaces_between_special_tokens)
-        if len(ids) > _SHORT:
-            return self._decode(ids, *how)
-        key = (*how, *ids)
-        text = self._known.get(key)
-        if text is None:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            text = self._known[key] = self._decode(ids, *how)
-        return text
-
-    def _decode(self, ids: Ids[int], skips: bool, spaces: bool) -> str:
-        assert self.tokenizer is not None, "asked for by `decode`"
         text: str = self.tokenizer.decode(
-            ids, skip_special_tokens=skips, spaces_between_special_tokens=spaces
+            ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
         )
         return text
 

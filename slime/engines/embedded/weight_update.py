@@ -1,11 +1,11 @@
-"""Replaces a model's parameters, from shared memory or a checkpoint folder: verified, then applied whole.
+"""Replaces a model's parameters from shared memory or a checkpoint folder: verified, then applied whole.
 
-Over a process group they come bucket by bucket and are applied so; the
-engine serves none of it before all have come.
+Over a process group, parameters arrive and are applied bucket by bucket; the engine generates nothing until
+all have arrived.
 
-Names are those of hub checkpoints. What transformers keeps fused in memory, as all experts of a layer, is
-written in parts. Not covered: families whose parts are no views of the fused tensor; an update is refused,
-and nothing is applied.
+Names are those of hub checkpoints. Tensors that transformers fuses in memory, such as all experts of a layer,
+are written in parts. Not covered: families whose parts are no views of the fused tensor; such an update is
+refused, and nothing is applied.
 """
 
 from collections.abc import Collection, Iterator, Mapping

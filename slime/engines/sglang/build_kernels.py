@@ -1,9 +1,9 @@
-"""Builds the CUDA kernels of a model all at once, beside a server that starts; run by SGLang's interpreter.
+"""Builds the CUDA kernels of a model in parallel while its server starts; run by SGLang's interpreter.
 
-SGLang and FlashInfer compile a kernel when a layer first asks for it, one after the other: on a machine whose
-caches are empty that is more than half of a start. Here the same functions are called side by side, so that
-the server finds the kernels in the caches, or waits for those that are being built (both lock them). Nothing
-depends on it: a kernel that is not known here, or cannot be built, is compiled by the server as before.
+SGLang and FlashInfer compile each kernel when a layer first needs it, one after the other: with empty caches
+that is more than half of a start. This script calls the same functions in parallel, so that the server finds
+the kernels in the caches, or waits for the ones being built (both lock them). It is optional: the server
+compiles whatever is not built here.
 """
 
 import argparse

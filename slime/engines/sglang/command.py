@@ -88,6 +88,11 @@ def run_environment(args: Args, site: EngineSite) -> dict[str, str]:
     return {}
 
 
+def num_threads(model: Path, cores: int) -> int:
+    """Return how many threads each process computes with: the threads of several would compete."""
+    return 1
+
+
 def _sees(site: EngineSite) -> bool:
     return read_config(site.model_path).get("model_type") in VISION_FAMILIES
 
@@ -99,7 +104,7 @@ def _image_words(site: EngineSite) -> list[str]:
 
 
 def _pushed_words(args: Args, site: EngineSite) -> list[str]:
-    """What a server is told if it gets the trainer's weights."""
+    """Return flags of a server that receives the trainer's weights."""
     words = ["--enable-return-routed-experts"] if args.use_rollout_routing_replay else []
     if site.quantization:
         # Serves FP8 without a checkpoint in FP8: the first push brings all weights.

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.engines.engine_process import Command, EngineServer, LaunchPlan
-from slime.engines.pulse import PulseWatch
 from slime.engines.sglang import supervisor
 from slime.engines.sglang.router_registry import RouterGone, WorkerRegistry
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
-from slime.utils import waits
+from slime.liveness import waits
+from slime.liveness.heartbeat import HttpBeat, watch_servers
 from slime.utils.machine import ports
 
 logger = logging.getLogger(__name__)
@@ -65,13 +65,7 @@ class SGLangRouter(WorkerRegistry):
         self._server = EngineServer(plan, port)
         self._stopping, self._watches_silence = threading.Event(), silence_limit_s > 0
         self._serves = False
-        self._pulse = PulseWatch(
-            [self._server],
-            silence_limit_s or math.inf,
-            path=_LIVENESS,  # of the router alone; other paths it hands on to engines
-            is_watched=lambda _: self._serves and self._server.alive(),
-            on_silent=self._end_silent,
-        )
+        self._heartbeats = watch_servers(silence_limit_s or math.inf, self._end_silent)
         self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.num_restarts = 0
 
@@ -93,7 +87,9 @@ class SGLangRouter(WorkerRegistry):
         self._bring_up()
         threading.Thread(target=self._watch, name="router-watch", daemon=True).start()
         if self._watches_silence:
-            self._pulse.start()
+            # The router answers this path itself; other paths it hands on to engines.
+            watched = HttpBeat(self._server, lambda: self._serves and self._server.alive(), _LIVENESS)
+            self._heartbeats.add(watched)
         return self._server.port
 
     # ---- its life ------------------------------------------------------------------------------------------
@@ -106,9 +102,9 @@ class SGLangRouter(WorkerRegistry):
         self._register_all()
         self._serves = True
 
-    def _end_silent(self, place: int, why: str) -> None:
+    def _end_silent(self, beat: HttpBeat, cause: str) -> None:
         """The watch starts it again."""
-        logger.error("the router gave %s; it is ended", why)
+        logger.error("The router gave no sign of life for %s; it is restarted.", cause)
         self._server.kill()
 
     def _watch(self) -> None:
@@ -132,5 +128,5 @@ class SGLangRouter(WorkerRegistry):
 
     def stop(self) -> None:
         self._stopping.set()
-        self._pulse.stop()
+        self._heartbeats.close()
         self._server.stop()

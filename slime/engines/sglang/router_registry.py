@@ -1,4 +1,4 @@
-"""Engines at a router: who is registered there, and how that is said; a router that others run."""
+"""Registers engines at a router, and watches a router that somebody else runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 
 from slime.engines.fleet import FleetServer
-from slime.utils import http_utils, waits
+from slime.liveness import waits
+from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 
@@ -54,7 +55,7 @@ class WorkerRegistry:
                 self._quietly(lambda: run(unregister(self.url, url)))
 
     def _register_all(self) -> None:
-        """Returns when requests would find every worker: registration goes on after its answer."""
+        """Register all workers and wait until each receives requests: the router registers asynchronously."""
         with self._changing:
             for worker in self._workers.values():
                 _register(self.url, worker)
@@ -69,14 +70,14 @@ class WorkerRegistry:
         try:
             act()
         except _UNREACHED as error:
-            logger.warning("the router at %s did not take a change of its workers: %s", self.url, error)
+            logger.warning("The router at %s did not accept a change of its workers: %s", self.url, error)
 
 
 class ExternalRouter(WorkerRegistry):
     """A router that others run (--sglang-router-ip): it is never started and never stopped.
 
-    What it has forgotten, because it was started again, is told again. `failure` gets the exception that ends
-    the run: it did not answer for `patience_s`.
+    Workers that it has lost in a restart are registered again. `failure` gets the exception that ends the
+    run: the router did not respond for `patience_s`.
     """
 
     def __init__(self, host: str, port: int, *, patience_s: float):
@@ -113,7 +114,9 @@ class ExternalRouter(WorkerRegistry):
             with self._changing:
                 for url in missing & set(self._workers):
                     logger.warning(
-                        "the router at %s has forgotten engine %s; it is told again", self.url, url
+                        "The router at %s no longer knows engine %s; it is registered again.",
+                        self.url,
+                        url,
                     )
                     worker = self._workers[url]
                     self._quietly(lambda worker=worker: _register(self.url, worker))  # type: ignore[misc]
@@ -139,7 +142,7 @@ def known_workers(router: str) -> set[str]:
 
 
 def healthy_workers(router: str) -> set[str]:
-    """Those that requests would find."""
+    """Return the addresses of workers that receive requests."""
     return {worker["url"] for worker in _workers_of(router) if worker.get("is_healthy", True)}
 
 

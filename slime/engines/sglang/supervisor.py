@@ -1,8 +1,8 @@
-"""A process around one SGLang server: finds ports, says when it serves, lets nothing outlive the run.
+"""Supervises one SGLang server: finds ports, reports when it serves, and ends it with the run.
 
-SGLang does not know the life pipe, so this process holds it. It leads the process group in which the server
-and its workers run; when the pipe ends, when it is told to stop, or when any of them dies, the whole group
-goes. Only the standard library is used, so that a supervisor costs next to nothing.
+SGLang does not know the life pipe, so this process holds it. It leads the process group of the server and its
+workers. When the pipe ends, on SIGTERM, or when one of the processes dies, it kills the whole group. It uses
+only the standard library, so that a supervisor costs next to nothing.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""What a person sees of a run: lines that are redrawn in place, and where everything else goes."""
+"""Output on a terminal: live lines, progress, and capture of everything else."""

@@ -1,7 +1,7 @@
-"""Keeps all that a process writes to stdout and stderr in a file, so that it does not tear what is shown.
+"""Sends everything that a process writes to stdout and stderr to a file, so that the screen stays intact.
 
-Descriptors 1 and 2 lead straight to the file: what C++ code, child processes or a crash write is never lost
-on the way. What Python code prints is also handed on to whoever shows it.
+Descriptors 1 and 2 point at the file itself, so that output of C++ code, child processes and crashes is
+kept. What Python code prints is also passed to a callback, which may show it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ OnText = Callable[[str], None]
 
 
 class Capture:
-    """A context. Until a file is named (`log_to`), what is written waits in one without a name.
+    """A context that captures output. Before `into` names a file, output waits in a temporary one.
 
-    `on_stdout`, `on_stderr`: get what Python code prints, as it comes. `stdout`, `stderr`: the streams as
-    they were before, to be written to while the block runs.
+    `on_stdout`, `on_stderr`: called with what Python code prints. `stdout`, `stderr`: the original streams,
+    which can be written to while the block runs.
     """
 
     def __init__(self, on_stdout: OnText | None = None, on_stderr: OnText | None = None) -> None:
@@ -45,8 +45,8 @@ class Capture:
         self.stdout, self.stderr = (_as_before(*pair) for pair in zip(self._before, (1, 2), strict=True))
         self._spool = tempfile.TemporaryFile()
         self._is_spooled = True
-        self._log_fd = os.dup(self._spool.fileno())  # one number, whatever file it stands for
-        self._lead_to(self._log_fd)
+        self._log_fd = os.dup(self._spool.fileno())  # one descriptor number for whichever file is current
+        self._redirect(self._log_fd)
         sys.stdout, sys.stderr = (
             _Printed(self, stream, on_text)
             for stream, on_text in zip(self._before, self._on_text, strict=True)
@@ -72,7 +72,7 @@ class Capture:
 
     @contextlib.contextmanager
     def into(self, path: Path) -> Iterator[None]:
-        """What is written goes to the end of a file, with what had none; then to the file of before."""
+        """Append output to a file, what was captured earlier included; afterwards to the previous file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = restricted(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         earlier = None
@@ -81,26 +81,26 @@ class Capture:
             os.write(fd, os.pread(self._spool.fileno(), 1 << 24, 0))
         else:
             earlier = os.dup(self._log_fd)
-        self._lead_to(fd)
+        self._redirect(fd)
         os.close(fd)
         try:
             yield
         finally:
             if earlier is not None:
-                self._lead_to(earlier)
+                self._redirect(earlier)
                 os.close(earlier)
 
-    def _lead_to(self, fd: int) -> None:
+    def _redirect(self, fd: int) -> None:
         for place in (self._log_fd, *self._outside):
             if place != fd:
                 os.dup2(fd, place)
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk is told where it matters
+        with contextlib.suppress(OSError):  # a full disk is reported elsewhere
             os.write(self._log_fd, text.encode("utf-8", errors="replace"))
 
     def unnamed_tail(self) -> str:
-        """The end of what was written while no file was named; nothing once there is one."""
+        """Return the end of the output captured before a file was named; empty afterwards."""
         if not self._is_spooled:
             return ""
         size = os.fstat(self._spool.fileno()).st_size
@@ -114,9 +114,7 @@ _current: Capture | None = None  # descriptors belong to the whole process
 
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """The log of this process is in that file while the block runs: all it writes where that is captured, or
-    else its log lines.
-    """
+    """Log to a file while the block runs: all output if it is captured, otherwise log lines only."""
     if _current is not None:
         with _current.into(path):
             yield
@@ -134,7 +132,7 @@ def log_to(path: Path) -> Iterator[None]:
 
 
 class Lines:
-    """Takes text as it comes and hands on whole lines; of one that was written over, the last state."""
+    """Joins text into lines for a callback; of a line that is overwritten (\\r), the last state."""
 
     def __init__(self, on_line: OnText) -> None:
         self._on_line, self._lock, self._begun = on_line, threading.RLock(), ""
@@ -147,7 +145,7 @@ class Lines:
 
 
 class _Printed(io.TextIOBase):
-    """`sys.stdout` or `sys.stderr` while they are captured; afterwards it passes all on to them."""
+    """Replaces `sys.stdout` or `sys.stderr` while they are captured; afterwards it writes to them."""
 
     def __init__(self, capture: Capture, before: TextIO, on_text: OnText | None) -> None:
         self._capture, self._before, self._on_text, self._pid = capture, before, on_text, os.getpid()
@@ -165,7 +163,7 @@ class _Printed(io.TextIOBase):
         if not self._capture.is_open:
             return self._before.write(text)
         self._capture.write(text)
-        # A process that was forked has no part in what is shown.
+        # A forked process must not draw on the screen.
         if self._on_text is not None and os.getpid() == self._pid:
             self._on_text(text)
         return len(text)
@@ -176,7 +174,7 @@ class _Printed(io.TextIOBase):
 
 
 def _as_before(stream: TextIO, fd: int) -> TextIO:
-    """A stream that leads where this one did before its descriptor was led elsewhere."""
+    """Return a stream to the original target of a descriptor that is about to be redirected."""
     try:
         if stream.fileno() != fd:
             return stream

@@ -1,4 +1,4 @@
-"""Hands on what a run has logged so far (`metrics.jsonl`), while it runs and after it has ended."""
+"""Reads the metrics of a run as they are logged, and repeats a function while a block runs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.observability.metric_lines import Row, whole_rows
+from slime.observability.tracking import Row, whole_rows
 
 POLL_S = 0.4
 
 
 class MetricsReader:
-    """The rows of a growing file, each once; a line still being written is left for the next time."""
+    """Returns each row of a growing file once; an incomplete last line is left for the next call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class MetricsReader:
 
 
 class Repeated:
-    """Calls `act` again and again while a `with` block runs, and once more when the block has ended."""
+    """Calls `act` repeatedly while a `with` block runs, and once more when it has ended."""
 
     def __init__(self, act: Callable[[], None], name: str) -> None:
         self._act, self._ended = act, threading.Event()

@@ -1,4 +1,4 @@
-"""How far a run is, from the rows that it logs: a state without a screen, and that state as lines of text."""
+"""The progress of a run, computed from the rows that it logs, and its rendering as lines of text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slime.catalog.metrics import is_eval_score
 REWARD, LOSS, STEP_TIME = "rollout/raw_reward", "train/loss", "perf/step_time"
 WASTE = "rollout/waste/"
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_RECENT = 10  # steps that speeds and shares are taken over
-_BARS = (16, 8)  # how long the bar is; where neither leaves room for a curve there is none: `12/500` says it
+_RECENT = 10  # steps over which speeds and shares are averaged
+_BARS = (16, 8)  # lengths of the progress bar; without room for either it is left out
 _SPARK, _LEAST_SPARK = 24, 8
 _SPLIT = (
     ("generate", "perf/train_wait_time"),
@@ -28,9 +28,9 @@ _MAX_KEPT = 5000  # values of a curve
 
 @dataclass(slots=True)
 class Progress:
-    """Fed with rows of `metrics.jsonl`, of this start of the run and of those before.
+    """Progress of a run, updated with each row of `metrics.jsonl`, those of earlier starts included.
 
-    `value_key`: the number worth watching. `done_key`: logged once a step, at its end.
+    `value_key`: the metric to show. `done_key`: a metric that is logged once per step, at its end.
     """
 
     total: int | None = None
@@ -42,13 +42,13 @@ class Progress:
     values: dict[int, float] = field(default_factory=dict)
     evals: dict[str, dict[int, float]] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
-    wasted: dict[str, float] = field(default_factory=dict)  # over all rollouts: "stale/tokens" and so on
-    _steps: dict[int, dict[str, float]] = field(default_factory=dict)  # the last few, with what each logged
+    wasted: dict[str, float] = field(default_factory=dict)  # sums over all rollouts, such as "stale/tokens"
+    _steps: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics of the last few steps
     _start: int = 0
-    _first: int | None = None  # step of this start: it compiles kernels and fills caches
+    _first: int | None = None  # first step of this start, which is slow (kernels, caches)
 
     def add(self, row: Mapping[str, Any]) -> bool:
-        """Whether a step has ended with this row."""
+        """Add a row; return whether it ends a step."""
         step = row.get("step")
         if not isinstance(step, int):
             return False
@@ -75,7 +75,7 @@ class Progress:
         return True
 
     def step_seconds(self) -> float | None:
-        """Mean of the last steps; None: not known yet."""
+        """Return the mean time of the last steps; None: not known yet."""
         times = [numbers[STEP_TIME] for numbers in self._whole_steps((STEP_TIME,))]
         return statistics.fmean(times) if times else None
 
@@ -83,21 +83,21 @@ class Progress:
         each = self.step_seconds()
         if each is None or self.total is None:
             return None
-        # What is timed may be several of what is counted: a rollout of a supervised run is many steps.
+        # A timed rollout may hold several counted steps, as in supervised runs.
         timed = 1 + max(step for step, numbers in self._steps.items() if STEP_TIME in numbers)
         return each * max(0, self.total - self.done) * (timed / self.done if self.done else 1.0)
 
     def tokens_per_second(self) -> float | None:
-        """Response tokens of the last steps, over all the time that these took."""
+        """Return the response tokens of the last steps divided by their whole time."""
         needed = ("rollout/num_samples", "rollout/response_len/mean", STEP_TIME)
         steps = [tuple(numbers[key] for key in needed) for numbers in self._whole_steps(needed)]
         seconds = sum(time for _, _, time in steps)
         return sum(count * length for count, length, _ in steps) / seconds if seconds else None
 
     def waste_words(self) -> str:
-        """What taught nothing, by cause; empty where nothing was lost: stale 8 samples, 1.2k tokens.
+        """Return wasted samples and tokens by cause, such as "stale 8 samples, 1.2k tokens", or "".
 
-        Seconds are logged, and not told here: those of requests side by side add up to more than the run.
+        Wasted seconds are left out: those of concurrent requests add up to more than the run.
         """
         causes = sorted({name.partition("/")[0] for name in self.wasted if "/" in name})
         units = ("samples", "tokens")
@@ -109,7 +109,7 @@ class Progress:
         )
 
     def split(self) -> dict[str, float]:
-        """Shares of the time of the last steps. Generate: what was waited for, where it overlaps."""
+        """Return shares of the last steps' time; overlapped generation counts only while it is waited for."""
         steps = self._whole_steps((STEP_TIME,))
         total = sum(numbers[STEP_TIME] for numbers in steps)
         if not total:
@@ -118,13 +118,13 @@ class Progress:
         return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
 
     def _whole_steps(self, needed: Iterable[str]) -> list[dict[str, float]]:
-        """The first step of a start, which takes longer, only while there is no other."""
+        """Return complete steps, without the slow first step of a start if there are others."""
         whole = {step: numbers for step, numbers in self._steps.items() if numbers.keys() >= set(needed)}
         return [numbers for step, numbers in whole.items() if step != self._first or len(whole) == 1]
 
 
 def live_lines(progress: Progress, width: int, *, note: str = "", doing: str = "") -> list[Text]:
-    """Two lines that fit the width: how far and how well; what happens now and where the time goes."""
+    """Return two lines: progress and metrics; the current activity and where the time goes."""
     value, speeds = _value(progress), [(word, "dim") for word in _speeds(progress)]
     used = [progress.title, _count(progress), value, note, *(word for word, _ in speeds)]
     room = width - sum(len(word) + 2 for word in used if word)
@@ -141,14 +141,14 @@ def live_lines(progress: Progress, width: int, *, note: str = "", doing: str = "
 
 
 def plain_line(progress: Progress, *, note: str = "") -> str:
-    """The progress as one line for a file or a pipe."""
+    """Return the progress as one line for a file or a pipe."""
     words = [f"step {_count(progress)}", _value(progress), note, *_speeds(progress)]
     words += [_split_words(progress), *(word for word, _ in _quality(progress))]
     return "  ".join(filter(None, words))
 
 
 def sparkline(values: list[float], width: int = _SPARK) -> str:
-    """The latest values as blocks, scaled between the smallest and the largest shown: [0, 0.5, 1] -> ▁▅█."""
+    """Draw the latest values as blocks between their minimum and maximum: [0, 0.5, 1] -> ▁▅█."""
     shown = values[-width:] if width else []
     if not shown:
         return ""
@@ -207,7 +207,7 @@ def _quality(progress: Progress) -> list[tuple[str, str]]:
 
 
 def _fitting(words: list[tuple[str, str]], width: int, gap: int) -> list[tuple[str, str]]:
-    """Those of the words, the first ones rather than the last, that a line holds; `gap` lies between two."""
+    """Return the words that fit into a line, earlier ones first; `gap`: columns between two words."""
     shown: list[tuple[str, str]] = []
     room = width + gap
     for word, style in words:

@@ -1,7 +1,7 @@
-"""The terminal of a command: lines that stay, and below them a few that are redrawn in place.
+"""The terminal of a command: permanent lines, and below them a few live lines that are redrawn.
 
-The cursor is never hidden and no mode is set, so that even a killed process leaves a terminal that works.
-Where the output is no terminal (a pipe, a file, TERM=dumb) nothing is redrawn: all lines stay.
+The cursor is never hidden and no mode is set, so that a killed process leaves a working terminal. If the
+output is not a terminal (a pipe, a file, TERM=dumb), there are no live lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MARGIN = 4  # columns left free: room for the ^C that a terminal echoes
 
 
 class Terminal:
-    """Takes lines from any thread. An output that cannot be written to any more is given up, not an error."""
+    """Prints lines from any thread. A closed output is ignored, not an error."""
 
     def __init__(self, stream: TextIO | None = None, *, console: Console | None = None):
         self.console = console or Console(file=stream or sys.stdout, highlight=False, soft_wrap=False)
@@ -35,7 +35,7 @@ class Terminal:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and rows, as they are now."""
+        """The current numbers of columns and rows."""
         try:
             found = os.get_terminal_size(self._stream.fileno())
         except (OSError, ValueError, AttributeError):
@@ -43,20 +43,20 @@ class Terminal:
         return found.columns or 80, found.lines or 24
 
     def print(self, *renderables: RenderableType) -> None:
-        """Lines that stay, above those that are redrawn."""
+        """Print permanent lines above the live ones."""
         with self._lock:
             text = "".join(map(self._rendered, renderables))
             self._write(self._erased() + text + self._redrawn())
 
     def show(self, lines: Sequence[Text]) -> None:
-        """Put these lines in the place of those before; where there is no terminal, nothing is shown."""
+        """Replace the live lines; without a terminal nothing is shown."""
         with self._lock:
             self._live = list(lines) if self.is_live else []
             if self._is_in_front():
                 self._write(self._erased() + self._redrawn())
 
     def settle(self, *, keep: bool) -> None:
-        """The lines that are redrawn become lines that stay, or go."""
+        """End the live lines: keep them as permanent lines, or erase them."""
         with self._lock:
             lines, self._live = self._live, []
             erased = self._erased()
@@ -65,9 +65,9 @@ class Terminal:
                 self._write(erased + kept)
 
     def _rendered(self, renderable: RenderableType) -> str:
-        if self._broken:  # rich would flush the stream, and end the process for it
+        if self._broken:  # rich would flush the closed stream and exit
             return ""
-        self.console.size = ConsoleDimensions(*self.size)  # rich asks stdin, which may be another window
+        self.console.size = ConsoleDimensions(*self.size)  # rich would ask stdin, which may be another window
         with self.console.capture() as capture:
             self.console.print(renderable, soft_wrap=not self.is_live)
         return capture.get()
@@ -85,13 +85,13 @@ class Terminal:
     def _erased(self) -> str:
         if not self._drawn:
             return ""
-        width, _ = self.size  # a narrower window has wrapped what was drawn
+        width, _ = self.size  # a window that became narrower has wrapped the lines
         rows = sum(max(1, -(-columns // width)) for columns in self._drawn)
         self._drawn = []
         return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "") + "\x1b[J"
 
     def _is_in_front(self) -> bool:
-        """Whether it is not in the background of a shell, whose prompt would be drawn over."""
+        """Return False for a background job, which would draw over the shell's prompt."""
         try:
             return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
         except (OSError, ValueError, AttributeError):
@@ -103,7 +103,7 @@ class Terminal:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the window is closed, or whoever read has enough
+        except (OSError, ValueError):  # the window or the pipe is closed
             self._broken = True
 
 

@@ -1,1 +1,1 @@
-"""Services that show curves and samples of a run: readers of its folder, each in a process of its own."""
+"""Trackers (TensorBoard, W&B, trackio, MLflow): each reads the run's folder in a process of its own."""

@@ -1,4 +1,4 @@
-"""What a tracker is: a service that takes numbers by step and tables of samples."""
+"""The interface of a tracker: a service that accepts numbers by step and tables of samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_TEXT = 2000  # characters of a cell
 
 @dataclass(frozen=True, slots=True)
 class SampleTable:
-    """Some samples of one rollout or evaluation, cleaned and cut.
+    """Samples of one rollout or evaluation, with control characters removed and long texts truncated.
 
     Example: SampleTable("samples/train", "rollout/step", 3, ((3, "1+1=", "2", "2", 1.0, "trained",
     "completed", 2),)).
@@ -30,7 +30,7 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run as its trackers know it. `options`: what its flags say of trackers; `config`: all settings."""
+    """The run as its trackers know it. `options`: flags of trackers; `config`: all settings."""
 
     id: str
     name: str
@@ -40,27 +40,26 @@ class TrackedRun:
 
 
 class Service(Protocol):
-    """One connection to a tracker. Opening it again with the same run goes on with that run.
+    """One connection to a tracker. Opening it again with the same run continues that run.
 
-    Any exception means that what was handed over since the last `flush` may not have arrived: the service is
-    opened anew and gets it again.
+    After any exception the service is opened again and gets everything since the last `flush` again.
     """
 
     def __init__(self, run: TrackedRun) -> None: ...
 
     def scalars(self, values: Mapping[str, float], step_key: str, step: int, time: float) -> None:
-        """Numbers at a step of the axis `step_key`; `time` in seconds since 1970."""
+        """Record numbers at a step of the axis `step_key`; `time` in seconds since 1970."""
 
     def table(self, table: SampleTable) -> None: ...
 
     def flush(self) -> None:
-        """Returns when what was handed over is safe."""
+        """Return when everything so far is stored."""
 
     def finish(self) -> None: ...
 
 
 def sample_tables(record: Record, kind: Kind, rollout_id: int, max_rows: int) -> Iterator[SampleTable]:
-    """The first samples of a rollout, or of each dataset of an evaluation."""
+    """Yield the first samples of a rollout, or of each dataset of an evaluation, as tables."""
     step_key = "eval/step" if kind == "eval" else "rollout/step"
     for dataset in record.datasets(kind, rollout_id):
         select = Select(kind=kind, rollout_id=rollout_id, dataset=dataset, limit=max_rows)

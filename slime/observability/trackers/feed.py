@@ -1,4 +1,4 @@
-"""The run's side of a tracker: starts its process, tells once if nothing arrives, and never waits for it."""
+"""The run's side of a tracker: starts its process, and warns once if the tracker falls behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -16,64 +15,58 @@ from typing import Any
 from slime.catalog.trackers import TRACKERS
 from slime.observability.trackers.follower import SentProgress, read_progress
 from slime.utils.files.run_file import METRICS_FILE
+from slime.utils.machine import children
 from slime.utils.machine.own_command import as_typed
-from slime.utils.machine.processes import import_environment, open_log
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 5.0  # between two looks at it
-_SILENT_S = 180.0  # without any progress, while there is something to send
-_END_S, _END_SILENT_S = 120.0, 15.0  # that the end of a run waits: in all, and for one that stands still
+_CHECK_S = 5.0  # between two checks of its process
+_SILENT_S = 180.0  # without progress although there is something to send
+_END_S, _END_SILENT_S = 120.0, 15.0  # how long the end of a run waits: in all, and without progress
 
 
 class Feed:
-    """One tracker of a run that goes on."""
+    """One tracker of an active run."""
 
     def __init__(self, name: str, folder: Path, options: Mapping[str, Any]):
         self.name, self._folder = name, folder
         self.log_path = folder / "logs" / f"tracker-{name}.log"
         command = [sys.executable, "-P", "-m", "slime.observability.trackers.follower", name, str(folder)]
-        with open_log(self.log_path, f"tracker {name}") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **import_environment()},
-                start_new_session=True,  # Ctrl-C is for the run; this process ends after it
-            )
-        self._told = False
-        self._looked = self._moved = time.monotonic()
+        with children.open_log(self.log_path, f"tracker {name}") as log:
+            env = {**os.environ, **children.import_environment()}
+            self._process = children.start(command, stdin=children.PIPE, output=log, env=env)
+        self._warned = False
+        self._checked = self._moved = time.monotonic()
         self._at: tuple[int, float] = (-1, 0.0)
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended already, which the first look tells
+        with contextlib.suppress(OSError):  # it has ended already, which the first check reports
             given = {"service": TRACKERS[name].service, "options": dict(options)}
             self._process.stdin.write(json.dumps(given, default=str).encode() + b"\n")
             self._process.stdin.flush()
 
-    def look(self) -> None:
-        """Called with every report; costs nothing most of the time."""
-        if not self._told and time.monotonic() - self._looked > _LOOK_S:
-            self._looked = time.monotonic()
+    def check(self) -> None:
+        """Check the process now and then; called with every report."""
+        if not self._warned and time.monotonic() - self._checked > _CHECK_S:
+            self._checked = time.monotonic()
             if trouble := self._trouble():
-                self._tell(f"{trouble}; the run goes on")
+                self._warn(f"{trouble}; the run continues")
 
     def finish(self) -> None:
-        """The rest is sent, for as long as it moves; whoever hangs is ended."""
+        """Wait until the rest is sent; a process that makes no progress is killed."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._moved = started = time.monotonic()
         while self._process.poll() is None:
-            is_open = self._note_progress().pid == self._process.pid  # else its package is being imported
+            is_open = self._note_progress().pid == self._process.pid  # else it imports its package
             now = time.monotonic()
             if now - started > _END_S or (is_open and now - self._moved > _END_SILENT_S):
                 self._process.kill()
-                self._tell("it did not take the rest in time")
+                self._warn("it did not accept the rest in time")
                 break
             time.sleep(0.05)
         if self._process.wait() != 0:
-            self._tell(self._reason())
+            self._warn(self._reason())
 
     def _trouble(self) -> str | None:
         if self._process.poll() is not None:
@@ -83,7 +76,7 @@ class Feed:
             return progress.error
         waiting = (self._folder / METRICS_FILE).stat().st_size > progress.offset
         if waiting and time.monotonic() - self._moved > _SILENT_S:
-            return f"it has taken nothing for {_SILENT_S:.0f} s"
+            return f"it has accepted nothing for {_SILENT_S:.0f} s"
         return None
 
     def _note_progress(self) -> SentProgress:
@@ -101,12 +94,11 @@ class Feed:
             return next((line for line in reversed(lines) if line.strip()), "no reason given")
         return "no reason given"
 
-    def _tell(self, trouble: str) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, trouble: str) -> None:
+        if not self._warned:
+            self._warned = True
             logger.warning(
-                "%s does not get everything: %s. Nothing is lost: %s has it, and after the run "
-                "`%s` sends what is missing. Details: %s",
+                "%s is missing metrics: %s. They are in %s; run `%s` after the run to send them. Log: %s",
                 TRACKERS[self.name].title,
                 trouble,
                 self._folder / METRICS_FILE,

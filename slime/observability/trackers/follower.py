@@ -1,8 +1,8 @@
-"""A tracker's own process: follows metrics.jsonl and record.db of a run, and sends what is new.
+"""The process of a tracker: it reads new metrics and samples from a run's folder and sends them.
 
-The files are the queue. What cannot be sent waits there, however long the service is away; how far it got
-stands in RUN/trackers/NAME.json, so that a resumed run sends what an earlier start could not. The process
-ends when its input is closed, that is with the run, in whatever way the run ends.
+The files are the queue: nothing is lost while the service is unreachable. RUN/trackers/NAME.json holds how
+much was sent, so that a resumed run sends the rest. The process ends when its standard input is closed, which
+happens however the run ends.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from slime.utils.misc import load_function
 _POLL_S = 2.0
 _CHUNK_BYTES = 1 << 20
 _LONGEST_PAUSE_S = 300.0  # between attempts to reach a service that fails
-_OF_THE_LINE = ("time", "run", "start", "step_key", "step")  # what is no metric
-_LAST_S = 120.0  # that are left to send the rest once the run has ended
+_OF_THE_LINE = ("time", "run", "start", "step_key", "step")  # keys that are not metrics
+_LAST_S = 120.0  # limit for sending the rest once the run has ended
 
 
 @dataclass(frozen=True, slots=True)
 class SentProgress:
-    """How far a tracker is. `error`: why it stands still; None: it does not.
+    """How much a tracker has sent. `error`: why it is stuck; None: it is not.
 
-    Example: Progress(offset=5120, rollouts_until=1754820000.1) has sent 5,120 bytes of metrics.jsonl.
+    Example: SentProgress(offset=5120, rollouts_until=1754820000.1) has sent 5,120 bytes of metrics.jsonl.
     """
 
     offset: int = 0
     rollouts_until: float = 0.0
-    refused: int = 0  # reports that the service would not take
+    refused: int = 0  # reports that the service rejected
     error: str | None = None
     pid: int | None = None  # of the process that opened the service last
 
@@ -53,7 +53,7 @@ def progress_file(folder: Path, name: str) -> Path:
 
 
 def read_progress(folder: Path, name: str) -> SentProgress:
-    """Reads how far a tracker came; the beginning, where no file says it."""
+    """Read how much a tracker has sent; nothing where there is no file."""
     try:
         return SentProgress(**json.loads(progress_file(folder, name).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -61,7 +61,7 @@ def read_progress(folder: Path, name: str) -> SentProgress:
 
 
 class Follower:
-    """Sends one run to one service; `step` is called again and again."""
+    """Sends one run to one service; `step` is called repeatedly."""
 
     def __init__(self, name: str, run: TrackedRun, open_service: Callable[[TrackedRun], Service]):
         self._name, self._run, self._open = name, run, open_service
@@ -70,7 +70,7 @@ class Follower:
         self.progress = replace(read_progress(run.folder, name), error=None, pid=None)
 
     def step(self) -> bool:
-        """Sends a part of what is new; False: there was nothing. Raises what the service raises."""
+        """Send a part of what is new; return False if there was nothing. Raises what the service raises."""
         if self._service is None:
             self._service = self._open(self._run)
             self.progress = replace(self.progress, error=None, pid=os.getpid())
@@ -91,7 +91,7 @@ class Follower:
         return found
 
     def failed(self, error: BaseException) -> None:
-        """Note why; the next `step` opens the service anew and goes on where the last flush was."""
+        """Record the error; the next `step` reopens the service and continues after the last flush."""
         traceback.print_exception(error)
         with contextlib.suppress(Exception):
             if self._service is not None:
@@ -110,10 +110,10 @@ class Follower:
         try:
             act()
         except Exception:
-            if self._failed_at != here:  # the service may be away
+            if self._failed_at != here:  # the service may be unreachable
                 self._failed_at = here
                 raise
-            traceback.print_exc()  # it could be opened again, so it is this report that it does not take
+            traceback.print_exc()  # it was reopened since, so it rejects this report
             after = replace(after, refused=after.refused + 1)
         self.progress = after
 
@@ -121,7 +121,10 @@ class Follower:
         max_rows = self._run.options.get("tracker_samples", 0)
         if not max_rows:
             return
-        with contextlib.suppress(RecordError), open_record(self._run.folder) as record:  # none, or none yet
+        with (
+            contextlib.suppress(RecordError),
+            open_record(self._run.folder) as record,
+        ):  # there is no record, or not yet
             for row in record.rollouts(since=self.progress.rollouts_until):
                 yield row.time, list(sample_tables(record, row.kind, row.rollout_id, max_rows))
 
@@ -139,7 +142,7 @@ def _send_all(service: Service, tables: list[SampleTable]) -> None:
 
 
 def follow(follower: Follower, run_ended: Callable[[float], bool]) -> bool:
-    """Until the run has ended and all is sent; False: it could not be. `run_ended` waits for some seconds."""
+    """Send until the run has ended; return False if the rest could not be sent. `run_ended` waits."""
     pause_s, ended = 0.0, False
     while True:
         try:
@@ -158,7 +161,7 @@ def follow(follower: Follower, run_ended: Callable[[float], bool]) -> bool:
 
 @contextlib.contextmanager
 def only_one(folder: Path, name: str) -> Iterator[None]:
-    """Waits for the process of an earlier start, which ends soon after its run."""
+    """Wait for the tracker process of an earlier start, which ends soon after its run."""
     file = progress_file(folder, name).with_suffix(".lock")
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
@@ -167,7 +170,7 @@ def only_one(folder: Path, name: str) -> Iterator[None]:
 
 
 def tracked_run(folder: Path, options: Mapping[str, Any] | None = None) -> TrackedRun:
-    """`options` None: as the run was started, less what is secret."""
+    """Read the run; `options` None: the flags of its last start without secrets."""
     found = read_run(folder)
     settings = found.last.settings if found is not None else {}
     config = {name: entry.get("value") for name, entry in settings.items()}
@@ -177,9 +180,9 @@ def tracked_run(folder: Path, options: Mapping[str, Any] | None = None) -> Track
 
 
 def main(argv: list[str]) -> int:
-    """`python -m slime.observability.trackers.follower NAME RUN`; the rest is the first line of its input."""
+    """Run `python -m slime.observability.trackers.follower NAME RUN`; stdin's first line has the options."""
     name, folder = argv[0], Path(argv[1])
-    # A signal to a whole job is for the run, which ends first.
+    # A signal to the whole job ends the run, which then ends this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # training comes first
@@ -187,7 +190,7 @@ def main(argv: list[str]) -> int:
 
     ended = threading.Event()
 
-    def wait_for_the_end() -> None:  # on a thread of its own: also a service that hangs ends with the run
+    def wait_for_the_end() -> None:  # on a thread, so that even a service that hangs ends with the run
         while os.read(0, 4096):
             pass
         ended.set()
@@ -199,11 +202,11 @@ def main(argv: list[str]) -> int:
         follower = Follower(name, tracked_run(folder, given["options"]), load_function(given["service"]))
         done = follow(follower, ended.wait)
     sys.stderr.flush()
-    os._exit(0 if done else 1)  # not even a hanging exit handler of a package keeps this process
+    os._exit(0 if done else 1)  # skip exit handlers of packages, which may hang
 
 
 def _first_line() -> bytes:
-    """Reads one line of standard input and no more: what follows is the end, which a thread waits for."""
+    """Read one line of standard input and no more; a thread waits for its end."""
     line = b""
     while not line.endswith(b"\n") and (part := os.read(0, 65536)):
         line += part
@@ -211,7 +214,7 @@ def _first_line() -> bytes:
 
 
 def _new_lines(file: Path, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Whole lines behind `offset`, each with where it ends; as many as fit into memory at ease."""
+    """Yield complete lines after `offset`, each with the offset of its end; at most about a MiB."""
     with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
         lines.seek(offset)
         start = offset

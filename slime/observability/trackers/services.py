@@ -1,4 +1,4 @@
-"""The services themselves. Their packages are optional and slow to import: they come with the object."""
+"""The trackers. Their packages are optional and slow to import, so constructors import them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.observability.trackers.base import COLUMNS, SampleTable, TrackedRun
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard; a resumed run adds a file. Samples stand under "Text"."""
+    """Event files in RUN/tensorboard; a resumed run adds a file. Samples are under "Text"."""
 
     def __init__(self, run: TrackedRun):
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
@@ -55,7 +55,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases. The id of its run is slime's, so that a resumed run goes on with the same."""
+    """Weights & Biases. Its run has slime's id, so that a resumed run continues it."""
 
     def __init__(self, run: TrackedRun):
         import wandb
@@ -95,11 +95,11 @@ class WandB:
         self._run.log({table.name: rows, table.step_key: self._place(table.step_key, table.step)})
 
     def _place(self, step_key: str, step: int) -> int:
-        """A step's place on the axis; --wandb-always-use-train-step counts rollouts in optimizer steps."""
+        """Convert a step for the x-axis; --wandb-always-use-train-step counts rollouts in optimizer steps."""
         return step if step_key == "train/step" else step * self._samples // self._per_step
 
     def flush(self) -> None:
-        """Its own process has what was handed over, and keeps it on disk until it is sent."""
+        """Do nothing: wandb's own process keeps what it got on disk until it is sent."""
 
     def finish(self) -> None:
         self._run.finish()
@@ -107,19 +107,19 @@ class WandB:
 
 
 class Trackio:
-    """trackio. The name of its run holds slime's id, so that a resumed run goes on with the same."""
+    """trackio. Its run's name contains slime's id, so that a resumed run continues it."""
 
     def __init__(self, run: TrackedRun):
         import trackio
 
         self._trackio = trackio
         self._run = trackio.init(
-            project=run.options.get("trackio_project") or "slime",
+            project=os.environ.get("TRACKIO_PROJECT") or "slime",
             name=f"{run.name}-{run.id}",
-            space_id=run.options.get("trackio_space"),
+            space_id=os.environ.get("TRACKIO_SPACE_ID"),
             config=dict(run.config),
             resume="allow",
-            private=True,  # a Space that it makes: what a model writes is not for everybody
+            private=True,  # samples of the model are not public
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
@@ -149,13 +149,13 @@ class MLflow:
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
-        uri, files = run.options.get("mlflow_tracking_uri"), None
-        if not uri and not os.environ.get("MLFLOW_TRACKING_URI"):
+        uri, files = None, None
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
             folder = run.folder.absolute() / "mlflow"
             folder.mkdir(exist_ok=True)
             uri, files = f"sqlite:///{folder}/mlflow.db", (folder / "artifacts").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
-        name = run.options.get("mlflow_experiment") or "slime"
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "slime"
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name, files)
         earlier = self._client.search_runs([experiment], f"tags.slime_run = '{run.id}'")
@@ -188,6 +188,6 @@ class MLflow:
 
 
 def _markdown(value: object) -> str:
-    """A cell of a table: what a model wrote neither ends the cell nor becomes a link or a tag."""
+    """Escape a table cell, so that a model's text cannot end the cell or become a link or a tag."""
     text = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", html.escape("" if value is None else str(value)))
     return text.replace("\n", "<br>")

@@ -1,7 +1,7 @@
-"""Fill one training batch in one go: issue groups, take them as they finish, and end what is left over.
+"""Fill one training batch: start groups, collect them as they finish, and end what is left over.
 
-Waits only for the next finished group. What is still in flight when the batch is full goes back to the data
-source, with `--partial-rollout` as far as it came.
+What is still in flight when the batch is full returns to the data source, with `--partial-rollout` together
+with the tokens it has.
 """
 
 import asyncio
@@ -10,22 +10,22 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.liveness import waits
 from slime.rollout.collection.collector import Collector, Ticket
 from slime.rollout.data_source import take_groups
 from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.prompt_groups import Group, begin_again, copy_group, is_scored
-from slime.utils import waits
 from slime.utils.errors import RunStopped
 from slime.utils.types import flatten_samples
 
 logger = logging.getLogger(__name__)
 
-DISCARD_GRACE_S = 2.0  # how long engines may take to confirm that discarded work is ended
-ABORT_GRACE_S = 30.0  # how long aborted work that will be kept may take to come back
+DISCARD_GRACE_S = 2.0  # for engines to confirm that discarded work has ended
+ABORT_GRACE_S = 30.0  # for aborted work that will be kept to return
 
 
 class BatchCollector(Collector):
-    """One rollout: `start_group` generates and scores a group, `abort_requests` ends it at the engines."""
+    """Collects one rollout. `start_group` generates and scores a group; `abort_requests` aborts them all."""
 
     def __init__(
         self,
@@ -40,29 +40,26 @@ class BatchCollector(Collector):
         self.start_group, self.abort_requests = start_group, abort_requests
         self._scope = current_scope() or RequestScope()
         self._done: asyncio.Queue[Ticket] = asyncio.Queue()
-        self._waiting: dict[int, Ticket] = {}  # done, but an earlier one is not (deterministic mode)
+        self._waiting: dict[int, Ticket] = {}  # done before an earlier one (deterministic mode)
         self._num_issued = 0
         self._next_number = 0
 
     async def _fill_batch(self) -> None:
         while len(self.kept) < self.target:
-            self._issue()
+            while self._remaining < self.target:
+                for group in self._take_groups():
+                    self._start(group)
             self._decide(await self._next_done())
         await self.drain()
 
-    def _issue(self) -> None:
-        while self._remaining < self.target:
-            groups = take_groups(
-                self.data_source, self.args, self.args.over_sampling_batch_size or self.target
+    def _take_groups(self) -> list[Group]:
+        groups = take_groups(self.data_source, self.args, self.args.over_sampling_batch_size or self.target)
+        if not groups:
+            raise RunStopped(
+                f"the data source gave no groups: {self._remaining} of --rollout-batch-size {self.target} "
+                "are there. Let get_samples continue with a new epoch, or lower --num-rollout."
             )
-            if not groups:
-                raise RunStopped(
-                    f"the data source gave no groups: {self._remaining} of --rollout-batch-size "
-                    f"{self.target} are there. "
-                    "Let get_samples go on with a new epoch, or lower --num-rollout."
-                )
-            for group in groups:
-                self._start(group)
+        return groups
 
     def _start(self, group: Group) -> None:
         number, self._num_issued = self._num_issued, self._num_issued + 1
@@ -74,7 +71,7 @@ class BatchCollector(Collector):
         ticket.task.add_done_callback(lambda _: self._done.put_nowait(ticket))
 
     async def _next_done(self) -> Ticket:
-        """The next group to decide: the first to finish, or in deterministic mode the first issued."""
+        """Return the next group to decide: the first to finish, or in deterministic mode the first issued."""
         in_flight = len(self._tickets) - len(self._waiting)
         with waits.waiting(f"a group ({in_flight} in flight, {len(self.kept)} kept)", owner="rollout"):
             return await self._next_in_order()
@@ -85,7 +82,7 @@ class BatchCollector(Collector):
         while self._next_number not in self._waiting:
             ticket = await self._done.get()
             if not ticket.task.cancelled() and ticket.task.exception() is not None:
-                return ticket  # it stops the run: no need to wait for its turn
+                return ticket  # it stops the run, so it does not wait for its turn
             self._waiting[ticket.number] = ticket
         self._next_number += 1
         return self._waiting.pop(self._next_number - 1)
@@ -94,7 +91,7 @@ class BatchCollector(Collector):
         del self._tickets[ticket.number]
 
     async def drain(self) -> list[Group]:
-        """End what is in flight and return it to the data source; waits only for work that is kept."""
+        """End what is in flight and return it to the data source; wait only for work that is kept."""
         tickets = [self._tickets[number] for number in sorted(self._tickets)]
         running = [t.task for t in tickets if not t.task.done()]
         if self._keeps_work and running:
@@ -113,22 +110,22 @@ class BatchCollector(Collector):
         return groups
 
     async def _discard(self, running: list[asyncio.Task[Group]]) -> None:
-        """Aborted requests come back with what was made of them, which is counted; then all is ended."""
+        """Abort all requests, wait briefly for their token counts, then cancel the tasks."""
         rids = self._scope.rids.copy()
         abort = asyncio.ensure_future(self.abort_requests())
         await self._briefly(abort)
         if abort.done():
             await self._scope.answered(rids, DISCARD_GRACE_S)
         again = None
-        if self._scope.rids:  # of functions that do not look whether the rollout is over
+        if self._scope.rids:  # of generate functions that ignore the end of the rollout
             again = asyncio.ensure_future(self.abort_requests())
-            await asyncio.sleep(0)  # the ids are noted before the tasks let go of them
+            await asyncio.sleep(0)  # read the ids before the tasks remove them
         await _cancel(running)
         if again is not None:
             await self._briefly(again)
 
     async def _briefly(self, abort: asyncio.Future[None]) -> None:
-        """Give engines a moment to end discarded work; an abort that takes longer goes on by itself."""
+        """Give engines a moment to end discarded work; a longer abort continues in the background."""
         await asyncio.wait([abort], timeout=DISCARD_GRACE_S)
         if abort.done():
             abort.result()
@@ -137,7 +134,7 @@ class BatchCollector(Collector):
 
     @property
     def _keeps_work(self) -> bool:
-        # How far aborted work came is a matter of timing, so a deterministic run begins it again.
+        # How far aborted work came depends on timing, so a deterministic run starts it again.
         return self.args.partial_rollout and not self.args.deterministic_mode
 
     def _worth_keeping(self, ticket: Ticket) -> Group:

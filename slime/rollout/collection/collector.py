@@ -1,7 +1,7 @@
-"""Decide about each group that was generated, and account for all of them.
+"""Decides which generated groups are trained, and accounts for all of them.
 
-A collector consumes groups from the data source and produces `kept`. Every group it took ends in exactly one
-place: the batch, the filter's count, the failure count, or back in the buffer.
+A collector takes groups from the data source and fills `kept`. Every group ends in exactly one place: the
+batch, the count of filtered groups, the count of failed groups, or the buffer.
 """
 
 import abc
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.catalog.limits import limit
+from slime.liveness.loop_watch import loop_watch
 from slime.rollout import ledger
 from slime.rollout.collection.waste import Waste, teaches_nothing
 from slime.rollout.data_source import DataSource
@@ -37,7 +39,6 @@ from slime.rollout.prompt_groups import (
 )
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
-from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.machine.own_command import as_typed
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.reward_failure import RewardFailure
@@ -46,7 +47,7 @@ from slime.utils.types import Sample, flatten_samples
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_IN_A_ROW = 32  # groups; then it is the engines, not the prompts
-# Groups that a filter drops before it keeps any; then it keeps none of what this policy answers.
+# Groups that a filter may drop before it keeps any; beyond that it would drop all of this policy.
 MAX_DROPPED, MAX_DROPPED_BATCHES = 1000, 100
 
 # Logged as 0 too, so that their curves have a value at every step; troubles are logged where they occur.
@@ -58,7 +59,7 @@ class GroupFailed(RunStopped):
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether the request itself is at fault, so that another attempt would fail in the same way."""
+    """Return whether the request itself is at fault, so that a retry would fail in the same way."""
     return isinstance(error, PromptError) or (isinstance(error, HttpError) and 400 <= error.status < 500)
 
 
@@ -73,7 +74,7 @@ class Ticket:
 
 
 class Collector(abc.ABC):
-    """One training batch: what is kept of the groups in `tickets`, which subclasses start and end."""
+    """Collects one training batch from the groups in `tickets`, which subclasses start and end."""
 
     def __init__(
         self,
@@ -95,12 +96,12 @@ class Collector(abc.ABC):
         self._failed_in_a_row = 0
 
     async def collect(self) -> list[Group]:
-        """The batch, sorted by sample index."""
+        """Return the batch, sorted by sample index."""
         try:
             await self._fill_batch()
         except BaseException:
             kept, self.kept = self.kept, []
-            self._give_back(kept + await self._end_all())  # nothing was trained, so what was kept returns too
+            self._give_back(kept + await self._end_all())  # nothing was trained, so kept groups return too
             raise
         self.kept.sort(key=lambda group: index_of(first_sample(group)))
         self.decided.sort(key=lambda group: index_of(first_sample(group)))
@@ -117,19 +118,19 @@ class Collector(abc.ABC):
 
     @abc.abstractmethod
     async def _fill_batch(self) -> None:
-        """Start groups and decide about those that are done, until the batch is full."""
+        """Start groups and decide about finished ones until the batch is full."""
 
     @abc.abstractmethod
     def _forget(self, ticket: Ticket) -> None:
-        """The group is decided: it is no longer in flight."""
+        """Remove a decided group from what is in flight."""
 
     @abc.abstractmethod
     async def _end_all(self) -> list[Group]:
-        """End all work in flight; the groups that return to the data source."""
+        """End all work in flight; return the groups for the data source."""
 
     @property
     def _remaining(self) -> int:
-        """Groups that can still end up in the batch."""
+        """Return how many groups can still end up in the batch."""
         return len(self.kept) + len(self._tickets)
 
     def _decide(self, ticket: Ticket) -> None:
@@ -170,7 +171,7 @@ class Collector(abc.ABC):
             self._forget(ticket)
             self.counts["filtered"] += 1
             self._settle([group], "filtered", output.reason)
-            self._tell_of_drops(self.counts["filtered"])
+            self._report_drops(self.counts["filtered"])
             return
         self._forget(ticket)
         self.kept.append(group)
@@ -180,11 +181,11 @@ class Collector(abc.ABC):
         if self.args.spare_samples_per_prompt:
             self.waste.spares(group, ticket.scope)
 
-    def _tell_of_drops(self, dropped: int) -> None:
-        """Each time that they have doubled; where nothing at all is kept, the run ends: it would never."""
+    def _report_drops(self, dropped: int) -> None:
+        """Warn each time the number has doubled; stop the run if the filter keeps nothing at all."""
         batches, rest = divmod(dropped, 10 * self.target)
         if rest == 0 and batches & (batches - 1) == 0:
-            logger.warning("rollout %d: %d groups were filtered so far", self.rollout_id, dropped)
+            logger.warning("rollout %d: the filter has dropped %d groups so far", self.rollout_id, dropped)
         if not self.kept and dropped >= max(MAX_DROPPED, MAX_DROPPED_BATCHES * self.target):
             raise RunStopped(
                 f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path} dropped all of "
@@ -201,7 +202,7 @@ class Collector(abc.ABC):
             return call_dynamic_filter(self.dynamic_filter, self.args, samples)
 
     def _on_generation_failure(self, ticket: Ticket, error: BaseException) -> None:
-        """--group-failure-action decides; many in a row stop the run, since no single group is at fault."""
+        """Apply --group-failure-action; many failures in a row stop the run."""
         action = self.args.group_failure_action
         self._failed_in_a_row += 1
         ours = isinstance(error, GroupFailed) or is_permanent(error)
@@ -237,15 +238,15 @@ class Collector(abc.ABC):
 
     def _requeue(self, ticket: Ticket, group: Group, cause: str, hint: str = "") -> None:
         attempts = attempt_of(first_sample(ticket.origin)) + 1
-        allowed = self.args.group_max_attempts
+        allowed = limit(self.args, "group-attempts")
         if attempts >= allowed:
-            raise GroupFailed(f"{cause}; {attempts} attempts were made (--group-max-attempts).{hint}")
+            raise GroupFailed(f"{cause}; {attempts} attempts were made (--limits group-attempts).{hint}")
         logger.warning("generated again (attempt %d of %d): %s", attempts + 1, allowed, cause)
         self._forget(ticket)
         self._give_back([begin_again(group)])
 
     def _resumable(self, group: Group, origin: Group) -> Group:
-        """Keep what can be continued. A fan-out that was cut short cannot: its prompt begins again."""
+        """Keep what can be continued. An aborted fan-out cannot: it starts again from its prompt."""
         if not self.args.partial_rollout or len(group) != len(origin):
             return origin
         pairs = zip(group, origin, strict=True)
@@ -266,7 +267,7 @@ class Collector(abc.ABC):
             self.data_source.add_samples(groups)
             self.counts["returned"] += len(groups)
         except NotImplementedError:
-            logger.warning("the data source takes nothing back: %d groups are given up", len(groups))
+            logger.warning("The data source accepts no returned groups: %d groups are dropped.", len(groups))
             self.counts["failed"] += len(groups)
             self._settle(groups, "failed", "no_buffer")
 

@@ -1,9 +1,8 @@
-"""A group of which some samples could not be made: the others stay, and stand-ins keep the batch its size."""
+"""Keeps a group of which some samples failed: stand-ins fill their places, so the batch keeps its size."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from slime.rollout.collection.collector import GroupFailed, is_permanent
 from slime.rollout.prompt_groups import Entry, Group, copy_sample, describe, first_sample, index_of
@@ -12,12 +11,11 @@ from slime.utils.types import Sample, flatten_samples
 logger = logging.getLogger(__name__)
 
 
-async def keep_the_rest(group: Group, attempts: Sequence[Coroutine[Any, Any, Entry]]) -> Group:
-    """Wait for all entries; those that failed for good get a stand-in. Fails only when none was made.
+async def keep_the_rest(group: Group, tasks: Sequence[asyncio.Task[Entry]]) -> Group:
+    """Wait for all entries and replace failed ones by stand-ins; raise only when all failed.
 
     Any other error (and a cancellation) stops all of them, as it would without this.
     """
-    tasks = [asyncio.ensure_future(attempt) for attempt in attempts]
     try:
         done = await asyncio.gather(*(_made_or_failed(task) for task in tasks))
     except BaseException:
@@ -42,7 +40,7 @@ async def _made_or_failed(task: asyncio.Task[Entry]) -> Entry | Exception:
 
 
 def _stand_in(entry: Entry, model: Sample, error: Exception) -> Sample:
-    """A copy of a sibling that trains nothing, in a group of its own, outside the others' baseline."""
+    """Return a copy of a sibling that trains nothing and stays outside the others' baseline."""
     failed = first_sample([entry])
     logger.warning("%s is left out of its group: %s", describe(failed), error)
     new = copy_sample(model)

@@ -1,13 +1,13 @@
-"""One greedy answer per group, whose reward the remax estimator compares with; it is never trained on."""
+"""Adds a greedy response to each group, whose reward is the baseline of remax; it is never trained."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.algorithms.reward_shaping import GREEDY_REWARD_KEY
 from slime.arguments import PluginArgs
-from slime.rollout.collection.together import all_or_none
 from slime.rollout.generation.policy_requests import not_trained
 from slime.rollout.prompt_groups import Group, first_sample, without_response
+from slime.utils.async_utils import all_or_none
 from slime.utils.types import Sample, flatten_samples
 
 GenerateGroup = Callable[[Group, dict[str, Any]], Awaitable[Group]]
@@ -16,10 +16,10 @@ GenerateGroup = Callable[[Group, dict[str, Any]], Awaitable[Group]]
 async def with_greedy_baseline(
     args: PluginArgs, group: Group, sampling_params: dict[str, Any], generate_group: GenerateGroup
 ) -> Group:
-    """Generate the group and beside it a greedy answer, whose reward every sample's metadata then holds.
+    """Generate the group and a greedy response, whose reward is written into every sample's metadata.
 
-    A greedy answer that was aborted leaves the mark out: the group comes back and measures it then. One whose
-    reward failed hands its failure to the group, which is treated like any other failed reward.
+    If the greedy response is aborted, the group is aborted too and measures it when it returns. If its reward
+    fails, the group fails like with any other failed reward.
     """
     if GREEDY_REWARD_KEY in first_sample(group).metadata:
         return await generate_group(group, sampling_params)
@@ -46,7 +46,7 @@ async def with_greedy_baseline(
 
 
 def _greedy_of(sample: Sample) -> Sample:
-    """A copy that starts from the prompt, marked as not for training."""
+    """Return a copy that starts from the prompt, marked as not for training."""
     new = without_response(sample)
     new.metadata["greedy_baseline"] = True
     return new

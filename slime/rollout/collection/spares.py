@@ -1,7 +1,7 @@
-"""More samples of a prompt than its group needs: those that end first are the group, the others are ended.
+"""Spare samples: start more than a group needs, keep the first to finish, and abort the rest.
 
-Episodes have long tails: one that hangs in a slow tool holds up a group, and the batch with it. What ends
-first is not a fair draw, though: where long episodes are other than short ones, the batch has fewer of them.
+Episodes have long tails: one that hangs in a slow tool delays its group and the batch. The first to finish
+are not a fair draw, though: a batch then holds fewer long episodes than the policy produces.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class _Started:
 
 
 def is_fresh(group: Group) -> bool:
-    """Nothing of it was begun: a group that comes back gets no spares again."""
+    """Return whether nothing of the group was started; a group that returns gets no spares again."""
     samples = flatten_samples(group)
     return all(s.status is Sample.Status.PENDING and not s.response_length for s in samples)
 
@@ -37,9 +37,9 @@ async def first_to_end(
     start: Callable[[Entry, bool], Coroutine[Any, Any, Entry]],
     end_requests: Callable[[RequestScope], Awaitable[None]],
 ) -> Group:
-    """The group with the entries that ended first. `start` gets an entry, and whether it is a spare.
+    """Return the group with the entries that finished first. `start` gets an entry, and if it is a spare.
 
-    An entry that fails is made up for by a spare; when too few are left, its error is raised.
+    A spare replaces an entry that fails; when too few are left, the error is raised.
     """
     parent = current_scope() or RequestScope()
     started = [_start(parent, place, entry, start) for place, entry in enumerate(group)]
@@ -71,12 +71,12 @@ def _start(
     start: Callable[[Entry, bool], Coroutine[Any, Any, Entry]],
 ) -> _Started:
     scope = parent.child()
-    with scope.entered():  # the task inherits it: it can be ended without touching another
+    with scope.entered():  # the task inherits it, so it can be aborted alone
         return _Started(place, asyncio.ensure_future(start(entry, place is None)), scope)
 
 
 async def _wait_for(started: list[_Started], wanted: int) -> list[_Started]:
-    """Those that ended first; once a rollout is over, also what was cut, the longest first."""
+    """Return the first to finish; after the end of the rollout also aborted ones, the longest first."""
     ended: list[_Started] = []
     cut: list[_Started] = []
     running = {one.task: one for one in started}
@@ -91,7 +91,7 @@ async def _wait_for(started: list[_Started], wanted: int) -> list[_Started]:
     cut.sort(key=lambda one: -_length(one.task.result()))
     chosen = (ended + cut)[:wanted]
     if len(chosen) < wanted:
-        assert error is not None, "every entry ended, was cut or failed"
+        assert error is not None, "every entry finished, was aborted or failed"
         raise error
     return chosen
 
@@ -101,7 +101,7 @@ def _length(entry: Entry) -> int:
 
 
 async def _end(started: list[_Started], end_requests: Callable[[RequestScope], Awaitable[None]]) -> None:
-    """Cancel tasks here and their requests at the engines, whose ids are noted before."""
+    """Cancel tasks and abort their requests, whose ids are read first."""
     left = [one for one in started if not one.task.done()]
     ends = [asyncio.ensure_future(end_requests(one.scope)) for one in left]
     await asyncio.sleep(0)
@@ -111,7 +111,7 @@ async def _end(started: list[_Started], end_requests: Callable[[RequestScope], A
 
 
 def _in_places(group: Group, chosen: list[_Started]) -> Group:
-    """Entries at their own places, spares at those of entries that were ended."""
+    """Return entries at their own places, and spares in the places of unfinished ones."""
     own = {one.place: one.task.result() for one in chosen if one.place is not None}
     spares = iter([one.task.result() for one in chosen if one.place is None])
     return [
@@ -127,7 +127,7 @@ def _instead(entry: Entry, spare: Entry) -> Entry:
 
 
 def rename(sample: Sample, source: Sample) -> None:
-    """The sample stands where `source` stood in its group."""
+    """Give the sample the place of `source` in its group."""
     sample.index = source.index
     if sample.rollout_id is not None:
         sample.rollout_id = source.rollout_id if source.rollout_id is not None else source.index

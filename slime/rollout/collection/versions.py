@@ -1,4 +1,4 @@
-"""How old a group is: the version of its oldest trained token, and what engines and trainer hold."""
+"""The age of a group in weight versions, and the versions that engines and trainer hold."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ ASK_DEADLINE_S = 5.0
 
 
 def oldest_version(group: Group) -> int | None:
-    """The smallest version among the tokens that will be trained; None when no token says."""
+    """Return the smallest version of the tokens that will be trained; None if no token has one."""
     numbers = [
         version_number(version)
         for sample in flatten_samples(group)
@@ -26,14 +26,14 @@ def oldest_version(group: Group) -> int | None:
 
 
 def newest_version(group: Group) -> int | None:
-    """The largest version among its tokens; None when no token says."""
+    """Return the largest version of its tokens; None if no token has one."""
     spans = [span for sample in flatten_samples(group) for span in sample.version_spans]
     numbers = [version_number(version) for version, _, _ in spans]
     return max((number for number in numbers if number is not None), default=None)
 
 
 def name_versions(sample: Sample, answers: Iterable[str]) -> None:
-    """Give trained tokens that name no version the oldest of those whose weights answered, if any did."""
+    """Give trained tokens without a version the oldest version that responded, if any did."""
     numbers = {number: version for version in answers if (number := version_number(version)) is not None}
     if not numbers:
         return
@@ -84,7 +84,7 @@ def push_plan(args: PluginArgs) -> PushPlan:
 
 
 async def newest_version_held(urls: Sequence[str]) -> int | None:
-    """The newest version that an engine answers with; None when none does (they are being started again)."""
+    """Return the newest version that an engine reports; None if none responds (they are restarting)."""
     answers = await asyncio.gather(
         *(EngineControl(url, ASK_DEADLINE_S).version() for url in urls), return_exceptions=True
     )

@@ -1,8 +1,7 @@
-"""What was generated and taught nothing, by its cause: in samples, tokens and seconds of requests.
+"""Counts generated work that was never trained on, by cause: in samples, tokens and request seconds.
 
-Each group is counted once, where it is decided about. Tokens are those that engines answered with, also for
-requests that were ended; seconds are those of requests, side by side ones added up. A group that came whole
-out of the buffer or the ledger cost nothing here.
+Each group is counted once, when it is decided. Tokens are what engines returned, also for aborted requests;
+seconds are summed over concurrent requests. Finished groups of the buffer or the ledger cost nothing here.
 """
 
 from collections import Counter
@@ -21,25 +20,25 @@ UNITS = ("samples", "tokens", "seconds")
 
 
 class Waste:
-    """Sums over one rollout."""
+    """Counts the wasted work of one rollout."""
 
     def __init__(self) -> None:
         self._sums: Counter[tuple[str, str]] = Counter()
 
     def whole(self, cause: str, group: Group, scope: RequestScope) -> None:
-        """A finished group is of no use, as long as it is, also with what earlier rollouts made of it."""
+        """Count a whole finished group as wasted, with what earlier rollouts generated of it."""
         samples = flatten_samples(group)
         self._add(cause, len(samples), sum(map(num_made, samples)), scope.seconds)
 
     def begun(self, cause: str, origin: Group, kept: Group, scope: RequestScope) -> None:
-        """A group begins again as `origin` was, or goes on with `kept` of what was made since."""
+        """Count what is lost when a group starts again from `origin`, or continues from `kept`."""
         before, after = (sum(map(num_made, flatten_samples(group))) for group in (origin, kept))
         lost = max(0, scope.tokens - max(0, after - before))
         if scope.num_sent and (lost or after == before):
             self._add(cause, min(len(flatten_samples(origin)), scope.num_sent), lost, scope.seconds)
 
     def spares(self, group: Group, scope: RequestScope) -> None:
-        """A group was filled by those that ended first: the others were ended."""
+        """Count the spares that were aborted because a group was full."""
         lost = scope.tokens - sum(map(num_made, flatten_samples(group)))
         number = scope.num_sent - len(flatten_samples(group))
         if lost > 0 and number > 0:
@@ -47,10 +46,10 @@ class Waste:
 
     def _add(self, cause: str, samples: int, tokens: int, seconds: float) -> None:
         for unit, value in zip(UNITS, (samples, tokens, seconds), strict=True):
-            self._sums[cause, unit] += value  # type: ignore[assignment]  # seconds are no whole number
+            self._sums[cause, unit] += value  # type: ignore[assignment]  # seconds are floats
 
     def metrics(self, kept: list[Group]) -> dict[str, Any]:
-        """All of it, zeros too, and the share of the tokens that it is."""
+        """Return all counts, zeros too, and the wasted share of all tokens."""
         metrics: dict[str, Any] = {
             f"rollout/waste/{cause}/{unit}": self._sums[cause, unit] for cause in CAUSES for unit in UNITS
         }
@@ -62,19 +61,19 @@ class Waste:
         return metrics
 
     def equal_rewards(self, group: Group, scope: RequestScope) -> None:
-        """Groups that are in the batch and have no advantage, because their rewards are equal."""
+        """Count a group that is in the batch but has no advantage, because its rewards are equal."""
         self.whole("zero_variance", group, scope)
         self._sums["zero_variance", "in_batch"] += sum(map(num_made, flatten_samples(group)))
 
 
 def num_made(sample: Sample) -> int:
-    """Tokens of the response that the policy wrote."""
+    """Return the number of response tokens that the policy generated."""
     spans = sum(end - start for _, start, end in sample.version_spans)
     return spans or sample.effective_response_length
 
 
 def teaches_nothing(args: PluginArgs, group: Group) -> bool:
-    """Whether all rewards are equal where advantages come from comparing them."""
+    """Return whether all rewards are equal and the estimator compares them within the group."""
     row = ESTIMATORS.get(args.advantage_estimator)
     samples = [s for s in flatten_samples(group) if s.reward is not None]
     if row is None or not row.compares_in_groups or len(samples) < 2:

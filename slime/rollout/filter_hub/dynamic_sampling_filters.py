@@ -33,7 +33,7 @@ def check_reward_nonzero_std_with_fallback(
 
 
 def _std(values: Sequence[float]) -> float:
-    """Of a sample. By plain Python: numpy takes ten times as long for a handful."""
+    """Return the sample standard deviation. Plain Python: numpy is ten times slower for a few values."""
     mean = math.fsum(values) / len(values)
     return math.dist(values, [mean] * len(values)) / math.sqrt(len(values) - 1)
 

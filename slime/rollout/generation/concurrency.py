@@ -1,9 +1,7 @@
-"""How many requests may be in flight: a limit that can move, and the
-controller that fits it to the engines' load.
+"""Limits on requests and tokens in flight, and a controller that adapts the limit to the engines' load.
 
-Additive increase while the limit is what holds requests back and the engines have none waiting;
-multiplicative decrease as soon as they queue or retract. Off by default: the limit then stays where it was
-set.
+The controller (--adaptive-concurrency, off by default) raises the limit step by step while requests wait here
+and none waits at the engines, and lowers it by a factor as soon as engines queue or retract requests.
 """
 
 import asyncio
@@ -24,9 +22,9 @@ POLL_INTERVAL_S = 1.0
 
 
 class Limit:
-    """A semaphore whose size can change while it is held; who waits longest enters first.
+    """A first-in, first-out semaphore whose size can change while it is held.
 
-    Who asks for several slots gets all of them at once or waits, and for more than there are, alone.
+    `enter(count)` takes all its slots at once. A count above the limit waits until nothing else is in use.
     """
 
     def __init__(self, limit: int):
@@ -45,19 +43,19 @@ class Limit:
         self.leave()
 
     async def enter(self, count: int) -> None:
-        """Take so many slots, all or none; each is given back by `leave`."""
+        """Take `count` slots, all or none; each is returned by `leave`."""
         if not self._waiters and self._fits(count):
             self.in_use += count
             return
         entry = (count, asyncio.get_running_loop().create_future())
         self._waiters.append(entry)
         try:
-            await entry[1]  # whoever wakes it has counted it in
+            await entry[1]  # whoever wakes it has counted its slots
         except asyncio.CancelledError:
             if entry[1].cancelled():
                 if entry in self._waiters:
                     self._waiters.remove(entry)
-                self._wake()  # those behind it may need fewer
+                self._wake()  # later ones may need fewer
             else:  # the slots were ours already
                 self.leave(count)
             raise
@@ -67,7 +65,7 @@ class Limit:
         self._wake()
 
     def resize(self, limit: int) -> None:
-        """Takes effect as slots are given back; nothing that runs is interrupted."""
+        """Change the limit. It takes effect as slots are returned; nothing that runs is interrupted."""
         self.limit = limit
         self._wake()
 
@@ -83,7 +81,7 @@ class Limit:
 
 
 class TokenLimit(Limit):
-    """A cap on the tokens that requests in flight may come to. None: no cap."""
+    """A cap on the tokens of all requests in flight. None: no cap."""
 
     def __init__(self, limit: int | None):
         super().__init__(limit or 0)
@@ -102,13 +100,13 @@ class TokenLimit(Limit):
 
 
 def tokens_of(request: GenerateRequest) -> int:
-    """How many tokens of a cache a request may come to hold: its prompt and all that it may generate."""
+    """Return how many tokens a request may hold in a KV cache: its prompt and all that it may generate."""
     return len(request.input_ids or ()) + (request.sampling.max_new_tokens or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What all engines report together. `retracted`: requests that lost their KV cache for want of memory."""
+    """The load of all engines together. `retracted`: requests that lost their KV cache to lack of memory."""
 
     running: int
     waiting: int
@@ -123,12 +121,10 @@ class Aimd:
     ceiling: int
     step: int
     shrink: float = 0.75
-    waiting_share: float = (
-        0.05  # of the running ones: so many may wait, since a queue of a few is only a scheduler's turn
-    )
+    waiting_share: float = 0.05  # waiting requests per running one that are only a scheduler's turn
 
     def next_limit(self, limit: int, load: EngineLoad, *, held_back: bool) -> int:
-        """`held_back`: requests wait on this side, so that more could be in flight."""
+        """Return the new limit. `held_back`: requests wait on this side, so more could be in flight."""
         if load.retracted > 0 or load.waiting > max(1, self.waiting_share * load.running):
             return max(self.floor, int(limit * self.shrink))
         if held_back and load.waiting == 0:
@@ -137,7 +133,7 @@ class Aimd:
 
 
 class AdaptiveLimit(Limit):
-    """A limit with a watcher, which runs while anything is in flight."""
+    """A limit that a task adapts while anything is in flight."""
 
     def __init__(self, aimd: Aimd, read_load: Callable[[], Awaitable[EngineLoad | None]], start: int):
         super().__init__(start)
@@ -162,7 +158,7 @@ class AdaptiveLimit(Limit):
 
 
 async def read_loads(urls: Sequence[str]) -> EngineLoad | None:
-    """The sum over the engines that answer; None when none does."""
+    """Return the sum over the engines that respond; None when none does."""
     answers = await asyncio.gather(*(_read_load(url) for url in urls))
     loads = [load for load in answers if load is not None]
     if not loads:
@@ -182,7 +178,7 @@ async def _read_load(url: str) -> EngineLoad | None:
             retracted=sum(_retracted(rank) for rank in ranks),
         )
     except (http_utils.HttpError, KeyError, TypeError) as error:
-        logger.debug("engine %s did not tell its load: %s", url, error)
+        logger.debug("engine %s did not report its load: %s", url, error)
         return None
 
 
@@ -191,7 +187,7 @@ def _retracted(rank: Mapping[str, Any]) -> int:
 
 
 def make_limit(args: PluginArgs, ceiling: int) -> Limit:
-    """The limit of a run: fixed at `ceiling`, or with --adaptive-concurrency moving below it."""
+    """Return the limit of a run: fixed at `ceiling`, or with --adaptive-concurrency adapted below it."""
     if not args.adaptive_concurrency:
         return Limit(ceiling)
     engines = max(1, args.rollout_num_engines)

@@ -1,8 +1,7 @@
-"""One generate request for one sample: what is sent, with which seed, and what is refused before."""
+"""Builds the generate request of one sample, and checks it and its response."""
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs
@@ -21,7 +20,6 @@ from slime.wire.protocol import (
     GenerateRequest,
     Generation,
     SamplingParams,
-    SiblingRequests,
     wrong_token_id,
 )
 
@@ -35,7 +33,7 @@ class PromptError(ValueError):
 
 
 def sampling_params_of(args: PluginArgs) -> dict[str, Any]:
-    """The run's sampling parameters, a new dict at each call, which generate functions may change."""
+    """Return the run's sampling parameters: a new dict at each call, which generate functions may change."""
     return {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -51,11 +49,9 @@ def sampling_params_of(args: PluginArgs) -> dict[str, Any]:
 
 
 def sampling_seed(args: PluginArgs, sample: Sample) -> int:
-    """A positive 31-bit seed from nothing but the run's seed and where the
-    sample stands: a rerun draws the same tokens.
+    """Return a positive 31-bit seed, made from the run's seed and the sample: a rerun draws the same tokens.
 
-    The attempt is part of it, since a group that is generated again
-    should not repeat what could not be scored.
+    The attempt is part of it: a group that is generated again should not repeat what could not be scored.
     """
     return (
         mix64(args.rollout_seed, sample.index or 0, sample.response_length, attempt_of(sample)) % (2**31 - 1)
@@ -89,16 +85,16 @@ def prepare_prompt(sample: Sample, tokenizer: Any, processor: Any = None) -> Non
 
 @functools.lru_cache(maxsize=256)
 def _encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:
-    """Remembered for a while: the samples of a group ask one after another with the same prompt."""
+    """Encode a prompt; cached, since all samples of a group have the same one."""
     return tuple(encode_text(tokenizer, prompt))
 
 
 def token_budget(
     args: PluginArgs, sample: Sample, max_new_tokens: int | None, context_limit: int | None
 ) -> int | None:
-    """How many tokens may still be generated; 0: the sample is full; None: no limit is known on this side.
+    """Return how many tokens may still be generated; 0: the sample is full; None: no limit is known here.
 
-    `context_limit` is the run's own bound on prompt plus response, the engine's is args.max_context_len.
+    `context_limit` is the run's own bound on prompt plus response; the engine's is args.max_context_len.
     """
     budgets = [] if max_new_tokens is None else [max_new_tokens - sample.response_length]
     limits = {"the model's context": args.max_context_len, "--rollout-max-context-len": context_limit}
@@ -116,7 +112,7 @@ def token_budget(
 
 
 def check_token_ids(args: PluginArgs, sample: Sample) -> None:
-    """A token id outside the vocabulary takes some engines down, so it must not leave this process."""
+    """Raise for token ids outside the vocabulary: they crash some engines."""
     if not sample.tokens:
         raise PromptError(f"the prompt of {describe(sample)} is empty: there is nothing to continue.")
     wrong = wrong_token_id(sample.tokens, args.vocab_size)
@@ -127,22 +123,15 @@ def check_token_ids(args: PluginArgs, sample: Sample) -> None:
         )
 
 
-def check_answer(
-    args: PluginArgs, request: GenerateRequest, answer: Generation, rid: str | None = None
-) -> None:
-    """An answer that no engine in its senses gives must not become training data; it is asked for again.
-
-    `rid`: of a request that differs from `request` in its seed and this id alone.
-    """
+def check_answer(args: PluginArgs, request: GenerateRequest, answer: Generation) -> None:
+    """Raise EngineAnswerError for a response that cannot be right, so that it never becomes training data."""
     wrong = (
         _wrong_with(args, request.sampling.max_new_tokens, answer)
         or wrong_images(request, answer)
         or _wrong_nucleus(args, request, answer)
     )
     if wrong:
-        raise EngineAnswerError(
-            f"the engine's answer to request {rid or request.rid} cannot be right: {wrong}"
-        )
+        raise EngineAnswerError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
 
 
 def _wrong_with(args: PluginArgs, budget: int | None, answer: Generation) -> str | None:
@@ -160,7 +149,7 @@ def _wrong_with(args: PluginArgs, budget: int | None, answer: Generation) -> str
 
 
 def wrong_images(request: GenerateRequest, answer: Generation) -> str | None:
-    """An engine that makes other tokens of pictures than we do, or an answer that would need one more."""
+    """Return a complaint if the engine counts other image tokens than we do, or generated one."""
     expected = request.num_prompt_tokens
     if expected is not None and answer.prompt_tokens and answer.prompt_tokens != expected:
         return (
@@ -181,7 +170,7 @@ def _wrong_nucleus(args: PluginArgs, request: GenerateRequest, answer: Generatio
 
 
 def _needs_what_is_kept(args: PluginArgs, sample: Sample, params: dict[str, Any]) -> bool:
-    """Whether a request must ask which ids its tokens are drawn from: some are cut, or earlier were."""
+    """Return whether a request must ask which ids its tokens are drawn from: top-p or top-k is active."""
     if not is_trained() or args.allow_sampling_mismatch or not engines_tell_nucleus(args):
         return False
     return is_cut(params, args.vocab_size) or sample.rollout_top_p_token_offsets is not None
@@ -195,7 +184,7 @@ def build_request(
     *,
     stream: bool = False,
 ) -> GenerateRequest:
-    """Continue the sample's tokens. A `sampling_seed` that the caller set is kept."""
+    """Return the request that continues the sample. A `sampling_seed` that the caller set is kept."""
     check_token_ids(args, sample)
     if _needs_what_is_kept(args, sample, sampling_params):
         sampling_params = {**sampling_params, **_ASKS_WHAT_IS_KEPT}
@@ -212,49 +201,24 @@ def build_request(
         image_data=image_data,
         num_prompt_tokens=len(sample.tokens) if image_data else None,
         forbidden_ids=forbidden,
-        sampling=_sampling(params),
+        sampling=SamplingParams.from_json(params),
         rid=new_rid(sample),
         session=sample.session_id,
         stream=stream,
         extra=extra,
-        # Middlewares of the router are called with one sample's request and answer.
+        # Middlewares of the router see one sample's request and response at a time.
         group=None if args.router_middleware_paths else _group(sample),
     )
 
 
-def sibling_requests(
-    args: PluginArgs, samples: Sequence[Sample], sampling_params: dict[str, Any], budget: int | None
-) -> SiblingRequests:
-    """Requests of fresh samples with one prompt and no seed of the caller."""
-    first = build_request(args, samples[0], sampling_params, budget)
-    assert first.rid is not None, "`build_request` names all"
-    seeds = [sampling_seed(args, sample) for sample in samples]
-    return SiblingRequests(first, seeds, [first.rid, *map(new_rid, samples[1:])])
-
-
 def new_rid(sample: Sample) -> str:
-    """An id that no other request has; `uuid4` takes four times as long to make one."""
+    """Return a unique request id that starts with the name of its scope."""
     scope = current_scope()
     return f"{scope.name if scope is not None else ''}{sample.index}-{os.urandom(16).hex()}"
 
 
-def _sampling(params: dict[str, Any]) -> SamplingParams:
-    seed = params.pop("sampling_seed")
-    try:
-        shared = _sampling_but_seed(tuple((name, type(value), value) for name, value in params.items()))
-    except TypeError:  # a list of stops has no hash
-        shared = SamplingParams.from_json(params)
-    return shared if seed is None else shared.with_seed(seed)
-
-
-@functools.lru_cache(maxsize=64)
-def _sampling_but_seed(params: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
-    """Remembered: the samples of a rollout differ in their seeds alone."""
-    return SamplingParams.from_json({name: value for name, _, value in params})
-
-
 def _group(sample: Sample) -> str | None:
-    """Whom a request may travel with: its siblings; in an evaluation, which has few, a few prompts more."""
+    """Name the requests that may travel together: a group; in an evaluation, several small groups."""
     if sample.group_index is None:
         return None
     return str(sample.group_index) if is_trained() else f"eval {sample.group_index // _EVAL_PROMPTS}"

@@ -1,9 +1,8 @@
-"""What a generate function asks of the policy's engines: refused where
-trained tokens would be drawn in another way.
+"""Refuses requests for trained tokens whose sampling differs from what the trainer computes.
 
-Our own requests pass `check_sampling` when they are built. Those that a function of the user's posts itself
-are seen by `slime.utils.http_utils`, which reports them to the `PolicyRequests` of the running task. Those of
-other clients only an engine sees: the embedded one counts them, and the rollout side tells.
+Our own requests pass `check_sampling` when they are built. `slime.utils.http_utils` shows requests that a
+user's function posts to the `PolicyRequests` of the running task. Requests of other clients are seen only by
+an engine: the embedded one counts them, and the rollout manager warns.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from slime.wire.protocol import wrong_token_id
 
 logger = logging.getLogger(__name__)
 
-# Paths at which engines generate; those of OpenAI's kind have the sampling parameters at the top of the body.
+# Paths at which engines generate; OpenAI-style ones have the sampling parameters at the top of the body.
 NATIVE_PATH = "/generate"
 OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -38,28 +37,28 @@ class SamplingRefused(RunStopped, ValueError):
 
 
 class not_trained:  # used like a function: with not_trained()
-    """Within this block nobody trains on what engines answer: evaluation, rewards, baselines."""
+    """Marks requests in this block as not for training: evaluation, rewards, baselines."""
 
     def __enter__(self) -> None:
         self._before = _trained.get()
         _trained.set(False)
 
     def __exit__(self, *_: object) -> None:
-        _trained.set(self._before)  # no reset: a stream may be closed in another context than it began in
+        _trained.set(self._before)  # no reset: a stream may be closed in another context than it started in
 
 
 def is_trained() -> bool:
-    """Whether what the running task asks engines for may be trained on."""
+    """Return whether tokens that the running task requests may be trained on."""
     return _trained.get()
 
 
 def requests_of_call() -> "PolicyRequests | None":
-    """Return what watches the requests of the running generate call; None outside of one."""
+    """Return the observer of the running generate call; None outside of one."""
     return _current.get()
 
 
 def check_sampling(args: PluginArgs, params: Mapping[str, Any]) -> None:
-    """Raise SamplingRefused where trained tokens must not be drawn with `params`; warn of a temperature."""
+    """Raise SamplingRefused if trained tokens must not be drawn with `params`; warn of a temperature."""
     if not _trained.get() or args.allow_sampling_mismatch or args.debug_rollout_only:
         return
     why = refusal_of(args, params)
@@ -99,18 +98,18 @@ def _warn_of_temperature(asked: float, computed: float) -> None:
 
 
 class PolicyRequests:
-    """What one call of a generate function may ask, what it was refused, and which weights answered."""
+    """Observes one call of a generate function: what was refused, and which weight versions responded."""
 
     def __init__(self, args: PluginArgs) -> None:
         self.args = args
         self._addresses = _policy_addresses(args)
         self.refused: SamplingRefused | None = None
-        self.versions: set[str] = set()  # whose weights made the answers
-        self.told_nucleus = False  # an answer for training came with the ids that its tokens were drawn from
+        self.versions: set[str] = set()  # weight versions of the responses
+        self.told_nucleus = False  # a response for training named the ids that its tokens were drawn from
 
     @contextlib.contextmanager
     def entered(self) -> Iterator["PolicyRequests"]:
-        """Watch the requests of this task and its children; a refusal is raised at the end in any case."""
+        """Observe the requests of this task and its children; a refusal is always raised at the end."""
         token = _current.set(self)
         try:
             with http_utils.observed(self):
@@ -126,26 +125,26 @@ class PolicyRequests:
 
     @contextlib.contextmanager
     def elsewhere(self, *, trained: bool) -> Iterator[None]:
-        """Watch requests that another thread sends for this call, as an endpoint for agents does."""
+        """Observe requests that another thread sends for this call, as an endpoint for agents does."""
         before, was_trained = _current.get(), _trained.get()
         _current.set(self)
         _trained.set(trained)
         try:
             with http_utils.observed(self):
                 yield
-        finally:  # no reset: a stream may be closed in another context than it began in
+        finally:  # no reset: a stream may be closed in another context than it started in
             _current.set(before)
             _trained.set(was_trained)
 
     def sending(self, url: str, payload: Any) -> None:
-        """`http_utils` is about to post."""
+        """Check a request that `http_utils` is about to post."""
         if self._generates(url) and isinstance(payload, Mapping):
             self._check_ids(url, payload.get("input_ids"))
         for params in self._sampling_of(url, payload):
             check_sampling(self.args, params)
 
     def _check_ids(self, url: str, ids: Any) -> None:
-        """A token id outside the vocabulary takes some engines down, so it must not leave this process."""
+        """Refuse token ids outside the vocabulary: they crash some engines."""
         prompts = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
         for prompt in prompts:
             wrong = (
@@ -157,7 +156,7 @@ class PolicyRequests:
                 raise http_utils.HttpError(400, told, url)
 
     def answered(self, url: str, answer: Any) -> None:
-        """Note what came back."""
+        """Record the weight versions and tokens of a response."""
         if not self._generates(url):
             return
         for one in answer if isinstance(answer, list) else [answer]:
@@ -170,7 +169,7 @@ class PolicyRequests:
                 self.told_nucleus = True
 
     def _note_tokens(self, meta: object) -> None:
-        """Note the tokens of a request that the function posted itself; ours are noted when sent."""
+        """Count the tokens of a request that the function posted itself; ours are counted when sent."""
         scope = current_scope()
         if scope is None or not is_trained() or not isinstance(meta, Mapping) or meta.get("id") in scope.rids:
             return
@@ -178,7 +177,7 @@ class PolicyRequests:
         scope.note_tokens(number if isinstance(number, int) else 0)
 
     def check_nucleus(self, sample: Sample) -> None:
-        """Raise where a function was told which ids its tokens were drawn from, and did not record them."""
+        """Raise if a function got the ids that its tokens were drawn from and did not record them."""
         trained = any(sample.loss_mask or [1] * sample.response_length)
         if self.told_nucleus and trained and sample.rollout_top_p_token_offsets is None:
             raise SamplingRefused(
@@ -196,7 +195,7 @@ class PolicyRequests:
         )
 
     def _sampling_of(self, url: str, payload: Any) -> list[Mapping[str, Any]]:
-        """The sampling parameters of each prompt of a request to the policy; of other requests none."""
+        """Return the sampling parameters of each prompt of a request to the policy; nothing for others."""
         if not self._generates(url) or not isinstance(payload, Mapping):
             return []
         if urlsplit(str(url)).path.rstrip("/") in OPENAI_PATHS:

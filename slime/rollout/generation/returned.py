@@ -1,4 +1,4 @@
-"""What a generate function of the user's own gave back."""
+"""Checks what a user's generate function returned."""
 
 import math
 import operator
@@ -17,7 +17,7 @@ _INTS = frozenset({int})
 
 
 def check_returned(path: str, source: Sample, result: Any, vocab_size: int | None = None) -> Entry:
-    """A sample, or the samples of a fan-out; anything else is told with the function's name.
+    """Return the checked sample, or the samples of a fan-out; anything else raises, with the function's name.
 
     `vocab_size` None: not known.
     """
@@ -29,7 +29,7 @@ def check_returned(path: str, source: Sample, result: Any, vocab_size: int | Non
 
 
 def without_a_score(path: str, source: Sample, ended: EpisodeEnded) -> Sample:
-    """What stands for an episode whose function let its end escape: --reward-failure-action decides."""
+    """Return a sample with a failed reward for an episode whose function let EpisodeEnded escape."""
     sample = without_response(source)
     sample.status, sample.session_id = Sample.Status.COMPLETED, source.session_id
     sample.reward_failure = infra_error(
@@ -68,7 +68,7 @@ def check_sample(
 
 
 def keep_identity(result: Sample, source: Sample) -> None:
-    """Give a new Sample the numbers of the one that a function was called with; the ledger reads them."""
+    """Give a new Sample the index and group index of its source, which the ledger reads."""
     for name in ("index", "group_index"):
         value = getattr(result, name)
         setattr(result, name, getattr(source, name) if value is None else _whole(value))
@@ -91,7 +91,7 @@ def wrong_identity(result: Sample, source: Sample, *, is_sibling: bool = False) 
 
 
 def _wrong_with(sample: Sample, vocab_size: int | None) -> str | None:
-    """What would end the run far from the function that made it, in a trainer or in the record."""
+    """Return a complaint about values that would fail later, in a trainer or in the record."""
     if not isinstance(sample.response, str):
         return f"whose response is {sample.response!r:.80}; it is the text of the answer."
     if (wrong := wrong_token_id(sample.tokens, vocab_size)) is not None:
@@ -111,7 +111,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    """A whole number of numpy's or torch's as Python's; anything else as it is."""
+    """Convert an integer of numpy or torch to a Python int; return anything else unchanged."""
     try:
         return operator.index(value)
     except TypeError:
@@ -119,7 +119,7 @@ def _whole(value: Any) -> Any:
 
 
 def _status_of(path: str, source: Sample, value: Any) -> SampleStatus:
-    """The status whose name it is, as in a sample that was read from JSON."""
+    """Return the status with this name, as in a sample that was read from JSON."""
     names = [status.value for status in Sample.Status]
     if value not in names:
         complaint = f"returned a sample with status {value!r}; use Sample.Status: {', '.join(names)}."
@@ -128,7 +128,7 @@ def _status_of(path: str, source: Sample, value: Any) -> SampleStatus:
 
 
 def _reward_of(path: str, source: Sample, value: Any) -> float:
-    """The number in an array or a tensor of one."""
+    """Return the number in an array or tensor with one element."""
     try:
         return float(value.item())
     except (AttributeError, TypeError, ValueError, RuntimeError):

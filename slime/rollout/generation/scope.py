@@ -1,7 +1,6 @@
-"""The requests of one rollout (or one evaluation), so that an abort reaches exactly those.
+"""The requests of one rollout or evaluation, so that an abort reaches exactly these.
 
-A scope lives in a context variable: every task that a rollout starts inherits it, evaluation has its own, and
-nothing that another rollout sent can be touched through it.
+A scope lives in a context variable: every task that a rollout starts inherits it, and evaluation has its own.
 """
 
 import asyncio
@@ -9,7 +8,7 @@ import contextlib
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from slime.wire.request_names import new_scope_name, part_name
@@ -19,23 +18,22 @@ _current: ContextVar["RequestScope | None"] = ContextVar("slime_request_scope", 
 
 
 class RequestScope:
-    """Request ids in flight. `aborted` turns true once: work that has not begun then does not begin. Adapters
-    note ids from threads of their own. What its requests cost is counted: `num_sent`, `tokens` and `seconds`.
+    """Request ids in flight, and the cost of all requests: `num_sent`, `tokens` and `seconds`.
 
-    `engines`: whom "default" means for these requests, by the name of their router. `name`: what the ids of
-    its requests, and of no others, begin with.
+    After `abort` no new work starts. Adapters register ids from their own threads. `engines`: the router that
+    "default" means for these requests. `name`: the prefix of the ids of its requests, and of no others.
     """
 
     def __init__(self, max_context_len: int | None = None, engines: str = "default") -> None:
         self.name = new_scope_name()
-        self.max_context_len = max_context_len  # prompt plus response; None: only the engine's own limit
+        self.max_context_len = max_context_len  # prompt plus response; None: only the engine's limit
         self.engines = engines
         self.rids: set[str] = set()
         self.ended = asyncio.Event()
         self.num_sent = self.tokens = 0
-        self.seconds = 0.0  # of requests, those that ran side by side added up
+        self.seconds = 0.0  # summed over requests, also over concurrent ones
         self._parent: RequestScope | None = None
-        self._children: weakref.WeakSet[RequestScope] = weakref.WeakSet()  # a pool has any number over time
+        self._children: weakref.WeakSet[RequestScope] = weakref.WeakSet()  # a pool makes any number over time
         self._numbers = itertools.count()
 
     @property
@@ -43,13 +41,13 @@ class RequestScope:
         return self.ended.is_set()
 
     def abort(self) -> None:
-        """Lets nothing begin from now on; called on the loop of the rollout side."""
+        """Prevent all new work. Call this on the event loop of the rollout."""
         self.ended.set()
         for child in list(self._children):
             child.abort()
 
     def child(self) -> "RequestScope":
-        """A part of it that can be aborted alone, and is with the whole."""
+        """Return a part of this scope that can be aborted alone, and is aborted with the whole."""
         new = RequestScope(self.max_context_len, self.engines)
         new.name, new._parent = part_name(self.name, next(self._numbers)), self
         self._children.add(new)
@@ -59,32 +57,24 @@ class RequestScope:
 
     @contextlib.contextmanager
     def sending(self, rid: str | None) -> Iterator[Callable[[int], None]]:
-        """A request is in flight; one without an id cannot be aborted. Call what it gives with its tokens."""
-        began = self.begin([rid])
+        """Register a request while it is in flight; call what this yields with its number of tokens.
+
+        A request without an id cannot be aborted.
+        """
+        scopes, started = self._with_parents(), _now()
+        for scope in scopes:
+            scope.num_sent += 1
+            if rid is not None:
+                scope.rids.add(rid)
         try:
             yield self.note_tokens
         finally:
-            self.end(rid, began)
-
-    def begin(self, rids: Sequence[str | None]) -> float:
-        """These are in flight, until `end` is told of each and of what this returns."""
-        for scope in self._with_parents():
-            scope.num_sent += len(rids)
-            scope.rids.update(rid for rid in rids if rid is not None)
-        return _now()
-
-    def end(self, rid: str | None, began: float) -> None:
-        self.end_all([rid], began)
-
-    def end_all(self, rids: Sequence[str | None], began: float) -> None:
-        """What `begin` gave is told of each once."""
-        passed = (_now() - began) * len(rids)
-        for scope in self._with_parents():
-            scope.seconds += passed
-            scope.rids.difference_update(rids)
+            for scope in scopes:
+                scope.seconds += _now() - started
+                scope.rids.discard(rid or "")
 
     def note_tokens(self, number: int) -> None:
-        """Engines have made so many more."""
+        """Add to the number of tokens that engines have generated."""
         for scope in self._with_parents():
             scope.tokens += number
 
@@ -92,7 +82,7 @@ class RequestScope:
         return [self] if self._parent is None else [self, *self._parent._with_parents()]
 
     async def answered(self, rids: set[str], within_s: float) -> None:
-        """Until none of these is in flight any more: aborted ones come back with what was made of them."""
+        """Wait until none of these is in flight; aborted requests return with what was generated so far."""
         late = _now() + within_s
         while self.rids & rids and _now() < late:
             await asyncio.sleep(_POLL_S)
@@ -107,7 +97,7 @@ class RequestScope:
 
 
 def _now() -> float:
-    """The time by the clock of the running loop; a simulation has a clock of its own."""
+    """Return the time of the running loop's clock; a simulation has its own."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -115,5 +105,5 @@ def _now() -> float:
 
 
 def current_scope() -> RequestScope | None:
-    """The scope of the running task; None outside rollouts."""
+    """Return the scope of the running task; None outside rollouts."""
     return _current.get()

@@ -1,4 +1,4 @@
-"""Which reward scores a sample, and calling it: custom functions first, then the built-in types by name."""
+"""Chooses and calls the reward of a sample: custom functions first, then built-in types by name."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.arguments import Flags, PluginArgs, with_defaults
+from slime.catalog.deadlines import timeout_s
 from slime.catalog.rewards import BOXED, REWARDS, Reward
+from slime.liveness import waits
+from slime.liveness.loop_watch import loop_watch
 from slime.observability.rollout_metrics import NOT_COMPARED_KEY
 from slime.rollout.prompt_groups import describe_fully
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.checks import box_of, check
-from slime.utils import async_utils, waits
+from slime.utils import async_utils
 from slime.utils.column_rewards import reward_columns, scores_of, takes_columns
 from slime.utils.machine import descriptors
-from slime.utils.machine.loop_watch import loop_watch
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.reward_failure import RewardFailure, infra_error, invalid
@@ -34,7 +36,7 @@ _KEPT = (RewardConfigError,)
 
 
 async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
-    """What the sample's reward function returns: a number, a dict or a RewardFailure."""
+    """Return what the sample's reward function returns: a number, a dict or a RewardFailure."""
     path = custom_path_of(with_defaults(args), sample)
     if path is not None:
         return await call_custom(args, path, sample, **kwargs)
@@ -55,7 +57,7 @@ async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def _compare(args: PluginArgs, sample: Sample, name: str, reward: Reward, response: str) -> Any:
-    """The score of a response, by a comparison in a worker process."""
+    """Score a response by a comparison in a worker process."""
     if reward.package is not None and importlib.util.find_spec(reward.package.replace("-", "_")) is None:
         raise RewardConfigError(
             f"--rm-type {name} needs the {reward.package} package: pip install 'slime[{reward.extra}]'"
@@ -82,7 +84,7 @@ def _reward_named(name: str) -> Reward:
 
 
 async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
-    """One value per sample. With --group-rm the custom function sees the group, else each sample alone."""
+    """Return one value per sample. With --group-rm the custom function sees the whole group."""
     path = with_defaults(args).custom_rm_path
     if path is not None and scores_groups(args, samples):
         values = await call_custom(args, path, list(samples), **kwargs)
@@ -91,7 +93,7 @@ async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs
 
 
 def scores_groups(args: PluginArgs, samples: Sequence[Sample]) -> bool:
-    """Whether one call scores the group (--group-rm); a function that a sample names takes one sample."""
+    """Return whether one call scores the group (--group-rm); a sample's own function takes one sample."""
     return (
         bool(args.custom_rm_path)
         and waits_for_group(args)
@@ -100,18 +102,18 @@ def scores_groups(args: PluginArgs, samples: Sequence[Sample]) -> bool:
 
 
 def waits_for_group(args: Flags) -> bool:
-    """Whether rewards come when all samples of a group are there: by the flag, or by TRL's signature."""
+    """Return whether rewards need the whole group: by --group-rm, or by TRL's signature."""
     path = args.custom_rm_path
     return args.group_rm or (path is not None and takes_columns(load_function(path)))
 
 
 def custom_path_of(args: PluginArgs, sample: Sample) -> str | None:
-    """The custom reward of this sample: its own wins over the run's, and any custom one over `rm_type`."""
+    """Return the custom reward of this sample: its own, else the run's; it wins over `rm_type`."""
     return sample.custom_rm_path or args.custom_rm_path
 
 
 def rm_type_of(args: PluginArgs, sample: Sample) -> str:
-    """The name of the sample's built-in reward: its metadata's `rm_type`, else --rm-type."""
+    """Return the name of the built-in reward: the metadata's `rm_type`, else --rm-type."""
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     rm_type = (metadata.get("rm_type") or args.rm_type or "").strip()
     if not rm_type:
@@ -123,40 +125,36 @@ def rm_type_of(args: PluginArgs, sample: Sample) -> str:
 
 async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) -> Any:
     """Call a user's reward function, async or plain, with a deadline; a mistake in it ends the run."""
-    function, name, rest = load_function(path), f"{CUSTOM_RM} {path}", None
-
+    function, name = load_function(path), f"{CUSTOM_RM} {path}"
     telling_mistakes = plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=_KEPT)
-    if _is_async(function) and not takes_columns(function):
-        with telling_mistakes:
-            ended, rest = loop_watch.begin(name, function(args, subject, **kwargs))
-        if ended:
-            return rest  # it never waited, and nothing could have ended it earlier
-    waited = waits.waiting(f"reward {path}", owner="rollout", deadline_s=args.generate_timeout_s)
+    waited = waits.waiting(f"reward {path}", owner="rollout", deadline_s=timeout_s(args, "generate"))
     try:
-        async with asyncio.timeout(args.generate_timeout_s) as deadline:
+        async with asyncio.timeout(timeout_s(args, "generate")) as deadline:
             with waited, telling_mistakes:
-                if rest is not None:
-                    return await rest
                 if takes_columns(function):
                     return await _call_with_columns(args, path, function, subject)
+                if _is_async(function):
+                    return await loop_watch.run(name, function(args, subject, **kwargs))
                 value = await _in_thread(name, lambda: function(args, subject, **kwargs))
                 return await value if inspect.isawaitable(value) else value
     except TimeoutError:
         if not deadline.expired():
             raise  # a time-out of the function's own
-        return infra_error(f"{path} did not return within --generate-timeout-s {args.generate_timeout_s:g}")
+        return infra_error(
+            f"{path} did not return within --timeouts generate={timeout_s(args, 'generate'):g}"
+        )
 
 
 @functools.lru_cache(maxsize=128)
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Remembered: it is asked for every sample."""
+    """Return whether a function is async; cached, since every sample asks."""
     return inspect.iscoroutinefunction(function)
 
 
 async def _call_with_columns(
     args: PluginArgs, path: str, function: Callable[..., Any], subject: Sample | list[Sample]
 ) -> Any:
-    """TRL's way: one call with lists. A list of scores for a group, one score for one sample."""
+    """Call a reward with TRL's signature: lists in, a list of scores for a group, one for a sample."""
     samples = subject if isinstance(subject, list) else [subject]
     columns = reward_columns(function, samples, [answer_text(args, sample) for sample in samples])
     value = await _in_thread(f"{CUSTOM_RM} {path}", lambda: function(**columns))
@@ -165,7 +163,7 @@ async def _call_with_columns(
 
 
 async def _in_thread(name: str, call: Callable[[], Any]) -> Any:
-    """Run a plain function beside the loop, in a daemon thread: one that hangs must not hold up our exit."""
+    """Run a plain function in a daemon thread: one that hangs must not delay our exit."""
 
     def in_turn() -> Any:
         with _thread_slots:

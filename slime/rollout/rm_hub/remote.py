@@ -7,9 +7,9 @@ import weakref
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.liveness import waits
 from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
-from slime.utils import waits
 from slime.utils.http_utils import HttpError, post
 from slime.utils.reward_failure import RewardFailure, infra_error
 from slime.utils.types import Sample

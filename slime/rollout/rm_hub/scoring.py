@@ -1,4 +1,4 @@
-"""`score_samples`, by which the rollout gets rewards: with retries, and a breaker for the whole run."""
+"""Scores the samples of a rollout, with retries and a circuit breaker for the whole run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs
+from slime.catalog.limits import limit
 from slime.catalog.rewards import find_reward
-from slime.observability.trace_utils import trace_span
+from slime.observability.tracer import trace_span
 from slime.rollout.prompt_groups import describe_fully
 from slime.rollout.rm_hub.hub import (
     CUSTOM_RM,
@@ -21,7 +22,7 @@ from slime.rollout.rm_hub.hub import (
     scores_groups,
 )
 from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, judge, store
-from slime.utils.async_utils import side_by_side
+from slime.utils.async_utils import all_or_none
 from slime.utils.errors import RunStopped
 from slime.utils.plugin_errors import may_pass, place_of, wrong_return
 from slime.utils.reward_failure import RewardFailure, infra_error
@@ -45,12 +46,14 @@ async def score_samples(args: PluginArgs, samples: Sequence[Any], *, evaluation:
             await _score_group(args, flat, evaluation)
         return
     pending = [sample for sample in flat if sample.reward is None]
-    await side_by_side(lambda sample: score_one(args, sample, evaluation=evaluation), pending)
+    if len(pending) == 1:
+        await score_one(args, pending[0], evaluation=evaluation)
+    else:
+        await all_or_none([score_one(args, sample, evaluation=evaluation) for sample in pending])
 
 
 async def score_one(args: PluginArgs, sample: Sample, *, evaluation: bool = False) -> None:
-    """The same of one sample, whose reward does not wait for its group."""
-
+    """Score one sample, whose reward does not wait for its group."""
     with trace_span(sample, "reward_model"):
         outcome = await _attempt(args, sample, evaluation)
         if isinstance(outcome, RewardFailure):
@@ -71,7 +74,7 @@ async def _attempt(args: PluginArgs, sample: Sample, evaluation: bool) -> Any:
 
 
 def _check_unchanged(path: str, sample: Sample, numbers: tuple[int | None, int | None]) -> None:
-    """A reward of the user's has the sample in hand: the ledger knows it by its numbers, which stay."""
+    """Restore the sample's numbers after a user's reward: the ledger finds the sample by them."""
     sample.index, sample.group_index = numbers
     if not isinstance(sample.response, str):
         complaint = (
@@ -98,7 +101,7 @@ async def _score_group(args: PluginArgs, samples: list[Sample], evaluation: bool
 
 
 async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> Any:
-    """What the reward returned; an exception that may pass becomes a failure with its place."""
+    """Return the reward's value; a temporary exception becomes a failure with its place in the code."""
     try:
         return await call
     except asyncio.CancelledError:
@@ -116,7 +119,7 @@ async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> A
 
 
 def _judged(args: PluginArgs, sample: Sample, value: Any, evaluation: bool) -> Any:
-    """A score or a failure. A value that is neither would come again at every try: the run ends at once."""
+    """Return a score or a failure; raise for any other value, since a retry would return it again."""
     outcome = judge(args, value, evaluation=evaluation)
     if not isinstance(outcome, RewardFailure) or isinstance(value, RewardFailure):
         return outcome
@@ -128,7 +131,7 @@ def _judged(args: PluginArgs, sample: Sample, value: Any, evaluation: bool) -> A
         )
         wrong_return(CUSTOM_RM, path, complaint, describe_fully(sample))
     if _is_remote(args, sample):
-        return outcome  # the judge's, who may know better the next time
+        return outcome  # a remote judge may respond correctly next time
     raise RewardConfigError(f"--rm-type {rm_type_of(args, sample)}: {outcome.reason}")
 
 
@@ -138,8 +141,8 @@ async def _with_retries(
     outcomes: list[Any],
     attempt: Callable[[], Coroutine[Any, Any, list[Any]]],
 ) -> list[Any]:
-    """What the first attempt gave, or a later one where that may help."""
-    for retry in range(args.reward_retries):
+    """Return the outcomes of the first attempt, or of a retry where that may help."""
+    for retry in range(limit(args, "reward-retries")):
         failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
         if not any(_worth_retrying(args, samples[0], failure) for failure in failures):
             break
@@ -150,7 +153,7 @@ async def _with_retries(
 
 
 def _worth_retrying(args: PluginArgs, sample: Sample, failure: RewardFailure) -> bool:
-    """Whether a judge that broke may work the next time; a remote one was asked often enough already."""
+    """Return whether a retry may help; remote judges have retries of their own."""
     custom = custom_path_of(args, sample) is not None
     return failure.kind == "infra_error" and (custom or not _is_remote(args, sample))
 
@@ -167,12 +170,12 @@ def _conclude(args: PluginArgs, sample: Sample, outcome: Any) -> None:
         _breaker.success()
         return
     logger.warning("sample %s has no reward (%s): %s", sample.index, outcome.kind, outcome.reason)
-    limit = 1 if args.reward_failure_action == "stop" else args.reward_failure_limit
-    _breaker.failure(sample, outcome, limit, args.reward_failure_action)
+    allowed = 1 if args.reward_failure_action == "stop" else limit(args, "reward-failures")
+    _breaker.failure(sample, outcome, allowed, args.reward_failure_action)
 
 
 class _Breaker:
-    """Counts failed samples in a row over the whole process; a success starts the count anew."""
+    """Counts failed samples in a row over the whole process; a success resets the count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -183,14 +186,14 @@ class _Breaker:
             with self._lock:
                 self._in_a_row = 0
 
-    def failure(self, sample: Sample, failure: RewardFailure, limit: int, action: str) -> None:
+    def failure(self, sample: Sample, failure: RewardFailure, allowed: int, action: str) -> None:
         with self._lock:
             self._in_a_row += 1
             count = self._in_a_row
-            if count < limit:
+            if count < allowed:
                 return
             self._in_a_row = 0  # the next run in this process starts fresh
-        flag = "--reward-failure-action stop" if action == "stop" else f"--reward-failure-limit {limit}"
+        flag = "--reward-failure-action stop" if action == "stop" else f"--limits reward-failures={allowed}"
         raise RewardFailuresExceeded(
             f"{count} sample(s) in a row got no reward; the last is sample {sample.index} (group "
             f"{sample.group_index}), {failure.kind}: {failure.reason}. Fix the reward, or change {flag}."
@@ -201,5 +204,5 @@ _breaker = _Breaker()
 
 
 def reset_breaker() -> None:
-    """Forget earlier failures: a new run begins."""
+    """Forget earlier failures at the start of a run."""
     _breaker.success()

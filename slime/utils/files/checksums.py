@@ -1,9 +1,8 @@
-"""Sizes and checksums of files: taken when files are written, compared before they are trusted.
+"""Takes sizes and checksums of files when they are written, and compares them before they are trusted.
 
-A file is cut into blocks, whose CRC-32 values are joined into one: blocks of one large file are read by
-several threads, and zlib leaves the interpreter free meanwhile. Of what the standard library has it is the
-fastest by a factor of three, and it finds every flipped bit and any burst of up to 32; it is no protection
-against somebody who means harm.
+A file is read in blocks by several threads; the CRC-32 values of its blocks are combined into one. CRC-32 is
+the fastest checksum of the standard library by a factor of three and finds every flipped bit; it is no
+protection against tampering.
 """
 
 import os
@@ -22,16 +21,16 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file was when it was written: FileRecord(5, "3610a686") is a file that holds `hello`."""
+    """Size and checksum of a file when it was written: FileRecord(5, "3610a686") is a file that holds
+    `hello`.
+    """
 
     num_bytes: int
     checksum: str  # eight hexadecimal digits
 
 
 def record_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> dict[str, FileRecord]:
-    """Size and checksum of each named file of a folder;
-    `sync`: they are on the disk itself when this returns.
-    """
+    """Return size and checksum of each named file of a folder; `sync`: flush them to the disk first."""
     names = sorted(names)
     if sync:
         for name in names:
@@ -45,9 +44,7 @@ def record_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> d
 
 
 def find_damage(folder: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
-    """`name: why` for each file that is not what was recorded.
-    Without `read`: only what its size tells, at once.
-    """
+    """Return `name: why` for each file that differs from its record. Without `read`: compare sizes only."""
     damage: list[str] = []
     sizes: dict[str, int] = {}
     for name, record in sorted(files.items()):
@@ -76,18 +73,18 @@ def find_damage(folder: Path, files: Mapping[str, FileRecord], *, read: bool = T
 
 
 def files_below(folder: Path) -> list[str]:
-    """All files in a folder and the folders in it, by their path from there."""
+    """Return all files below a folder, as relative paths."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def checksum_of(data: bytes) -> str:
-    """The checksum that `record_files` has for a file that holds `data`."""
+    """Return the checksum that `record_files` has for a file that holds `data`."""
     blocks = range(0, len(data), BLOCK_BYTES)
     return _joined([zlib.crc32(data[start : start + BLOCK_BYTES]) for start in blocks])
 
 
 def sync_path(path: Path) -> None:
-    """The file or folder is on the disk when this returns."""
+    """Flush a file or folder to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -96,7 +93,7 @@ def sync_path(path: Path) -> None:
 
 
 def _checksums(folder: Path, sizes: Mapping[str, int]) -> dict[str, str | OSError]:
-    """Checksum by name, or the error where a file cannot be read."""
+    """Return the checksum of each file, or the error if it cannot be read."""
     with ThreadPoolExecutor(min(_MOST_THREADS, num_cores()), thread_name_prefix="checksums") as pool:
         blocks = {
             name: [pool.submit(_crc_of_block, folder / name, start) for start in range(0, size, BLOCK_BYTES)]
@@ -112,7 +109,9 @@ def _checksums(folder: Path, sizes: Mapping[str, int]) -> dict[str, str | OSErro
 
 
 def _joined(blocks: list[int]) -> str:
-    """One block has its own CRC; several have the CRC of theirs, so that none can change or move unseen."""
+    """Combine the CRCs of blocks: a single one stays, several get a CRC of theirs, so that none can move
+    unseen.
+    """
     if len(blocks) == 1:
         return f"{blocks[0]:08x}"
     return f"{zlib.crc32(b''.join(crc.to_bytes(4, 'little') for crc in blocks)):08x}"

@@ -1,4 +1,8 @@
-"""One process at a time in a folder: a lock that the system takes back when its holder ends in any way."""
+"""Locks a folder for one process; the system releases the lock when its holder ends in any way.
+
+The filelock package is no replacement: it truncates the lock file when it opens it, which holds the name of
+the holder, and cannot check a lock in a folder that is read-only for the reader.
+"""
 
 import errno
 import fcntl
@@ -21,11 +25,10 @@ _POLL_S = 0.1
 
 
 class FolderLock:
-    """Held from its making until `release` or the end of the
-    process. Another one that wants it raises `FolderTaken`.
+    """A lock held until `release` or the end of the process; another process that wants it gets
+    `FolderTaken`.
 
-    The file goes with the release. Who waited for it meanwhile
-    holds a file that is no longer there, and begins anew.
+    `release` removes the file. A process that waited for it then holds a removed file, and tries again.
     """
 
     def __init__(self, folder: Path, flag: str):
@@ -45,7 +48,7 @@ class FolderLock:
         os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
     def release(self) -> None:
-        """Calling it again does nothing."""
+        """Release the lock; calling it again does nothing."""
         if self._fd is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._fd)
@@ -79,12 +82,12 @@ class FolderLock:
 
 
 def lock_file(folder: Path, flag: str) -> Path:
-    """One for each use of a folder: a run may save into its own."""
+    """Return the lock file for one use of a folder: a run may save into its own folder."""
     return folder / f".{flag.removeprefix('--')}.lock"
 
 
 def is_locked(folder: Path, flag: str) -> bool:
-    """Whether somebody holds the lock of a folder now."""
+    """Return whether somebody holds the lock of a folder now."""
     try:  # whoever looks need not be allowed to write there
         fd = os.open(lock_file(folder, flag), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -101,7 +104,7 @@ def is_locked(folder: Path, flag: str) -> bool:
 
 
 def holder_here(folder: Path, flag: str) -> int | None:
-    """The process that says that it holds the lock; None: it is on another machine, or unknown."""
+    """Return the process that claims to hold the lock; None: it is on another machine, or unknown."""
     try:
         found = json.loads(lock_file(folder, flag).read_text())
     except (OSError, ValueError):
@@ -111,13 +114,13 @@ def holder_here(folder: Path, flag: str) -> int | None:
 
 
 def refuse_locked(folder: Path, flag: str) -> None:
-    """Raises `FolderTaken` where somebody holds the lock of a folder, and goes on to hold it."""
+    """Raise `FolderTaken` if somebody holds the lock of a folder, and keeps it."""
     if is_locked(folder, flag):
         FolderLock(folder, flag).release()
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether the file that was opened is still the one of that name."""
+    """Return whether the opened file still has that name."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -125,7 +128,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _read(fd: int) -> dict[str, Any]:
-    """Who holds the lock, as it says of itself; empty while it is writing that."""
+    """Return who holds the lock; empty while the holder is writing that."""
     try:
         found = json.loads(os.pread(fd, 4096, 0))
     except ValueError:
@@ -134,7 +137,7 @@ def _read(fd: int) -> dict[str, Any]:
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
-    """Whether the holder is known to have ended, so that only what it left behind still holds the lock."""
+    """Return whether the holder has ended, so that only its children still hold the lock."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return False
     try:

@@ -1,7 +1,8 @@
-"""Files in the memory of several machines: each machine has its own, and those of the machine before it.
+"""Copies files in the memory of several machines: each machine holds its own and those of the machine before
+it.
 
-The first process of a machine speaks for it; all processes call these functions together. A machine that is
-lost, and a file that is damaged, are made good by the others.
+The first process of a machine acts for it; all processes call these functions together. A lost machine or a
+damaged file is restored from the others.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _CHUNK_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class CopyPlace:
-    """Where a copy lies. `machines`: of each rank; in the names, as simulated ones share their memory.
+    """Where a copy lies. `machines`: the machine of each rank; part of the name, because simulated machines
+    share memory.
 
     Example: CopyPlace(Path("/dev/shm/slime-1-x-state-a"), (0, 0, 1, 1)) is /dev/shm/slime-1-x-state-a-1 for
-    ranks 2 and 3, of which rank 2 speaks for its machine.
+    ranks 2 and 3, of which rank 2 acts for its machine.
     """
 
     folder: Path
@@ -41,7 +43,7 @@ class CopyPlace:
 
 
 def make_room(place: CopyPlace, rank: int) -> None:
-    """What was there before goes."""
+    """Remove an earlier copy and create an empty folder."""
     if rank in place.speakers:
         shutil.rmtree(place.of(rank), ignore_errors=True)
         place.of(rank).mkdir(parents=True)
@@ -49,7 +51,7 @@ def make_room(place: CopyPlace, rank: int) -> None:
 
 
 def spread(place: CopyPlace, rank: int) -> dict[str, FileRecord]:
-    """What lies here is given to the next machine too; returns its files, once for each machine."""
+    """Send the files of this machine to the next one too; return their records, once for each machine."""
     dist.barrier()  # all processes of this machine have written theirs
     speakers = place.speakers
     if rank not in speakers:
@@ -79,7 +81,7 @@ def _take(folder: Path, rank: int) -> None:
 
 
 def complete(place: CopyPlace, rank: int, files: Mapping[str, FileRecord]) -> list[str]:
-    """Every machine gets what it lacks from one that has it; returns `file: why` for what none has."""
+    """Send every machine what it lacks from one that has it; return `file: why` for what none has."""
     folder, speakers = place.of(rank), place.speakers
     damaged = find_damage(folder, files) if rank in speakers else []
     every: list[list[str] | None] = [None] * len(place.machines)
@@ -106,7 +108,7 @@ def _move(path: Path, rank: int, source: int, target: int) -> None:
 
 
 def _send(path: Path, rank: int) -> None:
-    """First the size, then the content in parts."""
+    """Send the size, then the content in parts."""
     size = path.stat().st_size
     dist.send(torch.tensor([size]), rank)
     if size:
@@ -116,7 +118,7 @@ def _send(path: Path, rank: int) -> None:
 
 
 def _receive(path: Path, rank: int) -> None:
-    """A file that is half there has another name."""
+    """Receive a file under a temporary name, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, rank)

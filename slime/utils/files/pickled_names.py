@@ -1,7 +1,7 @@
-"""What a pickle would import, found without importing or running anything of it.
+"""Finds what a pickle would import, without importing or running anything of it.
 
-The `.metadata` of a checkpoint in torch's distributed format is a pickle, which torch reads as it is: whoever
-can write one runs code in every process that loads the checkpoint. So it is looked through before.
+The `.metadata` of a checkpoint in torch's distributed format is a pickle, which torch loads as it is: whoever
+can write one runs code in every process that loads the checkpoint. So it is checked first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class _Reader(pickle.Unpickler):
         return type(name, (_StandIn,), {"place": (module, name)})
 
     def _attribute(self, of: Any, name: Any = "", *default: Any) -> Any:
-        """How the first Pythons 3.11 write a member of an enumeration; of all else it leads anywhere."""
+        """Handle `getattr`, by which early releases of Python 3.11 pickle an enumeration member; all else is
+        refused.
+        """
         member = not default and isinstance(name, str) and name.isupper()
         if not member or getattr(of, "place", None) not in self._kinds:
             self.names.add(_ATTRIBUTE)
@@ -54,9 +56,10 @@ class _Reader(pickle.Unpickler):
 def foreign_name(
     data: bytes, allowed: Container[tuple[str, str]], kinds: Container[tuple[str, str]] = ()
 ) -> str | None:
-    """The first `module.name` that is not allowed; None: there is none. ValueError: it is no whole pickle.
+    """Return the first `module.name` that is not allowed; None: there is none. ValueError: it is not a
+    complete pickle.
 
-    Of the enumerations `kinds` a member may be taken by its name.
+    Members of the enumerations `kinds` may be looked up by name.
     """
     reader = _Reader(data, kinds)
     try:

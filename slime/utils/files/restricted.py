@@ -1,4 +1,4 @@
-"""Files that other users of the machine may not read: logs, the record of a run, tokens."""
+"""Creates files that other users of the machine may not read: logs, the record of a run, tokens."""
 
 from __future__ import annotations
 

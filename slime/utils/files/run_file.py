@@ -53,8 +53,8 @@ _SECRET = "********"  # what stands for one in the settings
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of a run. `end` and `exit` None: it runs, or
-    was killed. `resumed`: the checkpoint it went on from.
+    """One start of a run. `end` and `exit` None: it runs, or was killed. `resumed`: the checkpoint it resumed
+    from.
     """
 
     start: str
@@ -69,8 +69,8 @@ class Start:
     inputs: dict[str, str] | None = None  # digests of the files that define the run; None: not known
 
     @property
-    def told_restarts(self) -> str:
-        """A sentence on the restarts; empty where there was none."""
+    def restarts_text(self) -> str:
+        """A sentence on the restarts; empty if there was none."""
         if not self.restarts:
             return ""
         last, times = self.restarts[-1], len(self.restarts)
@@ -80,7 +80,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The run of a folder: its current or last start, and those before."""
+    """The run of a folder: its current or last start, and earlier ones."""
 
     id: str
     name: str
@@ -94,17 +94,17 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What `--load` asks for: the folder, and the run whose checkpoint is taken from it.
+    """What `--load` asks for: the folder, and the run that wrote its checkpoint.
 
-    `run_id` None: there is no checkpoint in it yet, so that the run, if it was started before, begins anew.
+    `run_id` None: there is no checkpoint yet, so the run starts from the beginning.
     """
 
     folder: str
     run_id: str | None
 
     def continues(self, record: RunRecord | None) -> bool:
-        """Whether it goes on with the run of a folder. None: a
-        folder of an earlier version, which says nothing of its run.
+        """Return whether this resumes the run of a folder. None: a folder of an earlier version, which does
+        not name its run.
         """
         if record is None:
             return True
@@ -112,31 +112,29 @@ class Resumption:
 
 
 def resumption_of(load: str | None, step: int | None, finetune: bool) -> Resumption | None:
-    """The run that --load goes on with; None where this is a new run, whatever weights it starts from."""
+    """Return the run that --load resumes; None: this is a new run, whatever weights it starts from."""
     if load is None or finetune:
         return None
     steps = step_folders(load)
-    with contextlib.suppress(ValueError, KeyError):  # one that cannot be read is told where it is loaded
+    with contextlib.suppress(ValueError, KeyError):  # an unreadable one is reported when it is loaded
         return Resumption(load, read_step(steps[max(steps) if step is None else step]).manifest.run_id)
     return Resumption(load, None)
 
 
 def name_of_run(folder: Path) -> str:
-    """The name of a folder's run: that of the folder, or of the one around it where it is just called run."""
+    """Return the name of a folder's run: the folder's name, or its parent's if it is just called run."""
     folder = folder.absolute()
     return folder.parent.name or folder.name if folder.name == "run" else folder.name
 
 
 def is_used(folder: Path) -> bool:
-    """Whether a run has logged something here. One that ended before that has left nothing to mix with."""
+    """Return whether a run has logged something here. A run that ended earlier left nothing to mix with."""
     file = folder / METRICS_FILE
     return file.is_file() and file.stat().st_size > 0
 
 
 def choose_run_folder(base: str, resumption: Resumption | None) -> str:
-    """The folder of the run that is resumed among `base`,
-    `base-2`, ..., or else the first of them that is free.
-    """
+    """Return the folder of the resumed run among `base`, `base-2`, ..., or else the first free one."""
     free: str | None = None
     names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
     while True:
@@ -153,9 +151,9 @@ def choose_run_folder(base: str, resumption: Resumption | None) -> str:
 
 @contextlib.contextmanager
 def claim_run_folder(base: str, resumption: Resumption | None) -> Iterator[str]:
-    """Choose a folder as `choose_run_folder` does, and keep other runs from choosing it meanwhile.
+    """Choose a folder like `choose_run_folder`, and keep other runs from choosing it meanwhile.
 
-    Runs that are started together look for a free folder before any of them has written to one.
+    Runs that start together search for a free folder before any of them has written to one.
     """
     with contextlib.ExitStack() as stack:
         while True:
@@ -190,23 +188,24 @@ _OF_A_START = {
     "ckpt_step",
     "log_level",
     "quiet",
-    "show_sample_every",
     "dry_run",
     "max_restarts",
     "peer_copies",
-    "restart_wait_s",
+    "timeouts",
     "elastic",
 }
 
 
-def goes_on_with(folder: Path, settings: dict[str, Any], save: str) -> bool:
-    """Whether a folder holds a run with these settings that saves there and did not finish."""
+def is_unfinished(folder: Path, settings: dict[str, Any], save: str) -> bool:
+    """Return whether a folder holds a run with these settings that saves there and did not finish."""
     record = read_run(folder)
     return record is not None and record.last.exit != _FINISHED and _is_same(record, settings, save)
 
 
 def has_finished(folder: Path, settings: dict[str, Any], save: str) -> bool:
-    """Whether a folder holds a run with these settings that saves there and finished; its checkpoints too."""
+    """Return whether a folder holds a run with these settings that saves there and finished, with
+    checkpoints.
+    """
     record = read_run(folder)
     if record is None or record.last.exit != _FINISHED or not step_folders(save):
         return False
@@ -214,7 +213,7 @@ def has_finished(folder: Path, settings: dict[str, Any], save: str) -> bool:
 
 
 def other_settings(folder: Path, settings: dict[str, Any], save: str) -> dict[str, tuple[Any, Any]]:
-    """Where these differ from those of the folder's run, by name: its value and this one."""
+    """Return the settings that differ from those of the folder's run, by name: its value and this one."""
     record = read_run(folder)
     if record is None or not same_folder(record.last.checkpoints, save):
         return {}
@@ -229,14 +228,14 @@ def _is_same(record: RunRecord, settings: dict[str, Any], save: str) -> bool:
 
 
 def _compared(record: RunRecord, settings: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The settings that two starts of one run have alike: name, value in the record, value here."""
+    """Return the settings that two starts of one run must share: name, value in the record, value here."""
     known = {name: entry["value"] for name, entry in record.last.settings.items()}
     names = sorted((known.keys() & settings.keys()) - _OF_A_START)
     return [(name, known[name], _as_written(settings[name])) for name in names]
 
 
 def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """What a resumed run does otherwise: by name, the value in the start before and in this one."""
+    """Return the settings that a resumed run changed, by name: the earlier value and the current one."""
     if not record.earlier:
         return {}
     before, now = (
@@ -248,7 +247,9 @@ def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
 
 
 def _same(was: Any, now: Any) -> bool:
-    """Compare two settings; an older record has paths as they were written, a newer one in full."""
+    """Compare two settings; older records have paths as they were written, newer ones absolute paths."""
+    if now == {}:
+        return not was  # earlier versions wrote null where nothing was given
     if isinstance(was, list) and isinstance(now, list):
         return len(was) == len(now) and all(map(_same, was, now))
     if isinstance(was, dict) and isinstance(now, dict):
@@ -259,13 +260,13 @@ def _same(was: Any, now: Any) -> bool:
 
 
 def _in_full(text: str) -> str:
-    """The paths of a setting from the root: several with commas between them, or one after env: or hf:."""
+    """Return a setting with absolute paths: several separated by commas, or one after env: or hf:."""
     parts = (re.fullmatch(r"(env:|hf:|)(.*)", part, re.DOTALL) for part in text.split(","))
     return ",".join(match[1] + os.path.abspath(match[2].strip()) for match in parts if match is not None)
 
 
 def _as_written(value: Any) -> Any:
-    """A setting as it comes back from run.json."""
+    """Return a setting as it is read back from run.json."""
 
     def plain(part: Any) -> Any:
         return asdict(part) if is_dataclass(part) and not isinstance(part, type) else str(part)
@@ -274,21 +275,23 @@ def _as_written(value: Any) -> Any:
 
 
 def refuse_other_run(folder: Path, resumption: Resumption | None) -> tuple[RunRecord | None, bool]:
-    """The run of a folder, and whether `resumption` goes on with it. FolderTaken: it belongs to another."""
+    """Return the run of a folder, and whether `resumption` resumes it. FolderTaken: it belongs to another
+    run.
+    """
     before = read_run(folder)
-    goes_on = resumption is not None and resumption.continues(before)
-    if is_used(folder) and not goes_on:
-        way_on = ", or go on with that run (--load with the folder of its --save)."
+    resumes = resumption is not None and resumption.continues(before)
+    if is_used(folder) and not resumes:
+        way_out = ", or resume that run (--load with the folder of its --save)."
         if before is not None and before.last.checkpoints is None:
-            way_on = ". That run had no --save: there is nothing to go on from."
-        raise FolderTaken(f"--run-dir {folder} belongs to {_describe(before)}: give another folder{way_on}")
-    return before, goes_on
+            way_out = ". That run had no --save: there is nothing to resume from."
+        raise FolderTaken(f"--run-dir {folder} belongs to {_describe(before)}: give another folder{way_out}")
+    return before, resumes
 
 
 def run_of_folder(folder: Path, resumption: Resumption | None) -> str | None:
-    """The run that a start in this folder goes on with; None: it is a new one."""
-    before, goes_on = refuse_other_run(folder, resumption)
-    if not goes_on or resumption is None:
+    """Return the id of the run that a start in this folder resumes; None: it is a new run."""
+    before, resumes = refuse_other_run(folder, resumption)
+    if not resumes or resumption is None:
         return None
     return before.id if before is not None else resumption.run_id if is_used(folder) else None
 
@@ -301,12 +304,13 @@ def open_run_file(
     resumed: dict[str, Any] | None,
     inputs: dict[str, str] | None = None,
 ) -> RunRecord:
-    """The record of the run that starts in `folder`; the caller
-    holds its lock. FolderTaken: it belongs to another run.
+    """Write the record of the run that starts in `folder`; the caller holds its lock.
+
+    FolderTaken: the folder belongs to another run.
     """
-    before, goes_on = refuse_other_run(folder, resumption)
+    before, resumes = refuse_other_run(folder, resumption)
     start = Start(_now(), settings, _versions(_PACKAGES), _machine(), checkpoints, resumed, inputs=inputs)
-    if goes_on and before is not None:
+    if resumes and before is not None:
         record = replace(before, last=start, earlier=(*before.earlier, _as_ended(before.last)))
     else:
         run_id = run_of_folder(folder, resumption) or secrets.token_hex(4)
@@ -318,7 +322,7 @@ def open_run_file(
 
 
 def close_run_file(folder: Path, error: BaseException | None, stopped: str | None = None) -> None:
-    """The end of the current start, and why. `stopped`: it was asked to end before its last step."""
+    """Record the end of the current start, and why. `stopped`: it was asked to end before its last step."""
     record = read_run(folder)
     if record is not None:
         cause = stopped if error is None and stopped else _cause(error)
@@ -334,7 +338,7 @@ def close_run_file(folder: Path, error: BaseException | None, stopped: str | Non
 
 
 def add_restart(folder: Path, restart: dict[str, Any]) -> None:
-    """The trainer of the current start was lost and begins again."""
+    """Record that the trainer of the current start was lost and restarts."""
     record = read_run(folder)
     if record is not None:
         restarts = (*record.last.restarts, {"time": _now(), **restart})
@@ -342,7 +346,7 @@ def add_restart(folder: Path, restart: dict[str, Any]) -> None:
 
 
 def read_run(folder: Path) -> RunRecord | None:
-    """What run.json says of a run; None where there is none, or it cannot be read."""
+    """Return the record of a folder's run; None if there is none, or it cannot be read."""
     try:
         data = json.loads((folder / RUN_FILE).read_bytes())
         earlier = tuple(Start(**entry) for entry in data.pop("earlier"))
@@ -355,7 +359,7 @@ def read_run(folder: Path) -> RunRecord | None:
 
 
 def no_run(folder: Path) -> str:
-    """Why there is no run in this folder; runs that lie in it, as those of a quick start do, are named."""
+    """Return why there is no run in this folder; runs below it, such as those of a quick start, are named."""
     if not folder.is_dir():
         return (
             f"{folder} is a file; give the folder of a run."
@@ -370,12 +374,12 @@ def no_run(folder: Path) -> str:
 
 
 def runs_inside(folder: Path) -> list[Path]:
-    """The runs in a folder and in the folders of it, as `runs` or that of a quick start has them."""
+    """Return the runs one or two levels below a folder."""
     return sorted({file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{RUN_FILE}")})
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
-    """Writes the file by one rename: whoever reads it finds a whole one."""
+    """Write the file by a rename, so that readers always find a complete one."""
     temporary = folder / f"{RUN_FILE}.tmp"
     try:
         temporary.write_text(_as_json(record))

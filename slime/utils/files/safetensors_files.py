@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder, and the index that says which of them holds which tensor."""
+"""Reads and writes the safetensors files of a model folder, and the index that maps tensors to files."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ _LONGEST_HEADER = 100_000_000  # bytes, that the library reads
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor -> name of its file, as the index of the folder says; None: it has no index."""
+    """Return tensor -> name of its file from the index of the folder; None: it has no index."""
     file = folder / INDEX
     if not file.is_file():
         return None
@@ -42,7 +42,7 @@ def write_index(folder: Path, files: Mapping[str, str], total_bytes: int, **meta
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a model: those that the index names, else model.safetensors, else all that are there."""
+    """Return the files of a model: those in the index, else model.safetensors, else all in the folder."""
     index = read_index(folder)
     if index is not None:
         return [folder / name for name in sorted(set(index.values()))]
@@ -55,7 +55,7 @@ def all_files(folder: Path) -> list[Path]:
 
 
 def why_not_whole(file: Path) -> str | None:
-    """Why a file cannot hold the tensors that its header names, from the header alone; None: it can."""
+    """Return why a file cannot hold the tensors of its header, from the header alone; None: it can."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -81,7 +81,7 @@ def why_not_whole(file: Path) -> str | None:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """ValueError: it was cut or changed, and what the library says of it."""
+    """Open a file. ValueError: it was truncated or changed, with the library's reason."""
     from safetensors import SafetensorError, safe_open  # only needed where weights are read
 
     try:
@@ -97,7 +97,7 @@ def tensor_names(file: Path) -> list[str]:
 
 
 def files_by_tensor(folder: Path) -> dict[str, str]:
-    """Tensor -> name of its file, from the index or from the files themselves; empty: the folder has none."""
+    """Return tensor -> name of its file, from the index or the files; empty: the folder has none."""
     index = read_index(folder)
     if index is not None:
         return index
@@ -105,7 +105,7 @@ def files_by_tensor(folder: Path) -> dict[str, str]:
 
 
 def read_tensors(files: Iterable[Path], names: Iterable[str] | None = None) -> "Iterator[tuple[str, Tensor]]":
-    """Every tensor of the files, one at a time; with `names` only those."""
+    """Yield every tensor of the files, one at a time; with `names` only the named ones."""
     wanted = None if names is None else set(names)
     for file in files:
         with _opened(file) as tensors:
@@ -115,7 +115,7 @@ def read_tensors(files: Iterable[Path], names: Iterable[str] | None = None) -> "
 
 
 def write_tensors(file: Path, tensors: "Mapping[str, Tensor]") -> None:
-    """Write one file as transformers asks for it. An error of the system is an OSError with its number."""
+    """Write one file in the form that transformers expects. An error of the system is an OSError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file  # imports torch: only needed where weights are written
 

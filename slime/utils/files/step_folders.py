@@ -1,5 +1,4 @@
-"""The folders that `--save` fills, one complete checkpoint
-each, and the manifest by which each says what it holds.
+"""Finds and checks the checkpoints that `--save` writes, one folder each, by their manifests.
 
     <save>/step_0000007/manifest.json    rollout, run, number of pushes; checksums of all files
 
@@ -27,19 +26,19 @@ _NAMED = 6  # files of a damaged checkpoint that a message lists
 
 
 class DamagedCheckpoint(ValueError):
-    """What is there is not what was written; the message names file and reason."""
+    """A checkpoint differs from what was written; the message names file and reason."""
 
 
 class NewerCheckpoint(ValueError):
-    """Written by a later version of slime."""
+    """A later version of slime wrote the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself. `files` None: it was written before checksums were kept.
+    """The manifest of a checkpoint. `files` None: it was written before checksums were kept.
 
-    `micro_batches`: how the run filled them, by name of the setting; None: written before it was kept.
-    `inputs`: digests of the files that define the run; None: written before they were kept.
+    `micro_batches`: how the run filled them, by name of the setting. `inputs`: digests of the files that
+    define the run. None: written before they were kept.
     """
 
     rollout_id: int
@@ -50,7 +49,7 @@ class Manifest:
     inputs: Mapping[str, str] | None = None
 
     def to_json(self) -> str:
-        """The manifest as JSON, with a checksum of its own in it."""
+        """Return the manifest as JSON, with its own checksum."""
         files = {
             name: [record.num_bytes, record.checksum] for name, record in sorted((self.files or {}).items())
         }
@@ -80,7 +79,7 @@ class StepFolder:
         return self.path / TRAINER
 
     def damage(self, *, read: bool) -> list[str]:
-        """`file: why` for each file that is not what was written; without `read` by size alone."""
+        """Return `file: why` for each file that differs from what was written; without `read` by size."""
         return find_damage(self.path, self.manifest.files or {}, read=read)
 
 
@@ -96,7 +95,7 @@ def by_content(folder: StepFolder) -> list[str]:
 
 
 def step_folders(folder: str | Path) -> dict[int, Path]:
-    """Rollout id -> its checkpoint, for the complete checkpoints in `folder`."""
+    """Return rollout id -> folder for the complete checkpoints in `folder`."""
     found = {int(m[1]): p for p in Path(folder).glob("step_*") if (m := _STEP.fullmatch(p.name))}
     return {step: path for step, path in found.items() if path.is_dir()}
 
@@ -110,7 +109,7 @@ def step_path(folder: str | Path, rollout_id: int) -> Path:
 
 
 def read_step(path: Path) -> StepFolder:
-    """A checkpoint with its manifest; DamagedCheckpoint or NewerCheckpoint where that cannot be read."""
+    """Return a checkpoint with its manifest; DamagedCheckpoint or NewerCheckpoint if that cannot be read."""
     return StepFolder(path, _manifest_of(_read_json(path / MANIFEST), path))
 
 
@@ -122,10 +121,10 @@ def find_step(
     damage_of: DamageOf = by_size,
     latest: int | None = None,
 ) -> StepFolder | None:
-    """The checkpoint of rollout `step`, or the latest that is whole; None: the folder holds no checkpoints.
+    """Return the checkpoint of rollout `step`, or the latest intact one; None: the folder has no checkpoints.
 
-    One that is damaged is named, and the one before it is taken, unless the step was chosen:
-    then it is offered. Those after `latest` are passed over: they are known to be damaged.
+    A damaged one is logged, and the one before it is used, unless the step was chosen: then the error offers
+    it. Checkpoints after `latest` are known to be damaged and skipped.
     """
     steps = {
         number: path for number, path in step_folders(folder).items() if latest is None or number <= latest
@@ -146,7 +145,7 @@ def find_step(
             reasons = [str(error)]
         if not reasons:
             if damaged:
-                logger.warning("going on from the checkpoint before: %s", found_step.path)
+                logger.warning("Resuming from the checkpoint before it: %s", found_step.path)
             return found_step
         text = f"checkpoint {steps[number]} is damaged: {listed(reasons)}"
         if step is not None:
@@ -159,10 +158,10 @@ def find_step(
 
 
 def check_trainer_folder(folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raise where the trainer's part of a checkpoint is not what was written: file and why.
+    """Raise if the trainer's part of a checkpoint differs from what was written.
 
-    `share` (i, n): the i-th of n processes that read it checks
-    its part. A folder outside of a checkpoint has no manifest.
+    `share` (i, n): the i-th of n processes that read it checks its part. A folder outside of a checkpoint has
+    no manifest.
     """
     if folder.name != TRAINER or not (folder.parent / MANIFEST).is_file():
         return
@@ -194,7 +193,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _manifest_of(data: dict[str, Any], path: Path) -> Manifest:
-    """Keys that this version does not know are left alone; those it needs have their types."""
+    """Read a manifest: unknown keys are ignored, required ones are checked for their types."""
     version = _field(data, "format_version", int)
     intact = data.get("checksum") == _own_checksum({k: v for k, v in data.items() if k != "checksum"})
     if version > FORMAT_VERSION:

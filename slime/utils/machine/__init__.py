@@ -1,1 +1,1 @@
-"""This machine and its processes: devices, shared memory, children, stacks and signs of life."""
+"""Knows this machine and its processes: devices, cores, shared memory, ports, child processes."""

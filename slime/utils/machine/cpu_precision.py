@@ -1,6 +1,4 @@
-"""What a CPU can compute with: whether it has units for
-bfloat16, or would emulate it many times slower than float32.
-"""
+"""Finds out whether a CPU computes bfloat16 natively, or emulates it many times slower than float32."""
 
 import platform
 import re
@@ -13,10 +11,9 @@ _ARM_FLAGS = ("bf16", "svebf16")
 
 
 def bfloat16_units(cpuinfo: str | None = None) -> tuple[bool, str]:
-    """Whether this CPU multiplies bfloat16 itself, and how
-    that is known: (False, "has no amx_bf16, avx512_bf16").
+    """Return whether this CPU has bfloat16 units, and the evidence: (False, "has no amx_bf16, avx512_bf16").
 
-    `cpuinfo`: text in the form of /proc/cpuinfo. Where there is nothing to ask the answer is no.
+    `cpuinfo`: text in the form of /proc/cpuinfo. If nothing is known, the result is False.
     """
     if cpuinfo is None and not _CPUINFO.exists():
         return _ask_macos()
@@ -27,7 +24,7 @@ def bfloat16_units(cpuinfo: str | None = None) -> tuple[bool, str]:
 
 
 def _flags(cpuinfo: str) -> set[str]:
-    """The flags of the first core; the others are alike."""
+    """Return the flags of the first core; the others are alike."""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
     return set(line.group(1).split()) if line else set()
 

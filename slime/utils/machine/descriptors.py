@@ -1,7 +1,7 @@
-"""Notices when a function of the user's has closed the file descriptors of the run that it is called in.
+"""Detects a user function that has closed the file descriptors of the run that called it.
 
-A function that closes "all" descriptors (3 to 200, say) takes the run's sockets, pipes and files with it: no
-event loop runs after that, and no error would reach anybody. One pipe that nobody uses shows it.
+A function that closes "all" descriptors (3 to 200, say) closes the run's sockets, pipes and files too: no
+event loop runs after that, and no error would reach anybody. The state of one unused pipe reveals it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXIT_CODE = 1
 
 
 class _Watched:
-    """What this process watches. `pipe`: the number and inode of a descriptor; None: nothing is watched."""
+    """The watched state. `pipe`: number and inode of a descriptor; None: nothing is watched."""
 
     pipe: tuple[int, int] | None = None
     terminal: int = _STDERR
@@ -48,7 +48,7 @@ def watching(error_file: Path) -> Iterator[None]:
 
 
 def check(*name: str) -> None:
-    """Call it after a function of the user's, `name`: it ends the process if the descriptors are gone."""
+    """Call it after the user function `name`: it ends the process if the descriptors are gone."""
     if _Watched.pipe is None:
         return
     number, inode = _Watched.pipe

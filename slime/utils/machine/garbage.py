@@ -1,8 +1,8 @@
-"""Python's search for cycles of objects: seldom while modules load, and never among what was there before.
+"""Makes Python's garbage collector run rarely while modules load, and skip what was loaded before.
 
-It begins anew after every few hundred new objects and walks through all that the process holds. Behind torch
-and transformers these are millions that nobody frees: a seventh of an import, and of the driver's time in a
-step of short answers a quarter.
+By default it runs after every few hundred new objects and walks through millions of objects of torch and
+transformers that are never freed: that took a seventh of an import, and a quarter of the driver's time in a
+step of short responses.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _stands = False  # `search_new_only` was called: what is left out is left out fo
 
 
 def search_seldom() -> None:
-    """Call this at the start of a process that is slime's own; it lasts for as long as modules are loaded."""
+    """Collect rarely while modules load; call this at the start of a process of slime."""
     gc.set_threshold(*_SELDOM)
 
 
 def search_new_only() -> None:
-    """Everything stands: what there is now is not looked at again. New cycles are found as soon as ever."""
+    """Exclude all current objects from collection for good; new cycles are found at the normal pace."""
     global _stands
     _stands = True
     gc.freeze()
@@ -34,16 +34,16 @@ def search_new_only() -> None:
 
 
 def search_no_more() -> None:
-    """The process ends, and with it all that it holds: the interpreter need not search that for cycles."""
+    """Turn collection off before the exit of the process."""
     gc.disable()
     gc.freeze()
 
 
 @contextlib.contextmanager
 def searching_new_only() -> Iterator[None]:
-    """Search seldom in a block that makes and drops many objects, of a process that may be another's.
+    """Collect rarely in a block that creates and drops many objects; the process may be the user's.
 
-    Blocks may lie within each other, and beside each other in several threads.
+    Blocks may be nested, and may run in several threads.
     """
     global _num_blocks, _before
     with _lock:

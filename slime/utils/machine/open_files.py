@@ -1,8 +1,8 @@
-"""How many files a process may have open, connections among them, and what happens to requests beyond that.
+"""Limits the open files of a process, connections included, and refuses requests beyond the limit.
 
-Without a place for one more file a process takes no connection, and can read no weights and write no log
-either. So servers keep some places back: a request beyond the others is told to come again (503), and whoever
-waits in the queue of the system is taken when there is room.
+A process without a free file descriptor accepts no connection, reads no weights and writes no log. So servers
+reserve some: a request beyond the limit gets a 503 and may retry, and connections in the system's queue are
+accepted when there is room.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import functools
 import logging
 import math
-import os
 import resource
 import time
 from collections.abc import Awaitable, Callable
@@ -25,12 +24,11 @@ logger = logging.getLogger(__name__)
 _MOST = 1 << 16  # what a process of ours may ever need
 _KEPT_BACK = 128  # for weights, logs, probes and libraries
 _RETRY_AFTER_S = 1
-_LOOK_EVERY_S = 0.5
-_TELL_EVERY_S = 30.0
+_LOG_EVERY_S = 30.0
 
 
 def raise_limit() -> int:
-    """Takes what the system allows this process (`ulimit -Hn`), many of which begin with 1024; returns it."""
+    """Raise the soft limit, often 1024, to what the system allows (`ulimit -Hn`); return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -40,55 +38,37 @@ def raise_limit() -> int:
 
 
 def most_requests(files_each: int = 1) -> int:
-    """How many requests may be open at once, each with so many connections."""
+    """Return how many requests may be open at once, each with `files_each` connections."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     places = _MOST if soft == resource.RLIM_INFINITY else soft
     return max(1, (places - min(_KEPT_BACK, places // 2)) // files_each)
 
 
-def tell_of_scarcity(loop: asyncio.AbstractEventLoop) -> None:
-    """That no connection can be taken is one line now and then, not a traceback for each that waits."""
+def log_scarcity(loop: asyncio.AbstractEventLoop) -> None:
+    """Log a lack of descriptors as one line now and then, not as a traceback for each waiting connection."""
     before, last = loop.get_exception_handler(), -math.inf
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         nonlocal last
         if not str(context.get("message")).startswith("socket.accept() out of system resource"):
             loop.default_exception_handler(context) if before is None else before(loop, context)
-        elif time.monotonic() - last > _TELL_EVERY_S:
+        elif time.monotonic() - last > _LOG_EVERY_S:
             last = time.monotonic()
             logger.warning(
-                "no place for more connections (ulimit -n is %d): others wait until some have ended",
+                "No descriptor is free (ulimit -n is %d): new connections wait until others have ended.",
                 resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             )
 
     loop.set_exception_handler(handle)
 
 
-class _Room:
-    """Whether most places for files are taken; looked at now and then, since counting takes a while."""
-
-    def __init__(self) -> None:
-        self._looked, self._scarce = -math.inf, False
-
-    def is_scarce(self) -> bool:
-        now = time.monotonic()
-        if now - self._looked > _LOOK_EVERY_S:
-            try:
-                self._scarce = len(os.listdir("/proc/self/fd")) > most_requests() // 2
-            except OSError:  # a system without it
-                self._scarce = False
-            self._looked = now
-        return self._scarce
-
-
 def refusing_too_many(
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]], files_each: int = 1
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """The handler, and a 503 with words for requests beyond what the process may have open."""
+    """Wrap a handler so that requests beyond the limit of open files get a 503 with the reason."""
     from aiohttp import web  # here: most who import this file serve nothing
 
     num_open = 0
-    room = _Room()
 
     @functools.wraps(handler)
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -105,11 +85,8 @@ def refusing_too_many(
             return refused
         num_open += 1
         try:
-            response = await handler(request)
+            return await handler(request)
         finally:
             num_open -= 1
-        if not response.prepared and room.is_scarce():
-            response.force_close()  # a client that keeps its connection would keep others out
-        return response
 
     return handle

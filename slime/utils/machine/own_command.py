@@ -1,4 +1,4 @@
-"""Commands of `slime` as the user can type them here, for everything that suggests one."""
+"""Formats `slime` commands as the user can type them here."""
 
 import os
 import shlex
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def as_typed(*words: object) -> str:
-    """A command line of slime that a shell finds: `slime plot RUN`, `.venv/bin/slime plot RUN`, ...
+    """Return a command line of slime that the shell finds: `slime plot RUN`, `.venv/bin/slime plot RUN`, ...
 
-    `slime` alone is only right where PATH leads to this very installation, as in an activated environment.
+    `slime` alone is only right if PATH leads to this very installation, as in an activated environment.
     """
     return " ".join([_program(), *(shlex.quote(str(word)) for word in words)])
 
@@ -24,7 +24,7 @@ def _program() -> str:
 
 
 def _near(path: Path) -> str:
-    """A path below the current folder without that folder, as one would type it."""
+    """Return a path relative to the current folder, if it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except (ValueError, OSError):  # elsewhere, or the folder is gone

@@ -1,4 +1,4 @@
-"""Ports of this machine: which are free, how to keep one, and by which address others reach it."""
+"""Finds and reserves ports of this machine, and finds the address by which others reach it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def find_available_port(base_port: int = 0) -> int:
-    """A port that was free a moment ago, searching upwards from `base_port` (0: the system's choice).
+    """Return a port that was free a moment ago, searching upwards from `base_port` (0: the system's choice).
 
     Prefer binding to port 0 and reporting what was bound: this function cannot keep the port.
     """
@@ -23,7 +23,7 @@ def find_available_port(base_port: int = 0) -> int:
 
 
 def is_port_available(port: int, host: str = "") -> bool:
-    """Whether a server may listen there now. `host`: an address of this machine; empty: all of them."""
+    """Return whether a server may listen there now. `host`: an address of this machine; empty: all."""
     with _bindable() as probe:
         try:
             probe.bind((host, port))
@@ -57,12 +57,14 @@ def _bindable() -> socket.socket:
 
 
 def get_host_info() -> tuple[str, str]:
-    """(host name, address by which other machines may reach this one; loopback when there is no network)."""
+    """Return the host name and the address by which other machines reach this one; loopback without a
+    network.
+    """
     return socket.gethostname(), address_towards("203.0.113.1")
 
 
 def address_towards(host: str) -> str:
-    """The address by which `host` reaches this machine; loopback when there is no way to it."""
+    """Return the address by which `host` reaches this machine; loopback if there is no route to it."""
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -73,7 +75,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """The name of the network interface that leads to `host`; None: it is not known."""
+    """Return the name of the network interface that leads to `host`; None: it is not known."""
     address = address_towards(host)
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):

@@ -1,4 +1,4 @@
-"""Where the ranks of a process group meet, and groups whose ranks live in programs of their own."""
+"""Opens the meeting points of process groups, and joins groups whose ranks live in other programs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = None) -> TCPStore:
-    """The meeting point of a group, held by this process on a free port: `store.port`.
+    """Open the meeting point of a group in this process, on a free port: `store.port`.
 
-    It listens at the address `host` alone. Left to itself torch listens on
-    every interface of the machine, and the store asks nobody who he is.
+    It listens at the address `host` alone: by default torch listens on every interface, and the store has no
+    access control.
     """
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
@@ -34,12 +34,12 @@ def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = 
 
 
 def network_environment(host: str) -> dict[str, str]:
-    """Ranks that meet at loopback talk over it, whatever the host name of the machine resolves to."""
+    """Return the environment that keeps ranks at loopback on it, whatever the host name resolves to."""
     return {_GLOO_INTERFACE: "lo"} if host == LOOPBACK and os.path.isdir("/sys/class/net/lo") else {}
 
 
 def prefer_interface_towards(host: str) -> None:
-    """Make groups of this process over the interface that leads to `host`; what the user has set stays."""
+    """Create groups over the interface that leads to `host`; what the user has set stays."""
     interface = None if is_loopback(host) else interface_towards(host)
     if interface is not None:
         os.environ.setdefault(_GLOO_INTERFACE, interface)
@@ -47,7 +47,8 @@ def prefer_interface_towards(host: str) -> None:
 
 @contextlib.contextmanager
 def reaching(host: str) -> Iterator[None]:
-    """Make groups in this block over the interface that leads to `host`, in a process that stays on loopback.
+    """Create groups in this block over the interface that leads to `host`, in a process that otherwise uses
+    loopback.
 
     Gloo by itself takes the address of the machine's name, which may be loopback or unknown.
     """
@@ -66,15 +67,15 @@ def reaching(host: str) -> Iterator[None]:
 
 
 def stay_on_loopback() -> None:
-    """Keeps the groups of this process on loopback; what the user has set stays."""
+    """Keep the groups of this process on loopback; what the user has set stays."""
     for name, value in network_environment(LOOPBACK).items():
         os.environ.setdefault(name, value)
 
 
 def limit_every_group(timeout: datetime.timedelta) -> None:
-    """The longest wait for one collective, also in groups that were split off the default one.
+    """Set the timeout of collectives in all groups, including those split off the default one.
 
-    Torch gives those half an hour, whatever the default group was made with.
+    Torch gives those half an hour, whatever the default group was created with.
     """
     # Private parts of torch, checked on 2.11 and 2.13; imported here so that nothing else depends on them.
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
@@ -87,10 +88,10 @@ def limit_every_group(timeout: datetime.timedelta) -> None:
 def group_beside_the_default(
     store: Store, rank: int, world_size: int, backend: str, name: str, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """Joins the group `name` as `rank`; returns when all `world_size` ranks have met at the store.
+    """Join the group `name` as `rank`; return when all `world_size` ranks have met at the store.
 
-    `new_group` only splits the default group, so this takes the step below
-    it, as SGLang does on its side; names and prefixes must be those it uses.
+    `new_group` only splits the default group, so this uses the function below it, as SGLang does on its side;
+    names and prefixes must match SGLang's.
     """
     # Private parts of torch, checked on 2.11 and 2.13; imported here so that nothing else depends on them.
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world

@@ -1,4 +1,4 @@
-"""The identity of a run, known to all its processes: its name, its folder, its part of shared memory."""
+"""Defines the identity of a run, known to all its processes: its name, its folder, its shared memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class EngineToken:
-    """The secret that engines ask for where other machines reach them; each run makes its own.
+    """The secret that engines require from other machines; each run makes its own.
 
-    `given`: it stands in the environment, and all engines ask for it, also those that somebody else started.
+    `given`: it is set in the environment, and all engines require it, including external ones.
     """
 
     value: str = field(repr=False)
@@ -29,17 +29,17 @@ class EngineToken:
         return cls(given or secrets.token_urlsafe(32), bool(given))
 
     def at(self, host: str) -> str | None:
-        """The token that requests to this address carry; None where an engine that binds it asks for none."""
+        """Return the token for requests to this address; None if an engine that binds it requires none."""
         return self.value if self.given or not is_loopback(host) else None
 
     def use_for(self, engine_url: str) -> None:
-        """Gives requests to that engine their token; called before this process speaks to it."""
+        """Add the token to requests to that engine; call it before the first request."""
         authorize(engine_url, self.at(urlsplit(engine_url).hostname or ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`host`: where the trainer's first rank is found. `num_starts`: one more with each resumption.
+    """A run. `host`: the host of the trainer's first rank. `num_starts`: one more with each resumption.
 
     `inputs`: digests of the files that define the run, by name.
     """

@@ -1,6 +1,6 @@
-"""Blocks of bytes that processes of one machine share: plain files in memory, cleaned up by name prefix.
+"""Shares blocks of bytes between processes of one machine: files in memory, cleaned up by name prefix.
 
-A segment's name starts with the run's prefix (`slime-<pid of the driver>-...`), so that whoever
+A segment's name starts with the run's prefix (`slime-<pid of the driver>-...`), so that any process that
 survives a crash can remove all of them, and the next start removes those whose driver is gone.
 """
 
@@ -22,13 +22,15 @@ FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettem
 
 
 def make_prefix() -> str:
-    """A prefix for this driver process; two runs on one machine never share it."""
+    """Return a prefix for this driver process; two runs on one machine never share it."""
     return f"slime-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def hold(prefix: str) -> Callable[[], None]:
-    """Tells that the run of this prefix lives, also where its process cannot be seen: containers may share
-    the memory and not the processes of a machine. Ends with this process, or by what is returned.
+    """Lock the prefix of a run that is alive: containers may share the memory and not the processes of a
+    machine.
+
+    The lock ends with this process, or by the returned function.
     """
     try:
         fd = os.open(_lock_of(prefix), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -58,8 +60,8 @@ def _is_held(prefix: str) -> bool:
 
 
 class Segment:
-    """A mapped file. `buffer` is a uint8 tensor over the
-    bytes, shared with every process that opens the name.
+    """A mapped file. `buffer` is a uint8 tensor over the bytes, shared with every process that opens the
+    name.
     """
 
     def __init__(self, name: str, mapping: mmap.mmap, nbytes: int):
@@ -77,7 +79,7 @@ class Segment:
         return FOLDER / self.name
 
     def is_published(self) -> bool:
-        """Whether other processes find it: somebody may have emptied the folder."""
+        """Return whether other processes find it: somebody may have emptied the folder."""
         try:
             return self.path.stat().st_size >= self.nbytes
         except FileNotFoundError:
@@ -100,7 +102,7 @@ class Segment:
 
 
 def create_segment(nbytes: int, prefix: str) -> Segment:
-    """A new segment of zeros, writable."""
+    """Create a writable segment of zeros."""
     name = f"{prefix}-{secrets.token_hex(6)}"
     path = FOLDER / name
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -119,7 +121,7 @@ def create_segment(nbytes: int, prefix: str) -> Segment:
 
 
 def open_segment(name: str) -> Segment:
-    """An existing segment. The name must be a bare one: a path would reach outside the shared folder."""
+    """Open an existing segment. The name must be a bare one: a path would reach outside the shared folder."""
     if "/" in name or not name.startswith("slime-"):
         raise ValueError(f"{name!r} is not the name of a shared segment")
     path = FOLDER / name
@@ -152,7 +154,7 @@ def _remove(path: Path) -> None:
 
 
 def unlink_stale() -> list[str]:
-    """Remove segments whose driver process no longer exists; returns their names. Other users' stay."""
+    """Remove segments whose driver process no longer exists; return their names. Other users' stay."""
     removed = []
     for path in FOLDER.glob("slime-*-*"):
         parts = path.name.split("-")

@@ -1,4 +1,4 @@
-"""Standard streams that whoever started a command had closed: they lead nowhere instead of being missing."""
+"""Opens standard streams that were closed by whoever started the command."""
 
 import os
 import sys
@@ -7,8 +7,8 @@ _NAMES = ("stdin", "stdout", "stderr")
 
 
 def open_missing() -> None:
-    """Python has None where a stream was closed (`2>&-`), and its number is the next file's that is opened:
-    what a library or a child writes to its errors would end up in there.
+    """Open missing streams to nowhere: otherwise the next opened file gets their number, and a library's or a
+    child's errors would end up in it.
     """
     for number, name in enumerate(_NAMES):
         if getattr(sys, name) is not None:

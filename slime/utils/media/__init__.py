@@ -1,1 +1,1 @@
-"""Pictures of prompts: read from whatever a row holds, and made into what models take."""
+"""Reads pictures of prompts from whatever a row holds, and prepares them for models."""

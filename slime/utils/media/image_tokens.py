@@ -1,8 +1,8 @@
-"""Token ids of prompts with pictures: one id per picture on the wire, all of its ids for a model.
+"""Expands token ids of prompts with pictures: one id per picture on the wire, all of its ids for a model.
 
-A prompt is written with one image token for each picture; a model reads as many as the picture has features,
-in some families with marks around them. Example: ids [5, 9, 6] with image token 9 and a picture of three
-features become [5, 9, 9, 9, 6], and its span is (1, 4).
+A prompt has one image token for each picture; a model reads as many as the picture has features, in some
+families with marks around them. Example: ids [5, 9, 6] with image token 9 and a picture of three features
+become [5, 9, 9, 9, 6], and its span is (1, 4).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PIXELS = "pixel_values"
 
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """What a model gets of one picture."""
+    """One picture, encoded for a model."""
 
     ids: tuple[int, ...]  # in place of its one image token
     tensors: dict[str, Tensor]  # of the processor: pixel_values, image_grid_thw, ...
@@ -40,7 +40,7 @@ class EncodedImage:
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt as a model reads it. Samples of one prompt share `inputs`, the very object."""
+    """A prompt as a model reads it. Samples of one prompt share the same `inputs` object."""
 
     ids: list[int]
     spans: list[Span]  # of each picture in `ids`
@@ -49,7 +49,7 @@ class EncodedPrompt:
 
 
 class ImageEncoder:
-    """Runs a model's processor, once for each picture; what it made last is remembered."""
+    """Runs a model's processor once for each picture, and caches recent results."""
 
     def __init__(self, processor: Any):
         self._processor = processor
@@ -93,7 +93,7 @@ class ImageEncoder:
         return EncodedImage(tuple(found["input_ids"][0]), tensors, key)
 
     def count(self, picture: Any) -> int:
-        """How many ids stand for a picture; from its size alone, where the processor can tell."""
+        """Return the number of ids of a picture, from its size alone where the processor allows that."""
         width, height = picture.size
         try:
             counts = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
@@ -102,7 +102,7 @@ class ImageEncoder:
             return len(self.encode(picture).ids)
 
     def join(self, images: Sequence[EncodedImage]) -> dict[str, Tensor] | None:
-        """The tensors of several pictures; the same object for the same pictures, while it is remembered."""
+        """Return the tensors of several pictures; while it is cached, always the same object."""
         if len(images) < 2:
             return images[0].tensors if images else None
         keys = tuple(image.key for image in images)
@@ -114,7 +114,7 @@ class ImageEncoder:
             return self._joined[keys]
 
     def encode_prompt(self, ids: Sequence[int], pictures: Sequence[Any], *, start: int = 0) -> EncodedPrompt:
-        """Ids with one image token per picture, expanded; spans count from `start`."""
+        """Expand ids with one image token per picture; spans count from `start`."""
         images = [self.encode(picture) for picture in pictures]
         expanded, spans = expand(ids, images, self.image_token_id)
         spans = [(first + start, last + start) for first, last in spans]
@@ -123,12 +123,12 @@ class ImageEncoder:
 
 @functools.lru_cache(maxsize=8)
 def encoder_of(processor: Any) -> ImageEncoder:
-    """The one encoder of a processor."""
+    """Return the one encoder of a processor."""
     return ImageEncoder(processor)
 
 
 def images_key(keys: Any) -> str | None:
-    """One hash for several pictures in this order; None: there are none."""
+    """Return one hash for several pictures in this order; None: there are none."""
     joined = "-".join(keys)
     return hashlib.blake2b(joined.encode(), digest_size=16).hexdigest() if joined else None
 
@@ -136,7 +136,7 @@ def images_key(keys: Any) -> str | None:
 def expand(
     ids: Sequence[int], images: Sequence[EncodedImage], image_token_id: int
 ) -> tuple[list[int], list[Span]]:
-    """Ids with each image token replaced by the ids of its picture, and where these stand."""
+    """Replace each image token by the ids of its picture; return the ids and the spans."""
     found = sum(token == image_token_id for token in ids)
     if found != len(images):
         raise ValueError(
@@ -156,7 +156,7 @@ def expand(
 
 
 def collapse(tokens: Sequence[int], spans: Sequence[Span], image_token_id: int) -> list[int]:
-    """Inverse of `expand`, whatever tokens came behind: one image token for each span."""
+    """Invert `expand`, whatever tokens follow: one image token for each span."""
     out: list[int] = []
     end = 0
     for start, stop in spans:
@@ -166,7 +166,7 @@ def collapse(tokens: Sequence[int], spans: Sequence[Span], image_token_id: int) 
 
 
 def runs_of(tokens: Sequence[int], image_token_id: int) -> list[Span]:
-    """Spans of pictures in families that write nothing but image tokens: the runs of these."""
+    """Return spans of pictures in families that write only image tokens: runs of these."""
     spans: list[Span] = []
     for place, token in enumerate(tokens):
         if token != image_token_id:
@@ -179,10 +179,10 @@ def runs_of(tokens: Sequence[int], image_token_id: int) -> list[Span]:
 
 
 def join_inputs(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Processor outputs of several pictures, or of several samples, in their order.
+    """Join processor outputs of several pictures, or of several samples, in order.
 
-    Rows of patches and grids are joined along the first dimension; pictures cut into tiles ([1, tiles, ...])
-    along the second.
+    Rows of patches and grids are joined along the first dimension; pictures split into tiles ([1, tiles,
+    ...]) along the second.
     """
     import torch  # most processes that import this file never get here
 

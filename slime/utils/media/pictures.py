@@ -25,14 +25,14 @@ _SHOWN = 80  # characters of a name in a message
 
 
 class NotAnImage(ValueError):
-    """What was given as a picture cannot be read as one; the message says why."""
+    """The given value cannot be read as a picture; the message says why."""
 
 
 def open_picture(item: Any, *, folder: Path | None = None) -> Image:
-    """The picture, decoded when its pixels are first asked for.
+    """Open a picture; it is decoded when its pixels are first needed.
 
-    `folder`: where a relative path is looked for if it is not below the working directory. An object with
-    `min_pixels` or `max_pixels` is scaled to these bounds, width times height.
+    `folder`: where a relative path is searched if it is not below the working directory. An object with
+    `min_pixels` or `max_pixels` is scaled to these bounds of width times height.
     """
     if isinstance(item, Mapping):
         return _open_part(item, folder)
@@ -132,7 +132,7 @@ def _short(text: str) -> str:
 
 
 def fit_pixels(picture: Image, min_pixels: int | None, max_pixels: int | None) -> Image:
-    """The picture, scaled so that width times height lies between the bounds; None: no bound."""
+    """Scale a picture so that width times height lies between the bounds; None: no bound."""
     for name, bound in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 1):
             raise NotAnImage(f"{name} is {bound!r}: it must be a whole number of at least 1")
@@ -150,7 +150,7 @@ def fit_pixels(picture: Image, min_pixels: int | None, max_pixels: int | None) -
 
 
 def to_rgb(picture: Image) -> Image:
-    """Decoded, in three channels; what is transparent shows its colour."""
+    """Decode a picture to three channels; transparent pixels show their colour."""
     try:
         picture.load()
         return picture if picture.mode == "RGB" else picture.convert("RGB")
@@ -159,19 +159,19 @@ def to_rgb(picture: Image) -> Image:
 
 
 def picture_key(picture: Image) -> str:
-    """A hash of size and pixels: pictures with the same one are the same to a model."""
+    """Return a hash of size and pixels: pictures with the same one are the same to a model."""
     rgb = to_rgb(picture)
     return hashlib.blake2b(repr(rgb.size).encode() + rgb.tobytes(), digest_size=16).hexdigest()
 
 
 def picture_bytes(picture: Image) -> bytes:
-    """Bytes of a file: those that it was read from, or a PNG."""
+    """Return the bytes of the file that it was read from, or a PNG."""
     source: bytes | None = getattr(picture, _SOURCE, None)
     return source if source is not None else _png(picture)
 
 
 def picture_url(picture: Image) -> str:
-    """A PNG data URL of the very pixels: whoever decodes it sees what we see."""
+    """Return a lossless PNG data URL."""
     return "data:image/png;base64," + base64.b64encode(_png(to_rgb(picture))).decode("ascii")
 
 
@@ -183,7 +183,7 @@ def _png(picture: Image) -> bytes:
 
 
 def to_plain(inputs: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`Sample.multimodal_inputs` with the bytes of pictures in place of them; values that are none stay."""
+    """Return `Sample.multimodal_inputs` with pictures as bytes; other values stay."""
     if inputs is None or not isinstance(inputs.get("images"), (list, tuple)):
         return inputs
     return {**inputs, "images": [_plain_picture(item) for item in inputs["images"]]}
@@ -196,7 +196,7 @@ def _plain_picture(item: Any) -> Any:
 
 
 def from_plain(inputs: Any) -> Any:
-    """Inverse of `to_plain`."""
+    """Invert `to_plain`."""
     if not isinstance(inputs, dict) or not isinstance(inputs.get("images"), (list, tuple)):
         return inputs
     return {**inputs, "images": [_picture_of_plain(item) for item in inputs["images"]]}

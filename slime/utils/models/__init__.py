@@ -1,1 +1,1 @@
-"""What the folder of a model holds: its config, its tensors under hub names, its number formats."""
+"""Reads the folder of a model: its config, its tensors under hub names, its number formats."""

@@ -1,4 +1,4 @@
-"""Whether weights are numbers at all: one that is not makes every token of an engine meaningless."""
+"""Checks that weights are finite: a single NaN makes every token of an engine meaningless."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import torch
 
 
 def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least and greatest value; NaN if any is."""
+    """Return the least and the greatest value; NaN if any is."""
     values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits there is no minimum
     low, high = torch.aminmax(values)
     return low, high
@@ -15,7 +15,7 @@ def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether all values are finite, also when rounded to `dtype`: the least and the greatest tell."""
+    """Return whether all values are finite, also when rounded to `dtype`; only the extremes are rounded."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     return all(math.isfinite(edge.to(dtype or torch.float64).item()) for edge in _extremes(tensor))
@@ -23,7 +23,7 @@ def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
 
 @torch.no_grad()
 def first_non_finite(named: Sequence[tuple[str, torch.Tensor]]) -> str | None:
-    """The name of the first tensor with a value that is no finite number. The device is waited for once."""
+    """Return the name of the first tensor that is not finite; synchronises with the device once."""
     floats = [(name, tensor) for name, tensor in named if tensor.is_floating_point() and tensor.numel()]
     if not floats:
         return None

@@ -32,9 +32,9 @@ def _quantize(  # type: ignore[no-untyped-def]  # Triton reads annotations, and 
 
 
 def quantize(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """What `quantize_blocks` returns for the nearest values and factors of any size, bit for bit.
+    """Quantize a weight bit for bit like `quantize_blocks` with nearest values and factors of any size.
 
-    The rows of the weight lie one after another or with gaps between them.
+    The rows of the weight may have gaps between them.
     """
     rows, columns = weight.shape
     tiles = (triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1]))
@@ -57,6 +57,6 @@ def quantize(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def can_quantize(weight: Tensor, block: tuple[int, int]) -> bool:
-    """Whether the kernel is made for such a weight: sizes that are powers of two, rows without gaps."""
+    """Return whether the kernel supports the weight: block sizes are powers of two, rows have no gaps."""
     power_of_two = all(size & (size - 1) == 0 for size in block)
     return power_of_two and block[0] * block[1] <= LARGEST_ROWS_X_COLUMNS and weight.stride(1) == 1

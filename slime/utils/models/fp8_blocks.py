@@ -1,7 +1,8 @@
-"""FP8 weights in blocks: e4m3 values and one fp32 factor per block, as FP8 checkpoints on the hub hold them.
+"""Quantizes FP8 weights in blocks: e4m3 values and one fp32 factor per block, as in FP8 checkpoints on the
+hub.
 
-A block is `weight_block_size` rows and columns (128 x 128 as a rule); the last ones may be smaller.
-The stored factor is the one to multiply with, although checkpoints call it `weight_scale_inv`.
+A block is `weight_block_size` rows and columns (usually 128 x 128); the last ones may be smaller. The stored
+factor is the one to multiply with, although checkpoints call it `weight_scale_inv`.
 """
 
 import torch
@@ -58,15 +59,13 @@ def uniform_noise(shape: torch.Size, seed: int, device: torch.device | str) -> T
 
 
 def _signed(number: int) -> int:
-    """The 32-bit integer with these bits."""
+    """Return the 32-bit integer with these bits."""
     number &= 0xFFFFFFFF
     return number - (1 << 32) if number >= 1 << 31 else number
 
 
 def _round_by(noise: Tensor, values: Tensor) -> Tensor:
-    """Each value to the e4m3 number below it, or above it
-    where the noise is larger than what is missing to that.
-    """
+    """Round each value to the e4m3 number below or above it, by comparing the remainder with the noise."""
     _, exponent = torch.frexp(values)
     # Numbers of one binade stand 2^(exponent - 4) apart; those below the
     # normal ones as far as in the lowest binade.
@@ -75,7 +74,7 @@ def _round_by(noise: Tensor, values: Tensor) -> Tensor:
 
 
 def dequantize_blocks(values: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight [M, N] that e4m3 values and their factors stand for."""
+    """Return the weight [M, N] of e4m3 values and their factors."""
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     tiles = _tiles(values.to(compute), *block)
     if tuple(scale.shape) != (tiles.shape[0], tiles.shape[2]):
@@ -96,7 +95,7 @@ def dequantize_part(values: Tensor, scale: Tensor, block: tuple[int, int], start
 
 
 def _tiles(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """[M, N] -> [M / rows, rows, N / columns, columns], padded with zeros where it does not divide."""
+    """Reshape [M, N] -> [M / rows, rows, N / columns, columns], padded with zeros if needed."""
     m, n = matrix.shape
     padded = torch.nn.functional.pad(matrix, (0, -n % columns, 0, -m % rows))
     return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)

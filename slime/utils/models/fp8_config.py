@@ -1,4 +1,4 @@
-"""What a config.json says of FP8 weights: whether a folder holds them, and how that is written."""
+"""Reads and writes what a config.json says of FP8 weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from slime.utils.models.model_config import read_config
 
 
 def block_size_of(folder: str | Path) -> tuple[int, int] | None:
-    """The blocks of an FP8 checkpoint; None: its weights are in no blocks of FP8."""
+    """Return the block size of an FP8 checkpoint; None: its weights are not in FP8 blocks."""
     how = read_config(folder).get("quantization_config")
     if not isinstance(how, dict) or how.get("quant_method") != "fp8" or not how.get("weight_block_size"):
         return None
@@ -19,7 +19,9 @@ def block_size_of(folder: str | Path) -> tuple[int, int] | None:
 def quantization_config(
     block: tuple[int, int], *, scale_fmt: str | None = None, kept: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The entry of that name for e4m3 weights in blocks; `kept`: linear layers that stay as they are."""
+    """Return the `quantization_config` of e4m3 weights in blocks; `kept`: linear layers that are not
+    quantized.
+    """
     how = {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -1,7 +1,7 @@
-"""Tensors of a transformers model under the names that its checkpoint has them by.
+"""Converts tensors of a transformers model to the names in its checkpoint.
 
-transformers keeps some tensors fused (all experts of a layer in one), and builds the text model alone of a
-checkpoint that also has eyes; engines and readers of checkpoints know the names of the hub.
+transformers fuses some tensors (all experts of a layer in one), and builds only the text model of a
+vision-language checkpoint; engines and readers of checkpoints know the names of the hub.
 """
 
 import re
@@ -18,7 +18,7 @@ NESTED, TEXT = "model.language_model.", "model."
 
 
 def folder_of(source: str) -> Path:
-    """The folder of a model's files; those of a hub id were loaded before, so they are in the cache."""
+    """Return the folder of a model's files; those of a hub id are already in the cache."""
     if Path(source).is_dir():
         return Path(source)
     from transformers.utils import cached_file  # only needed here
@@ -27,7 +27,7 @@ def folder_of(source: str) -> Path:
 
 
 def saved_tensors(lm: Any, *, tied: bool = False) -> "Iterator[tuple[str, Tensor]]":
-    """In-memory (name, tensor) of parameters and saved buffers; a tied matrix once, or under each name."""
+    """Yield (name, tensor) of parameters and saved buffers; a tied matrix once, or under each name."""
     parameters = lm.named_parameters(remove_duplicate=not tied)
     yield from ((name, parameter.data) for name, parameter in parameters)
     for module_name, module in lm.named_modules():
@@ -39,7 +39,7 @@ def saved_tensors(lm: Any, *, tied: bool = False) -> "Iterator[tuple[str, Tensor
 def hub_tensors(
     lm: Any, named: "Iterable[tuple[str, Tensor]]", known: Collection[str]
 ) -> "Iterator[tuple[str, Tensor]]":
-    """In-memory tensors under hub names; `known`: names that the checkpoint has, where it is at hand."""
+    """Yield in-memory tensors under hub names; `known`: the names in the checkpoint, if it is at hand."""
     nested = any(name.startswith(NESTED) for name in known) and not any(
         name.startswith(NESTED) for name, _ in lm.named_parameters()
     )
@@ -54,8 +54,10 @@ def hub_tensors(
 def _reverted(
     lm: Any, named: "Iterable[tuple[str, Tensor]]", is_hub_name: Callable[[str], bool]
 ) -> "Iterator[tuple[str, Tensor]]":
-    """Tensors renamed and split as the hub has them, but for those that it has as they are. Families that
-    transformers fuses in memory are reverted a decoder layer at a time: no hub tensor spans two layers.
+    """Yield tensors renamed and split as on the hub, unless the hub has them as they are.
+
+    Families that transformers fuses in memory are reverted a decoder layer at a time: no hub tensor spans two
+    layers.
     """
     if not is_converted(lm):
         yield from named
@@ -93,7 +95,7 @@ class Part:
 
 
 def parts_of(lm: Any, name: str, tensor: "Tensor", known: Collection[str]) -> list[Part]:
-    """Where hub tensors lie in an in-memory tensor; ValueError: they are not just parts of it."""
+    """Return where hub tensors lie in an in-memory tensor; ValueError: they are not just parts of it."""
     found = {n: t.shape for n, t in hub_tensors(lm, [(name, tensor.to("meta"))], known)}
     if len(found) == 1 and next(iter(found.values())) == tensor.shape:
         return [Part(next(iter(found)))]
@@ -119,7 +121,7 @@ def is_converted(lm: Any) -> bool:
 
 
 def _layer_of(name: str) -> str:
-    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; the name itself outside of layers."""
+    """Return `model.layers.3` for `model.layers.3.mlp.up_proj.weight`; the name itself outside of layers."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():

@@ -1,4 +1,4 @@
-"""The `config.json` of a model folder, read as it is, without transformers."""
+"""Reads the `config.json` of a model folder without transformers."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
-    """Its content; empty where there is no such file. A damaged one is a ValueError that names it."""
+    """Return its content; empty if there is no such file. ValueError names a damaged one."""
     file = Path(folder).expanduser() / name
     if not file.is_file():
         return {}
@@ -20,12 +20,12 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
 
 
 def vocabulary_of(model: str) -> int | None:
-    """Rows of the embedding matrix, where the configuration is here and says so."""
+    """Return the rows of the embedding matrix, if a local config says so."""
     return _size(model, "vocab_size")
 
 
 def context_of(model: str) -> int | None:
-    """Positions that the model was made for, where its configuration says so."""
+    """Return the number of positions that the model was made for, if its config says so."""
     return _size(model, "max_position_embeddings")
 
 

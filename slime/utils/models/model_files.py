@@ -1,5 +1,5 @@
-"""Whether a model can be loaded: its folder or its name on
-the hub, and its tokenizer; asked before any process starts.
+"""Checks whether a model can be loaded, from a folder or the hub, with its tokenizer, before any process
+starts.
 """
 
 import concurrent.futures
@@ -68,7 +68,7 @@ def _check_on_hub(flag: str, model: str) -> None:
 
 
 def _ask_hub(model: str) -> str | None:
-    """Why a model cannot be had from the hub; None where the hub, or our copy of what it holds, has it."""
+    """Return why the hub does not provide a model; None: it does, or our cache has it."""
     import huggingface_hub  # slow to import, and needed for names on the hub alone
     from huggingface_hub import constants, errors
 
@@ -93,7 +93,9 @@ def _ask_hub(model: str) -> str | None:
 
 
 def why_no_upload() -> tuple[bool, str] | None:
-    """(whether that is sure, why) nothing can go to the hub; None: it can. Offline nobody is asked."""
+    """Return (whether it is certain, why) nothing can be uploaded to the hub; None: it can. Offline it is not
+    checked.
+    """
     import huggingface_hub  # as above
     from huggingface_hub import constants, errors
 
@@ -114,9 +116,7 @@ def why_no_upload() -> tuple[bool, str] | None:
 
 
 def _within(ask: Callable[[], object]) -> None:
-    """Call it on a thread that nobody waits for longer:
-    looking up a name may take minutes, whatever the timeout.
-    """
+    """Call it in a thread that is abandoned after the timeout: looking up a name may take minutes."""
     answer: concurrent.futures.Future[object] = concurrent.futures.Future()
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""RMS norms as one function each: as transformers has them they are eight operations."""
+"""Computes RMS norms as one fused function: in transformers they are eight operations."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _SAME = 4e-3  # relative; what two orders of adding may differ by, in bf16
 
 
 def fuse_norms(model: nn.Module, fused: Fused) -> int:
-    """Let norms that compute what `fused` computes do it that way; returns how many."""
+    """Replace norms that compute what `fused` computes; return how many."""
     same: dict[tuple[type, int], bool] = {}
     count = 0
     for module in model.modules():

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slime.utils import waits
+from slime.liveness import waits
 from slime.weight_sync.delta.codec import DeltaError, apply, checksum_function, worker_pool
 from slime.weight_sync.delta.publication import (
     INDEX,

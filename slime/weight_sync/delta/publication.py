@@ -1,4 +1,4 @@
-"""A folder in which a trainer publishes versions of its weights, and how whoever keeps a copy reads it.
+"""The folder in which a trainer publishes versions of its weights, and how readers follow it.
 
     published.json               what there is, oldest first; replaced in one rename
     full-<version>/              a checkpoint folder: safetensors files, config, tokenizer, and weights.json
@@ -6,7 +6,7 @@
     full.wanted                  left by a reader that finds no route to its version; the trainer acts
 
 Every folder appears whole, by a rename. weights.json lists *all* tensors of the version with their checksums,
-also those that a delta leaves alone: who follows a delta verifies the whole copy.
+also the unchanged ones: a reader that applies a delta verifies the whole copy.
 
 A reader needs only the folder or plain HTTP: nothing is pickled, nothing is executed.
 """

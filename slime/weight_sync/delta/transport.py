@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from slime.utils.files.safetensors_files import write_index, write_tensors
-from slime.weight_sync.base import NamedTensors, Parcel, SenderOptions, Transport
+from slime.weight_sync.base import NamedTensors, SenderOptions, Transport, WeightBundle
 from slime.weight_sync.delta.codec import check_installed, checksum_function, encode, worker_pool
 from slime.weight_sync.delta.local_copy import LocalCopy
 from slime.weight_sync.delta.publication import (
@@ -126,7 +126,7 @@ class DeltaSender:
         self._sums[name] = checksum
         return TensorRecord(name, data.size, itemsize, checksum, num_changed=num_changed), payload
 
-    def finish(self, version: str) -> Parcel:
+    def finish(self, version: str) -> WeightBundle:
         with self._pushing(f"weights {version}"):
             records, self._records = self._records, []
             sent = {record.name for record in records}
@@ -148,7 +148,7 @@ class DeltaSender:
             metrics["perf/update_weights_density"] = num_changed / max(1, num_elements)
         published = Published(self._folder, self._delta.local, self._delta.agents)
         written = self._folder / entry.folder
-        return Parcel(version, "delta", len(records), nbytes, None, published, metrics, written)
+        return WeightBundle(version, "delta", len(records), nbytes, None, published, metrics, written)
 
     @contextlib.contextmanager
     def _pushing(self, what: str) -> Iterator[None]:
@@ -258,7 +258,7 @@ class DeltaSender:
                 try:
                     if self._write_full_late():
                         wanted.unlink(missing_ok=True)
-                except Exception:  # the run goes on with deltas; the next look tries again
+                except Exception:  # the run continues with deltas; the next round tries again
                     logger.exception("a full copy of the weights could not be written to %s", self._folder)
                     self._closing.wait(10.0)
 
@@ -323,36 +323,38 @@ def _shards(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 # ---- the engines' side -------------------------------------------------------------------------------------
 
 
-async def prepare(parcel: Parcel, control: EngineControl) -> None:
+async def prepare(bundle: WeightBundle, control: EngineControl) -> None:
     """The copy beside the engine is brought to the version while the engine still generates."""
-    place: Published = parcel.payload
+    place: Published = bundle.payload
     agent = place.agents.get(control.url)
     if agent is not None:
-        await ask_agent(agent, parcel.version, load=False)
+        await ask_agent(agent, bundle.version, load=False)
     else:
-        await _local_folder(place, parcel.version)
+        await _local_folder(place, bundle.version)
 
 
-async def deliver(parcel: Parcel, control: EngineControl, info: EngineInfo) -> Receipt:
-    place: Published = parcel.payload
+async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
+    place: Published = bundle.payload
     agent = place.agents.get(control.url)
     if agent is not None:
-        await ask_agent(agent, parcel.version, load=True)
+        await ask_agent(agent, bundle.version, load=True)
     else:
-        folder = await _local_folder(place, parcel.version)
-        await control.update_from_disk(str(folder), parcel.version)
+        folder = await _local_folder(place, bundle.version)
+        await control.update_from_disk(str(folder), bundle.version)
     return Receipt(await control.version(), None, None, None)
 
 
-async def compare(parcel: Parcel, control: EngineControl, info: EngineInfo, shm_prefix: str) -> list[str]:
+async def compare(
+    bundle: WeightBundle, control: EngineControl, info: EngineInfo, shm_prefix: str
+) -> list[str]:
     """Against the copy, of which every tensor was checked against the trainer's checksum."""
-    place: Published = parcel.payload
+    place: Published = bundle.payload
     agent = place.agents.get(control.url)
     if agent is not None:
-        answer = await ask_agent(agent, parcel.version, load=False)
-        return await reload_and_compare(control, Path(answer["folder"]), parcel.version)
-    folder = await _local_folder(place, parcel.version)
-    return await compare_with_folder(folder, parcel.version, control, info, shm_prefix)
+        answer = await ask_agent(agent, bundle.version, load=False)
+        return await reload_and_compare(control, Path(answer["folder"]), bundle.version)
+    folder = await _local_folder(place, bundle.version)
+    return await compare_with_folder(folder, bundle.version, control, info, shm_prefix)
 
 
 async def _local_folder(place: Published, version: str) -> Path:

@@ -21,7 +21,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from slime.utils import http_utils, waits
+from slime.liveness import waits
+from slime.utils import http_utils
 from slime.utils.browser_guard import browser_guard, names_of_this_machine
 from slime.utils.errors import RunStopped
 from slime.weight_sync.delta.codec import DeltaError

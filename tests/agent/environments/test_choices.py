@@ -70,7 +70,7 @@ def test_env_brings_items_a_generate_function_and_held_out_items_of_each_task(tm
         (("--env-args", '{"*": 3}'), "must be an object"),
         (("--label-key", "x"), "--label-key is given, but --env"),
         (("--turn-discount", "0.5", "--advantage-estimator", "reinforce_plus_plus"), "discounts by token"),
-        (("--partial-episodes", "restart"), "no episode spans two rollouts"),
+        (("--partial-episodes", "restart"), "only with --partial-rollout"),
     ],
 )
 def test_settings_that_contradict_each_other_are_told(tmp_path, own, said):
@@ -79,7 +79,7 @@ def test_settings_that_contradict_each_other_are_told(tmp_path, own, said):
 
 
 def test_flags_of_environments_do_nothing_without_one(tmp_path):
-    with pytest.raises(ValueError, match="no environment is chosen; add --env"):
+    with pytest.raises(ValueError, match="it has an effect only with --env"):
         make_args(tmp_path, None, "--max-turns", "3")
 
 

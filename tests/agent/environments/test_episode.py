@@ -11,6 +11,7 @@ from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.agent.environments import episode
 from slime.batch.convert import samples_to_batch
+from slime.catalog.environments import HELD_OUT, read_choices, source_of
 from slime.observability.rollout_metrics import eval_metrics
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.prompt_groups import copy_sample
@@ -166,7 +167,7 @@ def test_an_episode_that_is_out_of_time_ends_with_the_turns_it_has(tmp_path):
 
     with FakeEngine(slow_second_turn) as engine:
         for seconds in longer_each_time(0.5):
-            args = env_args(tmp_path, engine, "Countdown", "--episode-timeout-s", f"{seconds:g}")
+            args = env_args(tmp_path, engine, "Countdown", "--timeouts", f"episode={seconds:g}")
             with contextlib.suppress(RewardFailuresExceeded):  # without a turn there is nothing to score
                 samples = flatten_samples(play(args).samples)
                 break
@@ -194,11 +195,9 @@ def test_an_environment_that_breaks_is_a_failure_with_its_name_and_never_a_score
 
 def test_an_environment_that_hangs_is_left_behind_and_its_deadline_is_named(tmp_path):
     with FakeEngine(answer) as engine:
-        args = env_args(
-            tmp_path, engine, "Hangs", "--env-timeout-s", "0.3", "--reward-failure-action", "stop"
-        )
+        args = env_args(tmp_path, engine, "Hangs", "--timeouts", "env=0.3", "--reward-failure-action", "stop")
         # A busy machine may need longer than that for an earlier call, too.
-        late = r"(its start|reset|step) did not return within --env-timeout-s 0\.3"
+        late = r"(its start|reset|step) did not return within --timeouts env=0\.3"
         with pytest.raises(Exception, match=late):
             play(args)
 
@@ -281,8 +280,8 @@ def test_a_partial_episode_starts_again_where_that_is_wanted(tmp_path):
 def test_tasks_are_evaluated_apart_on_held_out_items_and_failures_are_no_zeros(tmp_path, monkeypatch):
     monkeypatch.setattr(envs.Countdown, "step", _every_second(envs.Countdown.step))
     with FakeEngine(answer) as engine:
-        name = "environments_under_test:Countdown"
-        flags = ("--eval-env", name, "--eval-interval", "1", "--eval-env-num-items", "6")
+        held_out = source_of(read_choices("environments_under_test:Countdown"), HELD_OUT, 6)
+        flags = ("--eval-prompt-data", "Countdown", held_out, "--eval-interval", "1")
         args = env_args(tmp_path, engine, "Countdown", *flags)
         [config] = args.eval_datasets
         output = call_rollout_fn(generate_rollout, args, 0, make_source(args), evaluation=True)

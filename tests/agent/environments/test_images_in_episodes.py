@@ -58,7 +58,7 @@ def test_pictures_of_observations_train_with_the_log_probs_of_the_engine(tmp_pat
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [("bytes", "no image"), ("places", "1 images and 2 times <image>"), ("alone", "a tuple of them")],
+    [("bytes", "invalid image"), ("places", "1 images and 2 times <image>"), ("alone", "a tuple of them")],
 )
 def test_what_an_environment_shows_wrongly_is_a_failure_with_its_name_and_never_a_score(
     tmp_path, wrong, said

@@ -7,8 +7,7 @@ from argument_helpers import declared
 from cheating_programs import CHEATS, LABEL
 from patience import LONG_S
 
-from slime.agent.rewards.code import count_passed
-from slime.agent.rewards.programs import Checks
+from slime.agent.rewards.code import Checks, count_passed
 from slime.agent.sandbox import LocalSandbox
 from slime.agent.sandbox.isolation import BUBBLEWRAP, NAMESPACES, why_not
 from slime.rollout.rm_hub import async_rm

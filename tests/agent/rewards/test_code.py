@@ -7,7 +7,7 @@ import pytest
 from argument_helpers import declared
 from patience import LONG_S, longer_each_time
 
-from slime.agent.rewards.programs import Checks, program_in, read_checks, same_output
+from slime.agent.rewards.code import Checks, program_in, read_checks, same_output
 from slime.rollout.rm_hub import async_rm
 from slime.utils.reward_failure import RewardFailure
 from slime.utils.types import Sample
@@ -38,13 +38,13 @@ def score(program, label, **settings):
     ],
 )
 def test_the_share_of_passed_asserts_is_the_reward(program, expected):
-    assert score(program, DOUBLE, reward_timeout_s=LONG_S) == pytest.approx(expected)
+    assert score(program, DOUBLE, timeouts={"reward": LONG_S}) == pytest.approx(expected)
 
 
 def test_a_test_that_hangs_costs_its_own_share_only():
     program = "def double(x):\n    if x == 2:\n        while True: pass\n    return x * 2"
     for seconds in longer_each_time(1.0):  # the others have as long, too
-        share = score(program, DOUBLE, reward_timeout_s=seconds)
+        share = score(program, DOUBLE, timeouts={"reward": seconds})
         assert share <= 0.7
         if share == pytest.approx(2 / 3):
             break
@@ -81,7 +81,7 @@ def test_a_label_without_tests_is_a_failure_with_a_name(label):
 
 def test_answers_wait_for_their_turn_and_all_are_scored():
     async def inner():
-        args = declared(rm_type="code", sandbox_num_boxes=2)
+        args = declared(rm_type="code", limits={"sandboxes": 2})
         even = ["assert x % 2 == 0"]
         samples = [Sample(index=i, response=answer(f"x = {i}"), label=even) for i in range(8)]
         return await asyncio.gather(*(async_rm(args, sample) for sample in samples))

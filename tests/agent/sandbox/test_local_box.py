@@ -229,7 +229,7 @@ def test_what_is_left_of_a_box_without_walls_ends_with_it():
         async with asyncio.timeout(LONG_S):
             while not alive_with(f"{mark} 1000"):
                 await asyncio.sleep(0.01)
-        with pytest.raises(SandboxDied, match="the box ended"):
+        with pytest.raises(SandboxDied, match="the sandbox ended"):
             await box.exec("kill -9 $PPID; sleep 1000")
 
     in_box(work, isolation=PLAIN)

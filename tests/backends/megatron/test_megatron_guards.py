@@ -56,7 +56,7 @@ def test_impossible_layout_is_refused(dense, changes, ranks, message):
         (dict(tp=2), 2, "needs --sequence-parallel"),
         (dict(tp=2, sp=True, expert_tensor_parallel_size=2), 2, r"which gloo \(CPU\) cannot do"),
         (dict(pp=2, moe_token_dispatcher_type="allgather"), 2, "use alltoall"),
-        (dict(pp=2, recompute_modules=["moe"]), 2, "which micro-batch they compute"),
+        (dict(pp=2, megatron_config={"recompute_modules": ["moe"]}), 2, "which micro-batch they compute"),
     ],
 )
 def test_impossible_layout_of_experts_is_refused(moe, changes, ranks, message):
@@ -129,7 +129,11 @@ def test_interleaved_stages_without_overlap_are_refused(dense):
 
 @pytest.mark.parametrize("module", ["mla_up_proj", "moe_act", "atention"])
 def test_recomputed_part_that_is_not_there_is_refused(dense, module):
-    args = megatron_args(dense, activation_checkpointing="selective", recompute_modules=["core_attn", module])
+    args = megatron_args(
+        dense,
+        activation_checkpointing="selective",
+        megatron_config={"recompute_modules": ["core_attn", module]},
+    )
     with pytest.raises(ValueError, match=f"--recompute-modules names {module}: there are core_attn, mlp"):
         transformer_config(args, read_hf_config(dense), torch.float32, CPU)
 

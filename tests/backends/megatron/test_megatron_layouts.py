@@ -42,7 +42,7 @@ TWO = {
         tp=2,
         sp=True,
         activation_checkpointing="selective",
-        recompute_modules=["core_attn", "mlp", "layernorm"],
+        megatron_config={"recompute_modules": ["core_attn", "mlp", "layernorm"]},
     ),
     "qwen3 pp2 uneven": dict(SGD, pp=2, megatron_config={"num_layers_in_first_pipeline_stage": 1}),
     "qwen3 pp2 pattern": dict(SGD, pp=2, megatron_config={"pipeline_model_parallel_layout": "Ettt|tL"}),
@@ -61,7 +61,10 @@ TWO = {
     "moe pp2": dict(SGD, pp=2),
     "moe pp2 uneven": dict(SGD, pp=2, megatron_config={"num_layers_in_last_pipeline_stage": 1}),
     "moe ep2 parts": dict(
-        SGD, ep=2, activation_checkpointing="selective", recompute_modules=["layernorm", "moe"]
+        SGD,
+        ep=2,
+        activation_checkpointing="selective",
+        megatron_config={"recompute_modules": ["layernorm", "moe"]},
     ),
 }
 FOUR = {

@@ -10,7 +10,7 @@ from trainer_helpers import random_samples
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
 HOSTED = dict(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
-SMALL = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16")
+SMALL = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16")
 WAYS = {"plain": {}, "hosted": HOSTED, "half": HOSTED | dict(optimizer_offload_fraction=0.5)}
 SHARDED = (False, True)
 

@@ -78,7 +78,7 @@ def test_an_input_is_scored_as_a_teacher_does_it_and_leaves_nothing_behind(tied_
         assert (after.ids, after.log_probs) == (before.ids, before.log_probs)
         sample = Sample(tokens=ids, response_length=3, index=0, group_index=0)
         args = SimpleNamespace(
-            rm_url=f"{url}/generate", rollout_temperature=1.0, generate_timeout_s=PATIENCE_S
+            rm_url=f"{url}/generate", rollout_temperature=1.0, timeouts={"generate": PATIENCE_S}
         )
         assert run(reward_func(args, sample)) == 0.0
         assert largest_difference(sample.teacher_log_probs, plain_log_probs(model, ids[:3], ids[3:])) < 1e-4

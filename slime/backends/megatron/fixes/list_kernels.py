@@ -20,7 +20,7 @@ _RUNS = "_slime_runs"  # attribute of an optimizer: gradients that count, and th
 
 
 def install() -> None:
-    """Puts these kernels in the place of missing ones, once per process; other packages' stay."""
+    """Replace missing kernels by these, once per process; kernels of other packages are kept."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -97,7 +97,7 @@ def same_tensors(known: list[Tensor], found: list[Tensor]) -> bool:
 
 
 def joined(tensors: list[Tensor]) -> list[Tensor]:
-    """The same numbers, where tensors follow one another in a buffer as a single flat one."""
+    """Join tensors that follow one another in a buffer into single flat tensors with the same numbers."""
     runs: list[list[Tensor]] = []
     place: tuple[int, int] | None = None  # where the next of a run stands
     for part in sorted(tensors, key=_place):

@@ -38,7 +38,7 @@ _RECOMPILE_LIMIT = 64
 
 
 def should_compile(args: Args, config: TransformerConfig, device: torch.device) -> bool:
-    """Wide layers are compiled on GPUs, unless --compile says otherwise; never those that ranks share."""
+    """Whether layers are compiled: by default wide ones on GPUs, never tensor-parallel ones."""
     alone = config.tensor_model_parallel_size == config.context_parallel_size == 1
     hooked = args.overlap_param_gather or config.recompute_granularity == "selective"
     if not alone or hooked or args.compile is False:

@@ -130,7 +130,7 @@ class PackedGPTModel(GPTModel):
         return TokenOutputs(log_probs=log_probs, entropy=entropies, logits=full, extra=extra)
 
     def _joined(self, values: Tensor, stream: PackedStream) -> Tensor:
-        """[R] of all response tokens from those that this context-parallel rank predicts."""
+        """Return [R] values of all response tokens from the ones that this context-parallel rank predicts."""
         if stream.plan is None:
             return values
         return place_tokens(values, stream.places, stream.num_targets, self.pg_collection.cp)

@@ -204,7 +204,7 @@ def balance_coefficient(config: TransformerConfig) -> float:
 
 
 class RoutedLayer(TransformerLayer):
-    """A decoder layer whose router is told the routes of the micro-batch, also when it is computed again."""
+    """A decoder layer that gives its router the routes of the micro-batch, also when it is recomputed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""Reward checks in worker processes with a hard deadline: a check that hangs is killed, the pool goes on.
+"""Runs reward checks in worker processes with a hard deadline; a check that hangs is killed.
 
-A symbolic comparison or a regular expression can run for ever inside one C call; no thread, signal handler or
-asyncio timeout interrupts that. So each check runs in a process of its own kind, and at the deadline that
-process gets SIGKILL and is replaced when the next check needs it. A process that is stopped, or does not take
-a check up, is replaced after the same deadline; that is not held against the answer.
+A symbolic comparison or a regular expression can run forever inside one C call, which no thread, signal
+handler or asyncio timeout interrupts. So each check runs in a worker process, which gets SIGKILL at the
+deadline and is replaced when the next check needs one. A process that is stopped, or does not start a check,
+is replaced after the same deadline; that does not count as a wrong response.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.arguments.groups.rewards import RewardFlags
+from slime.catalog.deadlines import timeout_s
+from slime.catalog.limits import limit
+from slime.liveness import waits
 from slime.rollout.rm_hub.workers import limits
-from slime.utils import waits
-from slime.utils.machine.processes import thread_environment
+from slime.utils.machine import children
 from slime.utils.reward_failure import infra_error, invalid, too_large
 
 logger = logging.getLogger(__name__)
@@ -53,9 +55,9 @@ class CheckPool:
 
     def __init__(self, num_workers: int, deadline_s: float):
         if num_workers < 1:
-            raise ValueError(f"--reward-num-workers is {num_workers}: at least one worker is needed")
+            raise ValueError(f"--limits reward-workers is {num_workers}: at least one worker is needed")
         if deadline_s <= 0:
-            raise ValueError(f"--reward-timeout-s is {deadline_s}: a check needs a deadline above 0")
+            raise ValueError(f"--timeouts reward is {deadline_s}: a check needs a deadline above 0")
         self.deadline_s = deadline_s
         self._lock = threading.Lock()
         self._closed = False
@@ -76,7 +78,7 @@ class CheckPool:
             return sorted(worker.pid for worker in self._workers if worker.is_alive())
 
     async def check(self, function: str, *arguments: Any) -> Any:
-        """The function's value, or a failure: it gave up or was killed, it raised, or its worker broke."""
+        """Return the function's value, or a failure: it gave up, was killed, raised, or its worker broke."""
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
@@ -91,7 +93,7 @@ class CheckPool:
             return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """End all workers now; checks that run or wait come back as `infra_error`."""
+        """End all workers now; running and waiting checks return `infra_error`."""
         with self._lock:
             self._closed = True
             for _ in self._threads:
@@ -144,12 +146,10 @@ class _Worker:
     def __init__(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         search_path = os.pathsep.join([str(_PROJECT_ROOT), *(entry for entry in sys.path if entry)])
-        self.process = subprocess.Popen(
+        self.process = children.start(
             [sys.executable, str(_WORKER), str(theirs.fileno()), str(os.getpid())],
             pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # of its own: it may fork
-            env={**os.environ, **thread_environment(1), "PYTHONPATH": search_path},
+            env={**os.environ, **children.thread_environment(1), "PYTHONPATH": search_path},
         )
         theirs.close()
         self._connection = ours
@@ -165,14 +165,12 @@ class _Worker:
             code = self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return f"(pid {self.pid}) broke off"
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return f"(pid {self.pid}) {how}{hint}"
+        return f"(pid {self.pid}) {children.describe_exit(code)}{hint}"
 
     def end(self) -> None:
-        """Ends the worker at once, with all that it forked."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End the worker at once, with all that it forked."""
+        children.kill_group(self.process)
 
     def kill(self) -> None:
         self.end()
@@ -203,7 +201,7 @@ class _Worker:
                     f"reward check {function}: its worker was stopped from outside; it was replaced"
                 )
             return too_large(
-                f"timeout: {function} ran longer than --reward-timeout-s {deadline_s:g} and was killed"
+                f"timeout: {function} ran longer than --timeouts reward={deadline_s:g} and was killed"
             )
         return self._judged(function, *self._connection.recv())
 
@@ -241,7 +239,7 @@ class _Worker:
         return False
 
     def _is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it."""
+        """Return whether a signal or a debugger has stopped the worker."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
         except OSError:
@@ -253,10 +251,10 @@ _pools_lock = threading.Lock()
 
 
 def get_pool(args: PluginArgs) -> CheckPool:
-    """The process-wide pool of this size and deadline, made on first use."""
+    """Return the process-wide pool of this size and deadline, made on first use."""
     # A namespace that a test or a script made itself may lack them.
     full_args = SimpleNamespace(**{**_DEFAULTS, **vars(args)})
-    key = (full_args.reward_num_workers, full_args.reward_timeout_s)
+    key = (limit(full_args, "reward-workers"), timeout_s(full_args, "reward"))
     with _pools_lock:
         if key not in _pools:
             _pools[key] = CheckPool(*key)

@@ -1,7 +1,7 @@
-"""What an answer may cost: limits of the comparisons, and word of those that were given up.
+"""Limits of comparisons, and a record of comparisons that exceeded them.
 
-A comparison that meets its limit is "not equal" for whoever called it. A check worker also wants to know that
-it was not compared at all, so it opens a `noting()` around the check. Light: imported in check workers.
+A comparison beyond its limit is "not equal" for its caller. A check worker must also know that nothing was
+compared, so it opens `noting()` around the check. This module is light: check workers import it.
 """
 
 from __future__ import annotations

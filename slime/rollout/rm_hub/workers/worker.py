@@ -108,7 +108,7 @@ class _Worker:
             self._run(self._functions[path], arguments, deadline_s, cpu_s)
 
     def _load(self, path: str) -> bool:
-        """Whether the request that asked for the function is to be served."""
+        """Return whether the request that named the function is to be served."""
         module_name, _, name = path.partition(":")
         try:
             module = importlib.import_module(module_name)
@@ -123,7 +123,7 @@ class _Worker:
         return self._become_template()
 
     def _become_template(self) -> bool:
-        """Fork: True in the first child, False in those that replace a spent one; this process only waits."""
+        """Fork children: return True in the first, False in each replacement; this process only waits."""
         template_pid, is_first = os.getpid(), True
         while (child_pid := os.fork()) != 0:
             is_first = False

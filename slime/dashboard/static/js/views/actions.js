@@ -17,7 +17,7 @@ export async function render(main, context) {
     if (SURE[name] && !window.confirm(SURE[name])) return;
     try {
       await api.act(key, name, value);
-      say("Asked. The run answers after the step it is in.");
+      say("Requested. It takes effect after the current step.");
     } catch (error) {
       if (error.status === 401) api.setToken("");
       say(error.status === 401 ? NO_TOKEN : error.message);
@@ -32,14 +32,14 @@ export async function render(main, context) {
   async function refresh() {
     const [details, rows] = await Promise.all([api.get(api.run(key)), api.get(api.run(key, "/actions")).catch(() => [])]);
     state = details.state;
-    status.textContent = !can ? "This page only shows." : !isLive(state) ? `Nobody would answer: ${state === "finished" ? "the run is finished" : state}.` : api.hasToken() ? "The run runs, and answers after the step it is in." : NO_TOKEN;
+    status.textContent = !can ? "Read-only: actions are disabled." : !isLive(state) ? `Read-only: this run has ended (${state}), so actions are disabled.` : api.hasToken() ? "The run is active. A request takes effect after the current step." : NO_TOKEN;
     unlock.hidden = !can || !isLive(state) || api.hasToken();
     for (const element of main.querySelectorAll(".acts button, .acts input")) element.disabled = !can || !isLive(state) || !api.hasToken();
-    fill(body, rows.length ? rows.reverse().map((row) => h("tr", {}, h("td", {}, clock(row.time)), h("td", {}, row.name, row.value !== null && ` ${num(row.value)}`), h("td", {}, row.who), h("td", {}, h("span", { class: `badge ${row.state === "done" ? "finished" : row.state === "refused" ? "ended" : "running"}` }, row.state)), h("td", {}, row.answer || ""))) : h("tr", {}, h("td", { colSpan: 5, class: "dim" }, "Nothing was asked of this run so far.")));
+    fill(body, rows.length ? rows.reverse().map((row) => h("tr", {}, h("td", {}, clock(row.time)), h("td", {}, row.name, row.value !== null && ` ${num(row.value)}`), h("td", {}, row.who), h("td", {}, h("span", { class: `badge ${row.state === "done" ? "finished" : row.state === "refused" ? "ended" : "running"}` }, row.state)), h("td", {}, row.answer || ""))) : h("tr", {}, h("td", { colSpan: 5, class: "dim" }, "No actions yet.")));
   }
   context.settings = await api.get(api.run(key, "/settings")).catch(() => ({}));
   const actions = Object.entries(context.info.actions);
-  fill(main, status, unlock, h("div", { class: "acts" }, actions.map(([name, row]) => one(name, row))), h("section", { class: "panel scroll" }, h("h2", {}, "Asked so far"), h("table", {}, h("thead", {}, h("tr", {}, ["When", "What", "By", "State", "Answer"].map((name) => h("th", {}, name)))), body)));
+  fill(main, status, unlock, h("div", { class: "acts" }, actions.map(([name, row]) => one(name, row))), h("section", { class: "panel scroll" }, h("h2", {}, "Action history"), h("table", {}, h("thead", {}, h("tr", {}, ["Time", "Action", "By", "State", "Reply"].map((name) => h("th", {}, name)))), body)));
   await refresh();
   return { refresh };
 }

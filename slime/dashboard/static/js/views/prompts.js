@@ -26,7 +26,7 @@ export async function render(main, context) {
     const found = await Promise.all(context.keys.map((run) => api.get(api.run(run, `/prompts/${hash}`)).catch(() => [])));
     const text = found.find((groups) => groups.length)?.[0].prompt;
     const rows = context.keys.flatMap((run, i) => found[i].map((g) => [run, g.kind, g.step, g.dataset, g.outcome, g.reward, g.best, g.length, g.response]));
-    const save = () => csv(`prompt-${hash}`, ["run", "kind", "step", "dataset", "became", "mean reward", "best reward", "tokens", "first answer"], rows);
+    const save = () => csv(`prompt-${hash}`, ["run", "kind", "step", "dataset", "outcome", "mean reward", "best reward", "tokens", "first answer"], rows);
     fill(pane, text && h("pre", { class: "text mono" }, text), context.keys.map((run, i) => one(run, found[i])), rows.length > 0 && h("p", {}, h("button", { class: "small", type: "button", onclick: save }, "CSV")));
   }
   function one(run, groups) {

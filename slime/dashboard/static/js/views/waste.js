@@ -16,7 +16,7 @@ const PARTS = {
   "Waits": ["perf/train_wait_time", "perf/step_time", "perf/update_weights_time", "perf/non_generation_time/mean"],
 };
 const WHAT = {
-  "Groups": "What became of the groups of each rollout: trained on, dropped by a filter, given back unfinished, failed, or too old.",
+  "Groups": "The outcome of the groups of each rollout: trained on, dropped by a filter, given back unfinished, failed, or too old.",
   "Staleness": "How many weight pushes old the weights were that wrote the answers which are trained on. 0: the newest.",
   "Engine load": "How busy the engines are, and how much of their work was known from before.",
   "Waits": "How long the trainer waits for samples, beside how long a step takes and what else is no generation.",
@@ -34,8 +34,8 @@ export async function render(main, context) {
   const known = new Map(rows.map((row) => [row.name, row])), charts = [];
   if (!known.size) { fill(main, empty("Nothing is logged yet.")); return {}; }
   const total = outcomes.reduce((sum, row) => sum + row.groups, 0);
-  const table = total ? h("section", { class: "panel scroll" }, h("h2", {}, "What became of the groups ", tip("Of the last 400 rollouts at most. A group is one prompt with all its answers. Only trained ones teach the model; the others cost time."), " ", h("button", { class: "small", type: "button", onclick: () => csv(`${key}-outcomes`, ["became", "reason", "groups"], outcomes.map((row) => [row.outcome, row.reason, row.groups])) }, "CSV")),
-    h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Became"), h("th", {}, "Reason"), h("th", { class: "num" }, "Groups"), h("th", { class: "num" }, "Share"), h("th", {}))), h("tbody", {}, outcomes.map((row) => h("tr", {}, h("td", {}, WORDS[row.outcome] || row.outcome), h("td", {}, reasonOf(row.reason)), h("td", { class: "num" }, num(row.groups)), h("td", { class: "num" }, `${num((100 * row.groups) / total, 3)}%`), h("td", {}, h("a", { href: link("samples", { runs: context.keys.join(","), outcome: row.outcome, order: "newest" }) }, "samples"))))))) : empty("The record holds no groups, so their outcomes are not known.");
+  const table = total ? h("section", { class: "panel scroll" }, h("h2", {}, "Outcome of the groups ", tip("Of the last 400 rollouts at most. A group is one prompt with all its answers. Only trained ones teach the model; the others cost time."), " ", h("button", { class: "small", type: "button", onclick: () => csv(`${key}-outcomes`, ["became", "reason", "groups"], outcomes.map((row) => [row.outcome, row.reason, row.groups])) }, "CSV")),
+    h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Outcome"), h("th", {}, "Reason"), h("th", { class: "num" }, "Groups"), h("th", { class: "num" }, "Share"), h("th", {}))), h("tbody", {}, outcomes.map((row) => h("tr", {}, h("td", {}, WORDS[row.outcome] || row.outcome), h("td", {}, reasonOf(row.reason)), h("td", { class: "num" }, num(row.groups)), h("td", { class: "num" }, `${num((100 * row.groups) / total, 3)}%`), h("td", {}, h("a", { href: link("samples", { runs: context.keys.join(","), outcome: row.outcome, order: "newest" }) }, "samples"))))))) : empty("The record holds no groups, so their outcomes are not known.");
   fill(main, table, Object.entries(PARTS).map(([name, metrics]) => {
     const there = metrics.filter((metric) => known.has(metric));
     if (!there.length) return null;

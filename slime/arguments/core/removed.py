@@ -1,0 +1,56 @@
+"""Flags that earlier versions of slime had, and what takes the place of each: the text of the error."""
+
+_DEADLINES = {
+    **{f"{name}-timeout-s": name for name in ("custom-generate", "generate", "reward", "env", "episode")},
+    **{f"{name}-timeout-s": name for name in ("judge", "worker-silence", "host", "hang", "engine-start")},
+    **{f"{name}-timeout-s": name for name in ("engine-silence", "no-engine", "update-weight")},
+    "restart-wait-s": "restart-wait",
+}
+_LIMITS = {
+    "group-max-attempts": "group-attempts",
+    "reward-retries": "reward-retries",
+    "reward-failure-limit": "reward-failures",
+    "reward-num-workers": "reward-workers",
+    "judge-num-requests": "judge-requests",
+    "judge-max-tokens": "judge-tokens",
+    "sandbox-num-boxes": "sandboxes",
+    "engine-restart-limit": "engine-restarts",
+    "rollout-health-check-failures": "probe-failures",
+    "embedded-max-running-requests": "embedded-requests",
+    "embedded-max-total-tokens": "embedded-tokens",
+    "tracker-samples": "tracker-samples",
+}
+
+_LOSS_ARGS = """
+    sapo-tau-pos sapo-tau-neg clip-cov-ratio clip-cov-low clip-cov-high kl-cov-ratio kl-cov-coef dppo-delta
+"""
+
+REMOVED_FLAGS: dict[str, str] = {
+    **{old: f"give it as --timeouts {name}=SECONDS" for old, name in _DEADLINES.items()},
+    **{old: f"give it as --limits {name}=NUMBER" for old, name in _LIMITS.items()},
+    **{name: f"give it as --policy-loss-args {name.replace('-', '_')}=NUMBER" for name in _LOSS_ARGS.split()},
+    **{
+        f"critic-{name}": f"give {name.replace('-', '_')} to the role critic of --megatron-config-path"
+        for name in ("min-lr", "lr-decay-style", "clip-grad")
+    },
+    "engine-restart-window-s": "the window of --limits engine-restarts is always 600 seconds; remove it",
+    "show-sample-every": "a sample is always shown every 5 steps (none with --quiet); remove it",
+    "env-num-items": "an environment makes 10000 items; --prompt-data env:NAME#train:N has another number",
+    "log-sft-entropy": "the entropy of supervised tokens is no longer measured; remove it",
+    "logits-memory-gib": "the backward pass always computes logits again; remove it",
+    "weight-copies": "copies of weights are always kept in host memory; remove it",
+    "no-load-verify": "checkpoints are always verified when they are loaded; remove it",
+    "hub-public": "models are pushed to private repositories; make one public in its settings on the hub",
+    "embedded-device": "the embedded engine runs on the GPU it was given, else on the CPU; remove it",
+    "embedded-dtype": "the embedded engine computes in --dtype; remove it",
+    "record-max-days": "samples leave the record by size alone: --record-max-mib",
+    "record-sync": "the record is always synced to disk after each rollout and step; remove it",
+    "overlong-penalty-factor": "the penalty of --overlong-buffer-len is always 1 at full length; remove it",
+    "eval-env": "evaluate in another environment with --eval-prompt-data NAME env:FAMILY:TASK#heldout:N",
+    "router-python": "install sglang-router into .venv-router (`make sglang-env`) or into this Python",
+    "megatron-config": "give each field as a flag of its own, such as --moe-z-loss-coeff 0.001",
+    "trackio-project": "set the environment variable TRACKIO_PROJECT",
+    "trackio-space": "set the environment variable TRACKIO_SPACE_ID",
+    "mlflow-tracking-uri": "set the environment variable MLFLOW_TRACKING_URI",
+    "mlflow-experiment": "set the environment variable MLFLOW_EXPERIMENT_NAME",
+}

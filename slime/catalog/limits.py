@@ -1,0 +1,38 @@
+"""Limits on counts: the rows of `--limits NAME=NUMBER,...`."""
+
+from typing import Any
+
+from slime.catalog.named_numbers import NamedNumber
+
+LIMITS: dict[str, NamedNumber] = {
+    "group-attempts": NamedNumber(
+        3, "times one group is generated: after failures, or when it exceeds --max-weight-staleness", ge=1
+    ),
+    "reward-retries": NamedNumber(2, "retries of a reward that failed", ge=0),
+    "reward-failures": NamedNumber(32, "samples in a row without a reward before the run stops", ge=1),
+    "reward-workers": NamedNumber(1, "processes that check answers", ge=1),
+    "judge-requests": NamedNumber(16, "judgements under way at a time", ge=1),
+    "judge-tokens": NamedNumber(512, "tokens of one answer of the judge", ge=1),
+    "sandboxes": NamedNumber(32, "local sandboxes in use at a time", ge=1),
+    "tokens-in-flight": NamedNumber(
+        0, "tokens of all requests in flight, prompts and responses; others wait; 0: no limit", ge=0
+    ),
+    "engine-restarts": NamedNumber(3, "engine deaths within ten minutes; one more stops the run", ge=0),
+    "probe-failures": NamedNumber(
+        1, "failed probes of --use-fault-tolerance in a row before an engine is replaced", ge=1
+    ),
+    "embedded-requests": NamedNumber(
+        1024, "requests that one embedded engine decodes together; 1 with --deterministic-mode", ge=1
+    ),
+    "embedded-tokens": NamedNumber(
+        0, "tokens of KV cache of one embedded engine; 0: what fits into memory", ge=0
+    ),
+    "tracker-samples": NamedNumber(
+        16, "samples of each rollout and evaluation that trackers show as a table", ge=0, le=1000
+    ),
+}
+
+
+def limit(args: Any, name: str) -> int:
+    """Return a limit of the run."""
+    return int(args.limits.get(name, LIMITS[name].default))

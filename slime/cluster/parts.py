@@ -1,0 +1,277 @@
+"""Starts the parts of a run: engines, the rollout side and trainer ranks, each when it can start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from slime.arguments import Args
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.cluster.canary.canary import Canary
+from slime.cluster.checkpoints.published import Models
+from slime.cluster.checkpoints.resume_point import ResumePoint, find_resume_point, verify_checkpoint
+from slime.cluster.checkpoints.saving import Saver
+from slime.cluster.closing import Closing
+from slime.cluster.cluster import Cluster
+from slime.cluster.driver_spans import Timeline
+from slime.cluster.host_check import check_hosts
+from slime.cluster.residency import Residency
+from slime.cluster.restart.recovery import Recovery, Restart
+from slime.cluster.restart.replay import KeptBatches, ReplayLog, SafeState
+from slime.cluster.restart.restore import PeerCopies, Restorer
+from slime.cluster.rollout_manager import RolloutFacts, RolloutManager, RolloutProcess
+from slime.cluster.rollout_schedule import RolloutSchedule
+from slime.cluster.run_log import RunLog
+from slime.cluster.run_opening import note_restart
+from slime.cluster.run_requests import Requests
+from slime.cluster.serving.engine_weights import EngineWeights
+from slime.cluster.serving.loaded_weights import begins_as_served
+from slime.cluster.serving.served_model import trains_on_every_gpu
+from slime.cluster.trainer import Trainer
+from slime.cluster.training.release import TrainerRelease
+from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_group import RankProcesses, Ranks, TrainGroup
+from slime.cluster.weight_push import PushToNobody, WeightPush
+from slime.liveness import waits
+from slime.observability.advisories import Advisor, Advisory, Facts
+from slime.observability.counters import Counters
+from slime.observability.tracking import Tracker
+from slime.preflight.findings import Prediction
+from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background
+from slime.runtime.placement import Placement, plan_placement
+from slime.utils.files.step_folders import StepFolder
+from slime.utils.machine.accelerator import device_count, has_bfloat16
+from slime.utils.machine.run_identity import Run
+from slime.utils.models.model_config import context_of
+from slime.utils.types import RolloutBatch
+from slime.weight_sync import Site, choose_adapter_transport, choose_transport
+
+logger = logging.getLogger(__name__)
+
+_ENGINES_CLOSE_DEADLINE_S = 60.0
+_READ_DEADLINE_S = 600.0  # a batch from the ledger
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """Builds a `Cluster`. `closing` takes down whatever was started, also when the start fails half-way."""
+
+    args: Args
+    run: Run
+    runtime: Runtime
+    closing: Closing
+    tracker: Tracker
+    models: Models
+    overlapped: bool
+    prediction: Prediction | None
+
+    def start(self, checkpoint: StepFolder | None) -> Cluster:
+        """Start engines and trainer side by side, and return when both are ready."""
+        args, runtime = self.args, self.runtime
+        plan = plan_placement(args, min(device_count(), args.num_gpus_per_node), runtime.num_machines)
+        placement = runtime.claim(plan)
+        check_hosts(args, runtime, checkpoint)
+        self.run = replace(self.run, host=placement.host)
+        spec = WorkerSpec(name="rollout", near_driver=True)
+        process = runtime.spawn(spec, RolloutProcess, args, self.run, placement, runtime)
+        self.closing.add(lambda: process.call_control(RolloutProcess.close).result(_ENGINES_CLOSE_DEADLINE_S))
+        launched = process.call(RolloutProcess.launch)
+        ranks = RankProcesses(args, self.run, runtime, placement.trainer)
+        checkpoint = verify_checkpoint(args, checkpoint, ranks.find_damage)  # while engines load
+        point = find_resume_point(args, self.run, checkpoint, self.overlapped)
+        folder = checkpoint.trainer if checkpoint is not None else None
+        engines = process.part(RolloutProcess.weights)
+        residency = Residency(args, engines, ranks.actors)
+        rollout = process.call(RolloutProcess.start, point.rollout_id, point.rollout_state, point.resume)
+
+        def note_loaded() -> None:
+            if placement.engines and placement.trainer and begins_as_served(args, folder):
+                engines.call_control(EngineWeights.note_loaded).result(_READ_DEADLINE_S)
+
+        facts, group = _load_both(
+            args, (launched, rollout), len(placement.engines), ranks, folder, residency, note_loaded
+        )
+        manager = process.part(RolloutProcess.manager)
+        recording = process.part(RolloutProcess.recording) if args.record_max_mib else None
+        timeline = Timeline(recording)
+        trainer = self._build_trainer(
+            placement, ranks, group, residency, manager, engines, timeline, facts, point, folder
+        )
+        counters = Counters.of_run(self.run.run_dir, point.rollout_id, args)
+        return Cluster(
+            args=args,
+            run=self.run,
+            schedule=RolloutSchedule(args, point.rollout_id, facts.num_rollout, facts.num_rollout_per_epoch),
+            rollout=manager,
+            trainer=trainer,
+            log=RunLog(self.tracker, open_advisor(args, self.overlapped), counters, self.prediction),
+            timeline=timeline,
+            requests=Requests(recording),
+            restored=point.restored,
+        )
+
+    def _build_trainer(
+        self,
+        placement: Placement,
+        ranks: RankProcesses,
+        group: TrainGroup,
+        residency: Residency,
+        manager: Handle[RolloutManager],
+        engines: Handle[EngineWeights],
+        timeline: Timeline,
+        facts: RolloutFacts,
+        point: ResumePoint,
+        folder: Path | None,
+    ) -> Trainer:
+        """Put the trainer together with what restarts it; `folder`: the checkpoint it has loaded."""
+        args = self.args
+
+        def expect_rollouts() -> None:
+            if args.num_rollout is None:
+                group.ranks.call(TrainActor.expect_rollouts, facts.num_rollout)
+
+        expect_rollouts()  # before senders are opened, which see the number, too
+        done = point.num_pushes
+        push = _open_push(args, self.run, placement, facts, group.ranks, engines, residency, done)
+
+        def prepare_again() -> None:
+            expect_rollouts()
+            if push is not None:
+                push.open_senders()
+
+        limit = args.max_restarts if placement.trainer else 0
+        ledgered = args.save is not None and args.record_max_mib > 0 and not args.no_save_optim
+        replay = ReplayLog(
+            SafeState(args, folder, point.rollout_id - 1),
+            KeptBatches(partial(_read_batch, manager) if ledgered else None),
+            is_on=limit > 0,
+            num_states=None if ledgered else 2,
+        )
+        restorer = Restorer(args, self.runtime, placement.trainer, ranks, group, residency, prepare_again)
+        report = partial(_report_restart, self.run)
+        shm_prefix = self.run.shm_prefix
+        compares = facts.probe and isinstance(push, WeightPush)
+        return Trainer(
+            args=args,
+            run=self.run,
+            group=group,
+            residency=residency,
+            timeline=timeline,
+            recovery=Recovery(limit, ranks, self.runtime, replay, restorer.restore, report),
+            replay=replay,
+            weight_push=push,
+            saver=_open_saver(args, group, manager, self.models, replay),
+            copies=PeerCopies(args, shm_prefix, ranks, replay) if args.peer_copies and limit else None,
+            release=TrainerRelease(args, ranks, folder, prepare_again) if args.release_train else None,
+            canary=Canary(args, group, engines, residency, facts.probe) if compares else None,
+        )
+
+
+def _load_both(
+    args: Args,
+    starting: tuple[Future[None], Future[RolloutFacts]],
+    num_engines: int,
+    ranks: RankProcesses,
+    folder: Path | None,
+    residency: Residency,
+    note_loaded: Callable[[], None],
+) -> tuple[RolloutFacts, TrainGroup]:
+    """Wait until engines and trainer are ready; the first failure ends the wait."""
+    launched, rollout = starting
+
+    def when_served() -> None:
+        rollout.result()
+        note_loaded()
+
+    def progress() -> str:
+        engines_are = "serve" if rollout.done() else "are not up yet"
+        return f"starting: {ranks.describe()}, {num_engines} engine(s) {engines_are}"
+
+    with waits.logging_progress(progress):
+        if args.colocate:  # engines size their memory first
+            first: list[Future[object]] = [launched, rollout, in_background(ranks.warm_up, "trainer-warm-up")]
+            gather(first)
+            residency.make_room()
+        loading = in_background(lambda: ranks.load(folder), "trainer-start")
+        both: list[Future[object]] = [launched, rollout, loading, in_background(when_served, "engines-noted")]
+        gather(both)
+    return rollout.result(), loading.result()
+
+
+def _open_saver(
+    args: Args, group: TrainGroup, manager: Handle[RolloutManager], models: Models, replay: ReplayLog
+) -> Saver | None:
+    """Build what writes checkpoints and models; None: the run keeps neither."""
+    if args.save is None and (args.save_hf is None or args.debug_rollout_only):
+        return None
+    folder = Path(args.save) if args.save is not None else None
+    return Saver(folder, args.save_hf, args.keep_last_n, group.ranks, manager, models, replay.commit)
+
+
+def _read_batch(manager: Handle[RolloutManager], rollout_id: int) -> RolloutBatch | None:
+    """Read a batch from the ledger; None: it does not hold it."""
+    return manager.call_control(RolloutManager.made_batch, rollout_id).result(_READ_DEADLINE_S)
+
+
+def _report_restart(run: Run, restart: Restart) -> None:
+    """Write the restart to run.json, which `slime status` reads, and give advice the first time."""
+    note_restart(run, restart.rollout_id, restart.cause, restart.begins_from)
+    if restart.number == 1:
+        advice = Advisory(
+            "trainer_restarted",
+            f"the trainer was lost at step {restart.rollout_id + 1} ({restart.cause}) and restarts from "
+            f"{restart.begins_from}",
+            f"look into {run.run_dir}/logs for the cause; a smaller --save-interval costs fewer steps",
+        )
+        logger.warning("advice: %s", advice, extra={"advisory": advice})
+
+
+def open_advisor(args: Args, overlapped: bool) -> Advisor:
+    """Build the advisor, and report what the settings alone already show."""
+    facts = Facts(
+        samples_per_prompt=args.n_samples_per_prompt,
+        max_response_len=args.rollout_max_response_len,
+        context_len=context_of(args.hf_checkpoint) if args.hf_checkpoint else None,
+        saves=args.save is not None or args.save_hf is not None,
+        overlapped=overlapped,
+        by_rewards=args.loss_type not in SUPERVISED_LOSSES and not args.debug_rollout_only,
+        has_teacher=args.use_opd,
+    )
+    advisor = Advisor(facts)
+    for advice in advisor.at_start():
+        logger.warning("advice: %s", advice, extra={"advisory": advice})
+    return advisor
+
+
+def _open_push(
+    args: Args,
+    run: Run,
+    placement: Placement,
+    facts: RolloutFacts,
+    ranks: Ranks[TrainActor],
+    engines: Handle[EngineWeights],
+    residency: Residency,
+    num_done: int,
+) -> WeightPush | PushToNobody | None:
+    """Build what brings the trainer's weights to the engines; None where nothing trains."""
+    if not placement.trainer:
+        return None
+    if not placement.engines:
+        return PushToNobody(ranks, num_done)
+    site = Site(device_count() > 0, args.colocate, trains_on_every_gpu(args, placement))
+    transport = (
+        choose_adapter_transport(facts.transports)
+        if args.lora_sync == "adapter"
+        else choose_transport(args.update_weight_transport, facts.transports, site, args.update_weight_mode)
+    )
+    logger.info("weights travel by %s", transport)
+    # Engines get the precision that the trainer computes in; None: that of the master weights.
+    half = args.dtype == "bfloat16" or (args.dtype == "auto" and has_bfloat16())
+    return WeightPush(
+        *(ranks, engines, residency, run.pushes_as, "bfloat16" if half else None, num_done),
+        transport=transport,
+        engine_urls=facts.engine_urls,
+    )

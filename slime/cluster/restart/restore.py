@@ -1,0 +1,165 @@
+"""Brings a lost trainer back: finds machines for its ranks, checks the state and loads it.
+
+Peer copies are such states in the shared memory of the machines, which outlives the ranks' processes, so that
+a dead rank costs one step. They have the content of a checkpoint on disk and are written by the same code.
+Two folders take turns: the previous copy stays whole until all ranks have written the next. With ranks on
+several machines, each also holds what the one before it wrote, so that one machine can be lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slime.arguments import Args
+from slime.catalog.deadlines import timeout_s
+from slime.cluster.checkpoints.save_folder import naming_disk_errors
+from slime.cluster.host_check import check_hosts
+from slime.cluster.residency import TRAIN, Residency
+from slime.cluster.restart.replay import ReplayLog, SafeState, UnreadableState
+from slime.cluster.training.release import OF_THE_FIRST_START
+from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_group import RankProcesses, TrainGroup
+from slime.liveness import waits
+from slime.runtime.base import Runtime
+from slime.runtime.placement import Slot
+from slime.utils.errors import RunStopped
+from slime.utils.files.checksums import FileRecord
+from slime.utils.files.machine_copies import CopyPlace
+from slime.utils.files.step_folders import DamagedCheckpoint, NewerCheckpoint, read_step
+from slime.utils.machine import shm
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 5.0
+_NAMED = 3  # files that a message lists
+
+
+@dataclass(frozen=True, slots=True)
+class Restorer:
+    """Starts new ranks and loads a safe state. `slots`: the places of the first ranks.
+
+    `prepare`: what new ranks need before they train, beyond their state.
+    """
+
+    args: Args
+    runtime: Runtime
+    slots: tuple[Slot, ...]
+    processes: RankProcesses
+    group: TrainGroup
+    residency: Residency
+    prepare: Callable[[], None]
+
+    def restore(self, state: SafeState) -> None:
+        """Start new ranks and bring all of them to `state`; UnreadableState where it is damaged."""
+        self.residency.enter(TRAIN)  # engines make room, as for any step
+        self.processes.move(find_slots(self.args, self.runtime, self.slots))
+        check_hosts(self.args, self.runtime, None)  # a host may be new
+        self.processes.renew(state.args)
+        source = check_readable(state, self.processes)
+        self.group.layouts = self.processes.load_again(source)
+        self.prepare()
+        ranks = self.group.ranks
+        if state.memories:  # equal on all ranks, of which there may be more or fewer now
+            ranks.call(TrainActor.remember, state.memories[0])
+        for name, value in state.settings.items():
+            ranks.call(TrainActor.change_setting, name, value)
+
+
+class PeerCopies:
+    """Writes copies of the trainer's state to shared memory. `prefix`: of the run's shared memory."""
+
+    def __init__(self, args: Args, prefix: str, processes: RankProcesses, replay: ReplayLog):
+        self._args, self._processes, self._replay = args.replace(**OF_THE_FIRST_START), processes, replay
+        self._every = args.peer_copies
+        self._folders = [shm.FOLDER / f"{prefix}-state-{turn}" for turn in ("a", "b")]
+
+    def are_due(self, rollout_id: int) -> bool:
+        return (rollout_id + 1) % self._every == 0
+
+    def write(self, rollout_id: int) -> None:
+        """Write the copy after the step of this rollout; it counts only when all ranks are done."""
+        folder: Path = next(folder for folder in self._folders if folder != self._replay.safe.folder)
+        ranks, place = self._processes.actors, self._processes.copy_place(folder)
+        memories = tuple(ranks.call(TrainActor.memory))
+        self._replay.begin_save(SafeState(self._args, folder, rollout_id, memories))
+        files: dict[str, FileRecord] = {}
+        with naming_disk_errors("--peer-copies", shm.FOLDER, rollout_id):
+            for of_machine in ranks.call(TrainActor.copy_state, place):
+                files |= of_machine
+        self._replay.commit(rollout_id, files)
+
+
+def check_readable(state: SafeState, ranks: RankProcesses) -> Path | CopyPlace | None:
+    """Return the state as ranks load it; UnreadableState where it is damaged."""
+    if state.folder is None:
+        return None
+    if state.copied is not None:
+        place = ranks.copy_place(state.folder)
+        damage = ranks.complete_copy(place, state.copied)
+        _raise_damage(damage, f"the copy in memory of step {state.rollout_id + 1}")
+        return place
+    path = state.folder.parent
+    try:
+        step = read_step(path)
+    except (DamagedCheckpoint, NewerCheckpoint) as error:
+        raise UnreadableState(str(error)) from error
+    _raise_damage(ranks.find_damage(path, step.manifest.files or {}), str(path))
+    return state.folder
+
+
+def _raise_damage(damage: list[str], what: str) -> None:
+    if damage:
+        more = f" and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
+        raise UnreadableState(f"{what} is damaged: {'; '.join(damage[:_NAMED])}{more}")
+
+
+def find_slots(args: Args, runtime: Runtime, slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Find a slot for each rank; with --elastic for as many ranks as the remaining machines can hold.
+
+    Waits for missing machines, and logs what it needs; RunStopped after --timeouts restart-wait.
+    """
+    limit_s = timeout_s(args, "restart-wait")
+    with waits.waiting("machines for the trainer", owner="driver", deadline_s=limit_s) as wait:
+        logged = False
+        while True:
+            found = [slot for slot in runtime.find_again(slots) if slot is not None]
+            if len(found) == len(slots):
+                return tuple(found)
+            missing = _missing(slots, found)
+            fewer = _whole_replicas(args, len(found)) if args.elastic else 0
+            if fewer:
+                logger.warning(
+                    "%s. --elastic: training continues on %d rank(s), each with a larger share of the batch.",
+                    *(missing, fewer),
+                )
+                return tuple(replace(slot, index=rank) for rank, slot in enumerate(found[:fewer]))
+            left = limit_s - wait.age_s
+            if left <= 0:
+                raise RunStopped(
+                    f"{missing}, also after --timeouts restart-wait={limit_s:g}: start Ray on another "
+                    "machine and run this command again, or continue with fewer ranks by --elastic."
+                )
+            if not logged:
+                logger.warning("%s: waiting up to %.0f s for another machine to join Ray.", missing, left)
+            logged = True
+            time.sleep(min(_POLL_S, left))
+
+
+def _whole_replicas(args: Args, num_slots: int) -> int:
+    """Return how many of these ranks hold whole copies of the model; 0: not even one."""
+    replica = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
+    unit = math.lcm(replica, args.expert_model_parallel_size)
+    return num_slots // unit * unit
+
+
+def _missing(slots: Sequence[Slot], found: Sequence[Slot]) -> str:
+    needs, has = (len({slot.machine for slot in some}) for some in (slots, found))
+    return (
+        f"the trainer needs {len(slots)} ranks on {needs} machine(s) (--actor-num-nodes, "
+        f"--actor-num-gpus-per-node) and has {has} machine(s) for {len(found)}"
+    )

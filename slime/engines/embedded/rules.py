@@ -1,0 +1,51 @@
+"""What the embedded engine demands of a run's arguments, and which models it cannot serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.arguments.core.draft import Draft
+
+NEEDS_OTHER = "cannot run on the embedded engine's attention function; use --rollout-engine sglang"
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def why_meant(draft: Draft) -> str | None:
+    """Return why the flags ask for this engine; None: they do not ask for it."""
+    return None
+
+
+def interpreter(given: str | None, reason: str) -> dict[str, str]:
+    """Return flags that name the engine's interpreter: it runs in ours, so there are none."""
+    return {}
+
+
+def make_reproducible(draft: Draft) -> None:
+    """Compute requests one at a time: the last bits of log-probs depend on what is computed together."""
+    requests = draft.limits.setdefault("embedded-requests", 1)
+    if requests != 1:
+        raise ValueError(
+            f"--limits embedded-requests={requests:g} with --deterministic-mode: log-probs of requests "
+            "that are computed together depend on which they are, and that on timing; leave it out, or do "
+            "without --deterministic-mode."
+        )
+
+
+def check_adapter_sync(draft: Draft, own_requests: str | None) -> None:
+    """Accept every run: the model stays when memory is released, and all requests get the adapters."""
+
+
+def lacks_images_of(model_type: str) -> bool:
+    """Return whether the engine cannot serve this type of vision-language model."""
+    return False
+
+
+def unserved_layers(config: Any) -> list[str]:
+    """Return the kinds of layers in a model's config that this engine cannot compute."""
+    return sorted(set(vars(config).get("layer_types") or ()) - _SERVED_LAYERS)
+
+
+def why_unserved(config: Any) -> str | None:
+    """Return why this engine cannot serve a model of such a config; None: nothing speaks against it."""
+    kinds = unserved_layers(config)
+    return f"a {config.model_type} has {', '.join(kinds)} layers and {NEEDS_OTHER}" if kinds else None

@@ -1,0 +1,162 @@
+"""Writes the stacks of all threads and asyncio tasks of a process to its log when somebody asks for them.
+
+SIGUSR2 asks. The interpreter itself handles it, so that a process that hangs inside a C call or holds
+Python's lock writes the stacks of its threads too; its asyncio tasks follow as soon as any Python code runs
+in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from slime.utils import async_utils
+from slime.utils.files.restricted import restricted
+
+SIGNAL = signal.SIGUSR2
+_STDERR = 2  # the descriptor: the file object may be closed when the interpreter exits
+_TASK_FRAMES, _MAX_TASKS = 8, 200
+_DEPENDENTS_TIMEOUT_S = 5.0
+_SAME_QUESTION_S = 0.5
+_writing = threading.Lock()
+_last_written = float("-inf")
+_dependents: list[Callable[[], None]] = []
+
+
+def answer_signal() -> None:
+    """Make this process write its stacks to stderr, its log, when it is asked."""
+    stderr = sys.__stderr__
+    if stderr is None or threading.current_thread() is not threading.main_thread():
+        return
+    with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation):  # a stderr that is no file
+        _install(stderr)
+        # For a main thread inside a collective: Python runs no signal handler meanwhile.
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
+        threading.Thread(target=_write_when_asked, args=(ours, stderr), name="stacks", daemon=True).start()
+
+
+@contextlib.contextmanager
+def answering(log: Path) -> Iterator[None]:
+    """Within this block, append stacks to `log` when asked, unless somebody else has set a handler.
+
+    Without a handler the signal would end the process.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or signal.getsignal(SIGNAL) != signal.SIG_DFL:
+        yield
+        return
+    with open(log, "a", opener=restricted) as file:
+        _install(file)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(SIGNAL)
+            signal.signal(SIGNAL, signal.SIG_DFL)
+
+
+def _install(file: IO[str]) -> None:
+    signal.signal(SIGNAL, lambda number, frame: _write_tasks(file))
+    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=True)
+
+
+def watch_exit(after_s: float = 60.0) -> None:
+    """Write the stacks of all threads to stderr if the exit of the interpreter takes longer than `after_s`.
+
+    Call it last. An exit waits for every thread that is not a daemon, for executors and for functions of
+    `atexit`; without this, a process that never ends prints nothing. It does not end the process.
+    """
+    with contextlib.suppress(OSError, ValueError):  # a process without stderr
+        os.fstat(_STDERR)
+        # Only once: a dump while the interpreter frees its threads can end the process with a segfault.
+        faulthandler.dump_traceback_later(after_s, file=_STDERR)
+
+
+def ask(pids: Iterable[int]) -> list[int]:
+    """Ask processes of this machine that handle the signal, which would end any other; return their pids."""
+    asked = []
+    for pid in pids:
+        if _answers(pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, SIGNAL)
+                asked.append(pid)
+    return asked
+
+
+def _answers(pid: int) -> bool:
+    """Return whether a process has a handler for the signal, which psutil does not report."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
+
+
+def write_own(file: IO[str]) -> None:
+    """Write the stacks of this process, and ask the processes that it looks after."""
+    file.flush()
+    faulthandler.dump_traceback(file, all_threads=True)
+    file.write(_tasks())
+    file.flush()
+    # In threads of their own: one that hangs must not keep the others from being asked.
+    asking = [threading.Thread(target=dependent, name="stacks", daemon=True) for dependent in _dependents]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join(_DEPENDENTS_TIMEOUT_S)
+
+
+def pass_on(ask_dependents: Callable[[], None]) -> Callable[[], None]:
+    """Call this function too whenever this process writes its stacks; returns what undoes that."""
+    _dependents.append(ask_dependents)
+    return lambda: _dependents.remove(ask_dependents)
+
+
+def _write_when_asked(signals: socket.socket, file: IO[str]) -> None:
+    while numbers := signals.recv(64):
+        if SIGNAL in numbers:
+            _write_tasks(file)
+
+
+def _write_tasks(file: IO[str]) -> None:
+    """Write the stacks of asyncio tasks once for each signal, although two handlers may see it."""
+    global _last_written
+    with _writing:
+        if time.monotonic() - _last_written < _SAME_QUESTION_S:
+            return
+        _last_written = time.monotonic()
+    with contextlib.suppress(OSError):  # a full disk is reported where it matters
+        file.write(_tasks())
+        file.flush()
+
+
+def _tasks() -> str:
+    """Describe the asyncio tasks of the background loop and of the loop that runs in this thread."""
+    loops = {async_utils.current_loop()}
+    with contextlib.suppress(RuntimeError):
+        loops.add(asyncio.get_running_loop())
+    out = io.StringIO()
+    for loop in loops - {None}:
+        tasks: list[asyncio.Task[Any]] = []
+        with contextlib.suppress(RuntimeError):  # the set of tasks changed while it was read
+            tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+        out.write(f"asyncio tasks: {len(tasks)}\n")
+        for task in tasks[:_MAX_TASKS]:
+            out.write(f"{task.get_name()} waits:\n")
+            for place in task.get_stack(limit=_TASK_FRAMES):
+                code = place.f_code
+                out.write(f"  File {code.co_filename}, line {place.f_lineno} in {code.co_qualname}\n")
+    return out.getvalue()

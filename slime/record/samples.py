@@ -1,0 +1,171 @@
+"""The rows of a rollout in the record: one per group and one per sample, with its token-level numbers."""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slime.record.texts import json_text, prompt_hash, prompt_text, storable
+from slime.utils import codec
+from slime.utils.types import Sample, flatten_samples
+
+_ALL_ONES = 1  # stands for a loss mask that trains the whole response
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One prompt group with its outcome.
+
+    Example: Entry((sample, sample), "filtered", "zero_std_1.0") is a group that a filter dropped because
+    all of its responses were right. `dataset` is the name of an evaluation's dataset.
+    """
+
+    samples: tuple[Sample, ...]
+    outcome: str = "trained"
+    reason: str | None = None
+    dataset: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The numbers of a sample. Log-probs and mask have one entry per response token; None: not known."""
+
+    ids: list[int]
+    log_probs: list[float] | None
+    loss_mask: list[int] | None
+    versions: list[tuple[str, int, int]]
+    execution: int | None  # siblings of one fan-out, and both members of a pair, share it
+
+
+def group_entries(
+    samples: Sequence[Sample | Sequence[Sample | Sequence[Sample]]],
+    outcome: str,
+    reason: str | None = None,
+    dataset: str | None = None,
+) -> list[Entry]:
+    """Return entries for what a rollout function returned: groups, or samples with group indices."""
+    groups: dict[tuple[str, int], list[Sample]] = {}
+    for number, item in enumerate(samples):
+        for sample in flatten_samples([item]):
+            index = sample.group_index
+            key = ("position", number) if index is None else ("index", index)
+            groups.setdefault(key, []).append(sample)
+    return [Entry(tuple(group), outcome, reason, dataset) for group in groups.values()]
+
+
+def reward_number(sample: Sample, key: str | None) -> float | None:
+    """Return the reward as one number, of a reward with several parts the one named `key`; None: none."""
+    value: Any = sample.reward
+    value = value.get(key) if isinstance(value, dict) and key else value
+    try:
+        return float(value) if isinstance(value, (int, float, np.generic)) else None
+    except (ValueError, TypeError, OverflowError):  # numpy text, an integer beyond all floats
+        return None
+
+
+def write_groups(
+    connection: sqlite3.Connection,
+    rollout: int,
+    entries: Sequence[Entry],
+    rewards: Sequence[Sequence[float | None]],
+) -> None:
+    """Add the groups of a rollout's row, with their samples. `rewards`: of the samples of each group."""
+    rows: list[tuple[object, ...]] = []
+    for entry, numbers in zip(entries, rewards, strict=True):
+        group = connection.execute(
+            "INSERT INTO groups (rollout, dataset, group_index, prompt, prompt_hash, label, outcome, reason, "
+            "spread) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (rollout, *_group_row(entry, numbers)),
+        ).lastrowid
+        rows += [(group, *_sample_row(sample, n)) for sample, n in zip(entry.samples, numbers, strict=True)]
+    connection.executemany(
+        "INSERT INTO samples (group_row, sample_index, execution, status, reward, reward_parts, failure, "
+        "response, num_tokens, numbers) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        rows,
+    )
+
+
+def _group_row(entry: Entry, rewards: Sequence[float | None]) -> tuple[object, ...]:
+    first = entry.samples[0]
+    known = [reward for reward in rewards if reward is not None]
+    prompt, label = storable(prompt_text(first.prompt)), first.label
+    return (
+        entry.dataset,
+        first.group_index,
+        prompt,
+        prompt_hash(prompt),
+        None if label is None else storable(label if isinstance(label, str) else json_text(label)),
+        entry.outcome,
+        None if entry.reason is None else storable(str(entry.reason)),
+        max(known) - min(known) if len(known) > 1 else None,
+    )
+
+
+def _sample_row(sample: Sample, reward: float | None) -> tuple[object, ...]:
+    failure = sample.reward_failure
+    mask = [0] * sample.response_length if sample.remove_sample else sample.loss_mask
+    return (
+        sample.index,
+        sample.rollout_id,
+        sample.status.value,
+        reward,
+        storable(json_text(sample.reward)) if isinstance(sample.reward, dict) else None,
+        None if failure is None else storable(f"{failure.kind}: {failure.reason}"),
+        storable(sample.response),
+        sample.response_length,
+        encode_numbers(
+            sample.tokens, sample.rollout_log_probs, mask, sample.response_length, sample.version_spans
+        ),
+    )
+
+
+def encode_numbers(ids: Any, log_probs: Any, mask: Any, length: int, versions: Any) -> bytes:
+    """Encode a sample's token ids, log-probs (as float32), loss mask and version spans."""
+    mask = _as_list(mask)
+    if mask is not None and len(mask) == length and mask.count(1) == length:
+        mask = _ALL_ONES
+    singles = None if log_probs is None else np.asarray(log_probs, "<f4")
+    return codec.encode([_as_list(ids), singles, mask, [tuple(span) for span in versions]])
+
+
+def read_tokens(connection: sqlite3.Connection, row: int) -> Tokens:
+    """Return the numbers of the sample with this row. ValueError or TypeError: they are damaged."""
+    query = "SELECT num_tokens, execution, numbers FROM samples WHERE id = ?"
+    length, execution, numbers = connection.execute(query, (row,)).fetchone()
+    if numbers is None:
+        return Tokens([], None, None, [], execution)
+    ids, log_probs, mask, versions = codec.decode(numbers)
+    return Tokens(
+        ids,
+        _as_list(log_probs),
+        [1] * length if mask == _ALL_ONES else mask,
+        [(str(version), int(start), int(end)) for version, start, end in versions],
+        execution,
+    )
+
+
+def _as_list(values: Any) -> Any:
+    """Return arrays and tensors of a user's function as lists."""
+    return values if values is None or type(values) is list else np.asarray(values).tolist()
+
+
+def checksum(connection: sqlite3.Connection, rollout: int) -> int:
+    """Return a checksum of the samples of a rollout's row.
+
+    The audit compares it with the one that was stored when they were written: SQLite notices damage to its
+    own structure, not to the values.
+    """
+    rows = connection.execute(
+        "SELECT s.numbers, s.num_tokens, s.reward, s.response FROM samples s "
+        "JOIN groups g ON g.id = s.group_row WHERE g.rollout = ? ORDER BY s.id",
+        (rollout,),
+    )
+    found = 0
+    for numbers, *others in rows:
+        found = zlib.crc32(repr(others).encode(), zlib.crc32(numbers or b"", found))
+    return found

@@ -1,0 +1,83 @@
+"""Text for the columns of the record: JSON of whatever a user's function produced, and prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+
+_KEYS = (str, int, float, bool, type(None))
+
+
+def json_text(value: object) -> str:
+    """Return the JSON of any value; parts that JSON cannot express appear as their text.
+
+    Example: {(1, 2): 0.5}, whose key is not text, becomes {"(1, 2)": 0.5}.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_number_or_text)
+    except Exception:  # keys that are no text, values that contain themselves, a user's failing `__str__`
+        return json.dumps(_simplified(value, 0), ensure_ascii=False)
+
+
+def storable(text: str) -> str:
+    """Replace lone surrogates, which a tokenizer may leave at a truncated response and UTF-8 cannot hold."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def prompt_text(prompt: object) -> str:
+    """Return a prompt as one text; a conversation has one line per message."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, (list, tuple)):
+        return "\n".join(_message_text(message) for message in prompt)
+    return str(prompt)
+
+
+def prompt_hash(text: str) -> int:
+    """Return a number by which the same prompt is found again, also in another record."""
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _message_text(message: object) -> str:
+    if not isinstance(message, dict):
+        return str(message)
+    content = message.get("content")
+    if isinstance(content, list):  # parts of a multimodal message
+        parts = [
+            part.get("text", f"[{part.get('type', '?')}]") if isinstance(part, dict) else part
+            for part in content
+        ]
+        content = " ".join(map(str, parts))
+    return f"{message.get('role', '?')}: {content}"
+
+
+def _number_or_text(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def _simplified(value: Any, depth: int) -> Any:
+    if isinstance(value, (dict, list, tuple)):
+        if depth > 100:
+            return "..."
+        if isinstance(value, dict):
+            return {
+                key if type(key) in _KEYS else _text(key): _simplified(v, depth + 1)
+                for key, v in value.items()
+            }
+        return [_simplified(item, depth + 1) for item in value]
+    try:
+        json.dumps(value)
+        return value
+    except Exception:  # a user's class, or an integer with thousands of digits
+        return _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(_number_or_text(value))
+    except Exception:
+        return f"<{type(value).__qualname__}>"

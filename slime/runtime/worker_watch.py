@@ -1,0 +1,132 @@
+"""Holds and watches the workers of a runtime: reports the first that dies, or is silent for too long."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from slime.liveness.heartbeat import Beating, HeartbeatWatch
+from slime.liveness.notes import Notes
+from slime.utils.errors import WorkerDied
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LIMIT_S = 60.0
+_FIRST_WARNING = 0.25  # of the limit
+
+
+class WorkerSilent(WorkerDied):
+    """A process of the run exists and gives no sign of life."""
+
+
+class Worker(Beating, Protocol):
+    """A worker, as far as the watch needs it."""
+
+    name: str
+    notes: Notes
+    end: concurrent.futures.Future[WorkerDied]  # done as soon as it has ended: how
+    ended_here: bool  # on purpose: set before it is killed
+
+    def fail(self, error: WorkerSilent | None) -> None:
+        """Make its calls fail, those in progress and later ones; None: it answers again."""
+
+    def kill(self) -> None: ...
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class WorkerWatch:
+    """`failure` gets the first worker that died, or is silent for too long.
+
+    `limit_s` 0: silence is no failure. `on_silence`: called before the calls of a silent worker fail.
+    """
+
+    def __init__(self, limit_s: float = DEFAULT_LIMIT_S):
+        self.on_silence: Callable[[WorkerSilent], None] = lambda error: None  # set by who can explain it
+        self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._limit_s, self._lock, self._closed = limit_s, threading.Lock(), False
+        self._heartbeats: HeartbeatWatch[Worker] = HeartbeatWatch(
+            limit_s or math.inf,
+            self._give_up,
+            lambda worker: worker.fail(None),
+            warn_after_s=(limit_s or math.inf) * _FIRST_WARNING,
+        )
+
+    def add(self, worker: Worker) -> None:
+        self._heartbeats.add(worker)
+        worker.end.add_done_callback(lambda end: self._see_end(worker, end.result()))
+
+    def forget_failure(self) -> None:
+        """Start over with a new `failure`: the lost worker has been replaced."""
+        with self._lock:
+            self.failure = concurrent.futures.Future()
+
+    def close(self) -> None:
+        self._closed = True
+        self._heartbeats.close()
+
+    def _give_up(self, worker: Worker, cause: str) -> None:
+        error = WorkerSilent(
+            f"{worker.title} has not answered for {cause} (--timeouts worker-silence={self._limit_s:g})"
+        )
+        logger.error("%s", error)
+        try:
+            self.on_silence(error)  # first: while all still wait, which shows for whom
+        except Exception:
+            logger.exception("The chain of causes cannot be reported.")
+        worker.fail(error)
+        self._fail(error)
+
+    def _see_end(self, worker: Worker, death: WorkerDied) -> None:
+        """Runs in the thread that saw the end, without waiting for the next heartbeat."""
+        self._heartbeats.remove(worker)
+        if not worker.ended_here and not self._closed:
+            self._fail(death)
+
+    def _fail(self, error: WorkerDied) -> None:
+        with self._lock:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+
+
+class RuntimeWithWorkers(Generic[W]):
+    """Holds the worker processes that a runtime has started."""
+
+    def __init__(self, run_dir: Path, silence_limit_s: float):
+        self._run_dir, self._workers, self._watch = run_dir, list[W](), WorkerWatch(silence_limit_s)
+
+    @property
+    def log_folder(self) -> Path:
+        return self._run_dir / "logs"
+
+    @property
+    def failure(self) -> concurrent.futures.Future[None]:
+        return self._watch.failure
+
+    def forget_failure(self) -> None:
+        self._watch.forget_failure()
+
+    def before_silence(self, explain: Callable[[WorkerDied], None]) -> None:
+        self._watch.on_silence = explain
+
+    def notes(self) -> dict[str, Notes]:
+        return {worker.name: worker.notes for worker in self._living()}
+
+    def close(self) -> None:
+        self._watch.close()
+        workers, self._workers = self._workers, []
+        for worker in reversed(workers):
+            worker.kill()
+
+    def _hold(self, worker: W) -> None:
+        self._watch.add(worker)
+        self._workers.append(worker)
+
+    def _living(self) -> list[W]:
+        return [worker for worker in self._workers if not worker.end.done()]

@@ -1,0 +1,99 @@
+"""The HTTP session of a simulated run: requests of the real client reach modelled servers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json as json_text
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from typing import Any
+
+from slime.utils.http_utils import HttpError
+
+Server = Callable[[str, str, Any, Mapping[str, str]], Awaitable[Any]]  # method, path, payload, headers
+
+
+class ModelledSession:
+    """Stands in for aiohttp's session on the simulated loop: a request reaches a model, not a socket."""
+
+    closed = False
+
+    def __init__(self, servers: Mapping[str, Server]):
+        self._servers = servers  # by origin: http://name:port
+
+    def request(
+        self, method: str, url: str, *, json: Any = None, headers: Mapping[str, str], timeout: Any = None
+    ) -> _ModelledRequest:
+        return _ModelledRequest(self._servers, method, url, json, headers, timeout.total if timeout else None)
+
+    def post(self, url: str, *, json: Any, headers: Mapping[str, str]) -> _ModelledRequest:
+        return self.request("POST", url, json=json, headers=headers)
+
+    async def close(self) -> None: ...
+
+
+class _ModelledRequest:
+    """Can be awaited or entered, like a request of aiohttp."""
+
+    def __init__(
+        self,
+        servers: Mapping[str, Server],
+        method: str,
+        url: str,
+        payload: Any,
+        headers: Mapping[str, str],
+        timeout_s: float | None,
+    ):
+        scheme, _, host, path = url.split("/", 3)
+        self._call = functools.partial(servers[f"{scheme}//{host}"], method, path, payload, headers)
+        self._url, self._timeout_s = url, timeout_s
+        self._response: _ModelledResponse | None = None
+
+    async def _send(self) -> _ModelledResponse:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._call()
+        except HttpError as error:
+            return _ModelledResponse(self._url, error.status, error.body.encode())
+        if hasattr(answer, "__aiter__"):
+            return _ModelledResponse(self._url, 200, events=answer)
+        return _ModelledResponse(self._url, 200, b"" if answer is None else json_text.dumps(answer).encode())
+
+    def __await__(self) -> Generator[Any, None, _ModelledResponse]:
+        return self._send().__await__()
+
+    async def __aenter__(self) -> _ModelledResponse:
+        self._response = await self._send()
+        return self._response
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+class _ModelledResponse:
+    """A whole body, or events that are read one by one as `content`."""
+
+    def __init__(self, url: str, status: int, body: bytes = b"", events: Any = None):
+        self.url, self.status, self.headers = url, status, dict[str, str]()
+        self.content, self._body, self._events, self._is_done = self, body, events, events is None
+
+    async def read(self) -> bytes:
+        return self._body
+
+    async def text(self, errors: str = "strict") -> str:
+        return self._body.decode(errors=errors)
+
+    async def readany(self) -> bytes:
+        if self._is_done:
+            return b""
+        try:
+            return b"data: %s\n\n" % json_text.dumps(await anext(self._events)).encode()
+        except StopAsyncIteration:
+            self._is_done = True
+            return b"data: [DONE]\n\n"
+
+    async def __aenter__(self) -> _ModelledResponse:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._events is not None:
+            await self._events.aclose()
