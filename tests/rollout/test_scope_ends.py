@@ -48,13 +48,16 @@ def test_ids_that_a_function_chose_itself_are_ended_one_by_one_and_others_live(t
         state, scope = GenerateState(args), RequestScope()
 
         async def ask(rid, scope):
+            request = GenerateRequest([1, 2], SamplingParams(max_new_tokens=8), rid=rid)
             with scope.entered():
-                return await state.send(GenerateRequest([1, 2], SamplingParams(max_new_tokens=8), rid=rid))
+                async with state.sending(request):
+                    return await state.client.generate(request)
 
         part, other = scope.child(), RequestScope()
         ids = {"mine": scope, f"{scope.name}0-a": scope, f"{part.name}1-b": part, "mine too": other}
         tasks = {rid: asyncio.ensure_future(ask(rid, where)) for rid, where in ids.items()}
         while engine.running < len(ids):
+            assert not any(task.done() for task in tasks.values()), "a request ended before its abort"
             await asyncio.sleep(0.01)
         await abort_scope(args, scope, 0)
         *ended, alive = tasks.values()
