@@ -84,7 +84,7 @@ async def generate(args, sample, sampling_params):
 '''
 
 _RUN = """# {slime} train --config {config}
-# You can set every flag of `slime train --help` here.
+# You can set every flag of `{slime} train --help` here.
 hf-checkpoint: {model}          # a Hugging Face folder, or a name on the hub
 prompt-data: {prompts}
 input-key: prompt

@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     total = "GPUs of all engines; with --topology: the sum that the file must have"
     add("--rollout-num-gpus", type=gpus, help=total)
     add("--rollout-num-gpus-per-engine", type=gpus, default=1, help="default of the file's entries [1]")
-    servers = "as in `slime train`, instead of a file"
+    servers = "as in a training command, instead of a file"
     add("--prefill-num-servers", type=between(0, MOST_GPUS, int), help=servers)
     add("--num-gpus-per-node", type=gpus, default=8, help="GPUs of one machine [8]")
     first = "number of the engines' first GPU; those before it train [0]"

@@ -67,6 +67,7 @@ def test_a_command_that_is_none_would_be_found():
         "slime train --no-such-flag",
         "slime samples RUN --wurst 5",
         "make no-such-target",
+        "make test-leaf-nothing",
         "python benchmarks/no_such.py",
         "python benchmarks/train_step.py --no-such-flag",
         "pip install 'slime[nothing]'",
@@ -90,9 +91,8 @@ def mistake(text: str) -> str | None:
             return f"it has no {sorted(unknown)}" if unknown else None
         case ["make", target, *_]:
             makefile = (ROOT / "Makefile").read_text()
-            return (
-                None if re.search(rf"^{target}:", makefile, re.MULTILINE) else f"there is no target {target}"
-            )
+            rule = rf"^LEAF_{target.removeprefix('test-leaf-')} :=" if "-leaf-" in target else rf"^{target}:"
+            return None if re.search(rule, makefile, re.MULTILINE) else f"there is no target {target}"
         case ["pip", "install", *_]:
             unknown = set(re.findall(r"[\w-]+", "".join(re.findall(r"slime\[(.*?)\]", text)))) - extras()
             return f"there is no extra {sorted(unknown)}" if unknown else None

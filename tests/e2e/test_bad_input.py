@@ -296,7 +296,7 @@ def test_two_runs_at_once_do_not_take_each_others_ports(world, neighbours):
 def test_ctrl_c_is_one_line(world, neighbours):
     said = (world / "second.out").read_text()
     assert neighbours[1] == 130, said
-    assert said.splitlines()[-1] == "interrupted: all processes of the run were ended"
+    assert said.splitlines()[-1] == "interrupted: all processes of the run have ended"
     assert "Traceback" not in said
 
 

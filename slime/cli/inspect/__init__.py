@@ -26,8 +26,8 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
 
 
 def run_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose first argument is the folder of a run."""
-    parser = argparse.ArgumentParser(name, description=description, allow_abbrev=False)
+    """Return the parser of `slime NAME RUN`."""
+    parser = argparse.ArgumentParser(f"slime {name}", description=description, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     return parser
 

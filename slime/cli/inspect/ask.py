@@ -98,7 +98,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = run_parser("slime ask", __doc__)
+    parser = run_parser("ask", __doc__)
     names = ", ".join(f"{name} NUMBER" if action.setting else name for name, action in ACTIONS.items())
     parser.add_argument(
         "action", nargs="*", metavar="ACTION", help=f"{names}; without one: list actions and past requests"

@@ -119,7 +119,7 @@ def _why_none(record: Record, options: argparse.Namespace) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = run_parser("slime samples", __doc__)
+    parser = run_parser("samples", __doc__)
     add = parser.add_argument
     add("--step", type=int, help="samples of this step (or of its evaluation, with --eval)")
     add("--eval", nargs="?", const="", metavar="NAME", help="samples of evaluations, or of one dataset")

@@ -67,7 +67,7 @@ class Status:
 @command
 def status_main(argv: Sequence[str]) -> int:
     """Print the status once."""
-    parser = run_parser("slime status", __doc__)
+    parser = run_parser("status", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
     options = parser.parse_args(argv)
     status = _read(options.run)
@@ -88,7 +88,7 @@ def _as_json(status: Status) -> str:
 @command
 def watch_main(argv: Sequence[str]) -> int:
     """Show the status until the run ends: redrawn on a terminal, printed when it changes elsewhere."""
-    run = run_parser("slime watch", __doc__).parse_args(argv).run
+    run = run_parser("watch", __doc__).parse_args(argv).run
     status, shown = _read(run), tuple[str, ...]()
     terminal = Terminal()
     try:

@@ -127,7 +127,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = run_parser("slime trace", __doc__)
+    parser = run_parser("trace", __doc__)
     parser.add_argument("--steps", type=_steps, metavar="A-B", help="only these steps; default: all")
     parser.add_argument("--out", metavar="FILE", help="file to write; default: RUN/trace.json")
     parser.add_argument(

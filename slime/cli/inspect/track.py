@@ -14,7 +14,7 @@ from slime.utils.misc import is_installed, load_function
 
 @command
 def main(argv: Sequence[str]) -> int:
-    parser = run_parser("slime track", __doc__)
+    parser = run_parser("track", __doc__)
     parser.add_argument("name", choices=sorted(TRACKERS), help="the tracker")
     parser.add_argument("--again", action="store_true", help="send everything again from the beginning")
     options = parser.parse_args(argv)
