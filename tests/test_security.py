@@ -129,6 +129,7 @@ PICKLES = {
     "runtime/local.py",
     "runtime/worker_main.py",
     "utils/files/pickled_names.py",  # stand-ins for every class
+    "utils/machine/warm_start.py",  # writes; the fork server reads it from a pipe that only its parent has
     "weight_sync/sglang_format.py",  # writes
 }
 LOADS_ANYTHING = {"cli/verify_model/trainer_job.py"}  # what its own trainer has just written
