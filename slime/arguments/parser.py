@@ -365,9 +365,14 @@ def _refuse_groups(content: dict[str, Any], path: str, custom: dict[str, CustomF
     for key, value in content.items():
         name = str(key).replace("-", "_")
         spec = all_specs().get(name)
-        takes_object = spec is not None and spec.kind is dict
-        others = name in custom or name.startswith(("sglang_", "router_")) or is_megatron_flag(f"--{key}")
-        if isinstance(value, dict) and value and not takes_object and not others:
+        if spec is not None:
+            takes_object = spec.kind is dict
+        else:
+            others = name.startswith(("sglang_", "router_")) or is_megatron_flag(
+                "--" + name.replace("_", "-")
+            )
+            takes_object = name in custom or others
+        if isinstance(value, dict) and value and not takes_object:
             groups[str(key)] = next(iter(value.items()))
     if groups:
         example = "; ".join(f"`{key}: {value}`" for key, value in list(groups.values())[:3])

@@ -72,7 +72,7 @@ def test_all_refusals_come_at_once_and_grouped(root):
         "slime train --help` lists all flags",
         "did you mean --sglang-mem-fraction-static",
         "--fp16 cannot be given: --dtype decides it",
-        "--use-opsm is set, but the only optimizer step",
+        "--use-opsm is set, but it has an effect only with --num-steps-per-rollout above 1",
     ):
         assert part in str(caught.value)
 
@@ -81,7 +81,10 @@ def test_what_does_nothing_is_one_block_and_strict_refuses_it(root):
     words = command_line("qwen3", "debugged", root)
     args = parse_args(words)
     (block,) = (warning for warning in args.warnings if "nothing here" in warning)
-    assert block.startswith("these ") and "--wandb-group is qwen3, but Weights & Biases is off" in block
+    assert (
+        block.startswith("these ")
+        and "--wandb-group is qwen3, but it has an effect only with --use-wandb" in block
+    )
     with pytest.raises(ValueError, match=r"--bf16 is set, but --dtype decides it. \(--strict\)"):
         parse_args([*words, "--strict"])
 

@@ -71,7 +71,7 @@ class CheckpointFlags:
         None,
         "also upload each model of --save-hf, with a model card, to this place on the Hugging Face hub",
         metavar="OWNER/NAME",
-        only_with=needs("save_hf", "no model is written; add --save-hf DIR"),
+        only_with=needs("save_hf"),
     )
     ref_load: str | None = flag(
         None,

@@ -44,7 +44,7 @@ class DataFlags:
         None,
         "the label is what this regular expression finds in its column, the group if it has one: '#### (.+)'",
         metavar="REGEX",
-        only_with=needs("label_key", "no column of labels is named; add --label-key"),
+        only_with=needs("label_key"),
     )
     metadata_key: str = flag("metadata", "column of the metadata", metavar="KEY")
     metadata_columns: list[str] = flag(
