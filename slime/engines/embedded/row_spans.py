@@ -83,10 +83,11 @@ def lay_out(start: int, pages: np.ndarray, length: np.ndarray, page_size: int) -
     place[order] = np.arange(rows)
     row = np.repeat(np.arange(rows), length)
     at = np.arange(seen) - np.repeat(np.cumsum(length) - length, length)
-    span, most = place[row] // _SPAN, int(pages.max() + 1) * page_size
+    span, most, longest = place[row] // _SPAN, int(pages.max() + 1) * page_size, int(length.max())
     read = pages[row, at // page_size] * page_size + at % page_size
-    found, which = np.unique(span * most + read, return_inverse=True)
-    owner = found // most
+    # By position first: which pages a sequence got depends on earlier requests, its sums must not.
+    found, which = np.unique((span * longest + at) * most + read, return_inverse=True)
+    owner = found // (longest * most)
     spans = int(owner[-1]) + 1
     first = np.searchsorted(owner, np.arange(spans))
     widest = int(np.bincount(owner).max())

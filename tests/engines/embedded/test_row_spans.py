@@ -45,3 +45,20 @@ def test_rows_that_share_nothing_are_left_to_others():
 
 def test_so_many_keys_are_left_to_others():
     assert row_spans.lay_out(0, *family(1, 100, shared=200, own=1), PAGE) is None
+
+
+def test_the_pages_that_a_sequence_got_do_not_change_a_bit():
+    """An engine that was started again hands other pages out; a resumed run draws from the same numbers."""
+    torch.manual_seed(0)
+    length, contents = np.arange(1, 20), torch.randn(20, 2, 8)
+    query, values = torch.randn(len(length), 4, 8), torch.randn(20, 2, 8)
+
+    def attend(pages: list[int]) -> torch.Tensor:
+        pool_rows = np.concatenate([np.arange(4) + 4 * page for page in pages])[:20]
+        keys, kept = torch.zeros(64, 2, 8), torch.zeros(64, 2, 8)
+        keys[pool_rows], kept[pool_rows] = contents, values
+        group = row_spans.lay_out(0, np.tile(pages, (len(length), 1)), length, 4)
+        assert group is not None
+        return group.attend(query, keys, kept, None)
+
+    assert torch.equal(attend([1, 2, 3, 4, 5]), attend([14, 15, 1, 9, 2]))
