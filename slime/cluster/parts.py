@@ -142,15 +142,24 @@ class Parts:
             if push is not None:
                 push.open_senders()
 
+        def read_batch(rollout_id: int) -> RolloutBatch | None:
+            return manager.call_control(RolloutManager.made_batch, rollout_id).result(_READ_DEADLINE_S)
+
         limit = args.max_restarts if placement.trainer else 0
         ledgered = args.save is not None and args.record_max_mib > 0 and not args.no_save_optim
         replay = ReplayLog(
             SafeState(args, folder, point.rollout_id - 1),
-            KeptBatches(partial(_read_batch, manager) if ledgered else None),
+            KeptBatches(read_batch if ledgered else None),
             is_on=limit > 0,
             num_states=None if ledgered else 2,
         )
         restorer = Restorer(args, self.runtime, placement.trainer, ranks, group, residency, prepare_again)
+        saver = None
+        if args.save is not None or (args.save_hf is not None and not args.debug_rollout_only):
+            folder_ = Path(args.save) if args.save is not None else None
+            saver = Saver(
+                *(folder_, args.save_hf, args.keep_last_n, group.ranks, manager, self.models, replay.commit)
+            )
         report = partial(_report_restart, self.run)
         shm_prefix = self.run.shm_prefix
         compares = facts.probe and isinstance(push, WeightPush)
@@ -163,7 +172,7 @@ class Parts:
             recovery=Recovery(limit, ranks, self.runtime, replay, restorer.restore, report),
             replay=replay,
             weight_push=push,
-            saver=_open_saver(args, group, manager, self.models, replay),
+            saver=saver,
             copies=PeerCopies(args, shm_prefix, ranks, replay) if args.peer_copies and limit else None,
             release=TrainerRelease(args, ranks, folder, prepare_again) if args.release_train else None,
             canary=Canary(args, group, engines, residency, facts.probe) if compares else None,
@@ -199,21 +208,6 @@ def _load_both(
         both: list[Future[object]] = [launched, rollout, loading, in_background(when_served, "engines-noted")]
         gather(both)
     return rollout.result(), loading.result()
-
-
-def _open_saver(
-    args: Args, group: TrainGroup, manager: Handle[RolloutManager], models: Models, replay: ReplayLog
-) -> Saver | None:
-    """Build what writes checkpoints and models; None: the run keeps neither."""
-    if args.save is None and (args.save_hf is None or args.debug_rollout_only):
-        return None
-    folder = Path(args.save) if args.save is not None else None
-    return Saver(folder, args.save_hf, args.keep_last_n, group.ranks, manager, models, replay.commit)
-
-
-def _read_batch(manager: Handle[RolloutManager], rollout_id: int) -> RolloutBatch | None:
-    """Read a batch from the ledger; None: it does not hold it."""
-    return manager.call_control(RolloutManager.made_batch, rollout_id).result(_READ_DEADLINE_S)
 
 
 def _report_restart(run: Run, restart: Restart) -> None:

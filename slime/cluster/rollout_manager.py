@@ -69,7 +69,7 @@ class Generated:
 
 
 class RolloutProcess:
-    """Has engines once they are launched, and the manager once it is known where the data begins.
+    """Holds the engines, the record and the manager of the rollout side.
 
     The constructor waits for nobody: what may take long is a call, whose error reaches the driver.
     """
@@ -146,8 +146,7 @@ class RolloutManager:
     ):
         self._args, self._run, self._engines, self._recording = args, run, engines, recording
         self._ledger = durable
-        self._told_of_others = False
-        # That engines had spent in forward passes after the last rollout; None: they worked for others since.
+        # Seconds in forward passes until the last rollout ended; None: engines have evaluated since.
         self._forward_s: float | None = None
         info = RunInfo(
             run_id=run.run_id,
@@ -155,13 +154,18 @@ class RolloutManager:
             start_rollout_id=start_rollout_id,
             overlapped=overlapped,
         )
-        with phases.starting("data") as told:
-            self._data_source = self._make_data_source(info)
-            self._load_state(start_rollout_id, rollout_state)
+        with phases.starting("data") as part:
+            path = args.data_source_path
+            with _named("--data-source-path", path):
+                self._data_source = load_function(path)(plugin_args(args, info))
+            if rollout_state is not None:
+                self._data_source.load_state_dict(rollout_state)
+            elif start_rollout_id > 0 and args.rollout_global_dataset:
+                self._data_source.load(start_rollout_id - 1)
             if durable is not None:
                 follow(self._data_source, durable)
             per_epoch, num_rollout = self._count_rollouts()
-            told.total, told.note = num_rollout, f"steps {start_rollout_id + 1} to {num_rollout}"
+            part.total, part.note = num_rollout, f"steps {start_rollout_id + 1} to {num_rollout}"
         with phases.starting("engines"):
             info = engines.connect(replace(info, num_rollout=num_rollout))
         # One namespace for all plug-ins of this side, built once.
@@ -169,17 +173,6 @@ class RolloutManager:
         self._rollout_fn = load_function(args.rollout_function_path)
         self._eval_fn = load_function(args.eval_function_path or args.rollout_function_path)
         self.facts = RolloutFacts(num_rollout, per_epoch, engines.transports, engines.urls)
-
-    def _make_data_source(self, info: RunInfo) -> Any:
-        path, args = self._args.data_source_path, plugin_args(self._args, info)
-        with _named("--data-source-path", path):
-            return load_function(path)(args)
-
-    def _load_state(self, start_rollout_id: int, rollout_state: dict[str, Any] | None) -> None:
-        if rollout_state is not None:
-            self._data_source.load_state_dict(rollout_state)
-        elif start_rollout_id > 0 and self._args.rollout_global_dataset:
-            self._data_source.load(start_rollout_id - 1)
 
     def _count_rollouts(self) -> tuple[int | None, int]:
         args = self._args
@@ -222,11 +215,12 @@ class RolloutManager:
                 metrics["rollout/raw_reward"] = sum(shown) / len(batch["raw_reward"])
         self._forward_s = forward_s.result()
         metrics["perf/engine_forward_time"] = max(0.0, self._forward_s - forward_before)
-        self._tell_of_other_clients()
         if self._ledger is not None:
             self._ledger.account_for(rollout_id, samples)
             self._ledger.cut(rollout_id)
-        cursor = output.cursor if output.cursor is not None else self._cursor(rollout_id)
+        cursor, state_dict = output.cursor, getattr(self._data_source, "state_dict", None)
+        if cursor is None and state_dict is not None:  # a user's data source may keep its own state
+            cursor = state_dict()
         generated = Generated(batch, cursor, metrics, len(samples))
         if self._ledger is not None:
             self._ledger.made(rollout_id, plain_of(generated))
@@ -243,42 +237,22 @@ class RolloutManager:
             output = self._rollout_fn(self._plugin_args, rollout_id, self._data_source, evaluation=False)
             return train_output(self._rollout_fn, output)
 
-    def _tell_of_other_clients(self) -> None:
-        """Once: of requests that only the engines saw."""
-        if self._told_of_others or self._args.allow_sampling_mismatch or self._args.debug_rollout_only:
-            return
-        found = self._engines.requests_of_others()
-        if found is not None:
-            self._told_of_others = True
-            logger.warning(
-                "%d requests whose %s reached the engines by another HTTP client than slime's, which looks "
-                "at what is asked for. If their tokens are trained on, the trainer computes another "
-                "distribution than they were drawn from: ask through slime.utils.http_utils.post, or accept "
-                "it with --allow-sampling-mismatch.",
-                *found,
-            )
-
-    def _cursor(self, rollout_id: int) -> dict[str, Any] | None:
-        # A user's data source may keep its own state.
-        state_dict = getattr(self._data_source, "state_dict", None)
-        return state_dict() if state_dict is not None else None
-
     def note_trained(self, rollout_id: int) -> None:
-        """The trainer has made its step with the batch of this rollout."""
+        """Record that the trainer has made its step with the batch of this rollout."""
         if self._ledger is not None:
             self._ledger.trained(rollout_id)
 
     def note_evaluated(self, rollout_id: int) -> None:
-        """The metrics of this evaluation are on the disk."""
+        """Record that the metrics of this evaluation are on the disk."""
         if self._ledger is not None:
             self._ledger.evaluated(rollout_id)
 
     def write_ledger(self) -> None:
-        """Returns when every event until now is written: no checkpoint may know more than the ledger."""
+        """Return when every event until now is written: no checkpoint may know more than the ledger."""
         self._recording.flush()
 
     def made_batch(self, rollout_id: int) -> RolloutBatch | None:
-        """The batch of a rollout as the ledger has it; None: it does not."""
+        """Return the batch of a rollout from the ledger; None: it is not there."""
         if self._ledger is None or self._recording.writer is None:
             return None
         self._recording.writer.flush()
@@ -288,7 +262,7 @@ class RolloutManager:
         return batch
 
     def note_committed(self, rollout_id: int) -> None:
-        """A checkpoint after this rollout's step is complete."""
+        """Record that a checkpoint after this rollout's step is complete."""
         if self._ledger is not None:
             self._ledger.committed(rollout_id)
 
@@ -314,7 +288,7 @@ class RolloutManager:
         return {**metrics, **extra}
 
     def change_setting(self, name: str, value: float) -> None:
-        """Between two rollouts; plug-ins see it in their args. What is in flight across them begins again."""
+        """Change a setting between two rollouts, also in the args of plug-ins."""
         # A module whose rollout function keeps groups in flight across rollouts brings this function.
         restart_pool = getattr(inspect.getmodule(self._rollout_fn), "restart_pool", None)
         if name == "rollout_temperature" and restart_pool is not None:

@@ -45,10 +45,9 @@ def compare_inputs(args: Args, checkpoint: StepFolder | None, inputs: Mapping[st
     """
     if args.finetune:
         return
-    before, goes_on = refuse_other_run(
-        Path(args.run_dir), resumption_of(args.load, args.ckpt_step, args.finetune)
-    )
-    record = before if goes_on else None
+    resumption = resumption_of(args.load, args.ckpt_step, args.finetune)
+    before, resumes = refuse_other_run(Path(args.run_dir), resumption)
+    record = before if resumes else None
     if record is None and checkpoint is None:
         return
     known = (record.last.inputs if record is not None else None) or (
@@ -56,20 +55,20 @@ def compare_inputs(args: Args, checkpoint: StepFolder | None, inputs: Mapping[st
     )
     if known is None:
         logger.warning(
-            "the run that is resumed has no digests of its files (an earlier version of slime started it): "
-            "whether its tokenizer, model configuration, reward or evaluation data have changed since is not "
-            "known; from now on they are compared"
+            "The resumed run has no digests of its files (an older slime started it): changes of tokenizer, "
+            "model configuration, reward or evaluation data since then are not noticed."
         )
         return
     paths = dict(_inputs(args))
     refused: list[str] = []
     for name in sorted(known):
         flag, _, file = name.partition(" ")
-        is_model = flag.removeprefix("--").replace("-", "_") in _MODELS
+        name_of_flag = flag.removeprefix("--").replace("-", "_")
+        is_model = name_of_flag in _MODELS
         if inputs.get(name) == known[name] or (name not in paths and not is_model):
             continue  # where a flag is gone or names another dataset, the change of settings is reported
         if is_model:
-            model = getattr(args, flag.removeprefix("--").replace("-", "_"))
+            model = getattr(args, name_of_flag)
             how = "has changed" if name in inputs else "is missing"
             refused += [f"{flag} {model}: {file} {how}"] if model is not None else []
         else:
@@ -90,7 +89,7 @@ def _inputs(args: Args) -> Iterator[tuple[str, Path]]:
     for flag in _MODELS:
         model = getattr(args, flag)
         for path in sorted(_model_files(model)) if model else ():
-            yield f"{_option(flag)} {path.name}", path
+            yield f"--{flag.replace('_', '-')} {path.name}", path
     for point in PLUGIN_POINTS:
         value = getattr(args, point.flag)
         if isinstance(value, str) and (file := _plugin_file(value)) is not None:
@@ -137,7 +136,3 @@ def _digest(path: Path) -> str | None:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     except OSError:  # not a file of this machine
         return None
-
-
-def _option(flag: str) -> str:
-    return "--" + flag.replace("_", "-")

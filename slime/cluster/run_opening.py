@@ -98,21 +98,16 @@ def _why_not_resumed(folder: Path, args: Args) -> str:
     if not args.auto_resume or args.load is not None or args.save is None or args.finetune:
         return ""
     changed = other_settings(folder, args.to_dict(hide_secrets=True), args.save)
-    named = [
-        f"--{name.replace('_', '-')} {now} (was {was})" for name, (was, now) in list(changed.items())[:5]
-    ]
-    more = f" and {len(changed) - len(named)} more" if len(changed) > len(named) else ""
-    return (
-        f" It is not resumed by itself because its settings differ: {', '.join(named)}{more}."
-        if named
-        else ""
-    )
+    named = [f"--{name.replace('_', '-')} {now} (was {was})" for name, (was, now) in changed.items()]
+    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+    why = f" It is not resumed by itself because its settings differ: {', '.join(named[:5])}{more}."
+    return why if named else ""
 
 
 def nothing_left(args: Args) -> str | None:
-    """Why a run has no step to take; None: it has, or must be started to know.
+    """Return why a run has no step left; None: it has, or must be started to know.
 
-    A driver may be killed behind its last step: whoever starts it again until it succeeds comes to an end.
+    A driver may be killed after its last step: a script that restarts it until it succeeds must end.
     """
     may_resume = args.auto_resume and args.load is None and not args.finetune
     settings = args.to_dict(hide_secrets=True)
@@ -125,7 +120,7 @@ def nothing_left(args: Args) -> str | None:
     steps = step_folders(args.load) if args.load is not None and not args.finetune else {}
     if not steps or not args.num_rollout or max(steps) < args.num_rollout:
         return None
-    with contextlib.suppress(ValueError):  # told where it is loaded
+    with contextlib.suppress(ValueError):  # reported where it is loaded
         found = find_step(args.load or "", args.ckpt_step)
         done = found.manifest.rollout_id + 1 if found is not None else 0
         if done > args.num_rollout:
@@ -137,7 +132,7 @@ def nothing_left(args: Args) -> str | None:
 
 
 def note_restart(run: Run, rollout_id: int, cause: str, begins_from: str) -> None:
-    """Records that the trainer was lost, where whoever asks how the run is doing looks."""
+    """Record in run.json that the trainer was lost."""
     try:
         add_restart(run.run_dir, {"step": rollout_id + 1, "cause": cause, "begins_from": begins_from})
     except OSError as failure:
@@ -145,7 +140,7 @@ def note_restart(run: Run, rollout_id: int, cause: str, begins_from: str) -> Non
 
 
 def close_run(run: Run, error: BaseException | None, stopped: str | None = None) -> None:
-    """Records end and cause. `stopped`: it was asked to end before its last step."""
+    """Record end and cause. `stopped`: it was asked to end before its last step."""
     try:
         close_run_file(run.run_dir, error, stopped)
     except OSError as failure:  # what ended the run matters more

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import Protocol
 
 from slime.arguments import Args
@@ -69,9 +68,7 @@ class Requests:
         with cluster.timeline.doing(phases.PAUSED, rollout_id):
             while paused and not stop:
                 cluster.trainer.check(rollout_id)
-                with waits.waiting(
-                    "the next look for actions"
-                ):  # it ends: a run that is paused does not hang
+                with waits.waiting("the next check for requests"):  # it ends: a paused run does not hang
                     time.sleep(_POLL_S)
                 paused, stop = self._handle_asked(cluster, rollout_id, rollout, in_flight, done, paused=True)
         cluster.log.leave_out(time.monotonic() - started)
@@ -88,15 +85,17 @@ class Requests:
         paused: bool,
     ) -> tuple[bool, str | None]:
         """Do what is asked for now; whether the run is paused afterwards, and why it is to end."""
-        stop = None
-        for row in self._asked():
+        stop, recording = None, self._recording
+        if recording is None:
+            return False, None
+        for row in recording.call_control(Recording.actions, ASKED).result():
             try:
                 answer = self._do(cluster, row, rollout_id, rollout, in_flight, done)
                 state = DONE
             except RequestRefused as refusal:
                 answer, state = str(refusal), REFUSED
             logger.info("Request by %s after rollout %d: %s: %s", row.who, rollout_id, row.name, answer)
-            self._answer(row, state, rollout_id, answer)
+            recording.call_control(Recording.answer, row.id, state, rollout_id, answer).result()
             if state == DONE:
                 paused = row.name == "pause" or (paused and row.name != "resume")
                 if row.name == "stop":
@@ -126,15 +125,6 @@ class Requests:
                 logger.info("--%s is %g, as it was changed before", setting.replace("_", "-"), value)
                 self._change(cluster, setting, value, cluster.schedule.start - 1, in_flight=False)
 
-    def _asked(self) -> Sequence[ActionRow]:
-        if self._recording is None:
-            return []
-        return self._recording.call_control(Recording.actions, ASKED).result()
-
-    def _answer(self, row: ActionRow, state: str, rollout_id: int, text: str) -> None:
-        assert self._recording is not None, "somebody asked"
-        self._recording.call_control(Recording.answer, row.id, state, rollout_id, text).result()
-
     def _do(
         self,
         cluster: SteeredRun,
@@ -144,7 +134,7 @@ class Requests:
         in_flight: Future[Generated] | None,
         done: set[str],
     ) -> str:
-        """What was done, in a sentence; RequestRefused: why not."""
+        """Do it and return what was done, in a sentence; RequestRefused: why not."""
         action = ACTIONS.get(row.name)
         if action is None or action.wrong_value(row.value):
             raise RequestRefused("this version of slime does not know it, or not with this value")
@@ -174,12 +164,8 @@ class Requests:
             raise RequestRefused("nothing is trained in this run")
         if setting == "lr" and args.lr_decay_style in _MIN_LR_STYLES and value < args.min_lr:
             raise RequestRefused(f"it is below --min-lr {args.min_lr:g}, to which the rate decays")
-        if setting == "rollout_temperature" and args.partial_rollout:
-            raise RequestRefused(
-                "answers that are continued have tokens of the old one, which the trainer must know"
-            )
-        if setting == "rollout_temperature" and args.release_train:
-            raise RequestRefused("with --release-train it is part of what a run begins with")
+        if setting == "rollout_temperature" and (args.partial_rollout or args.release_train):
+            raise RequestRefused("it cannot change with --partial-rollout or --release-train")
         before = self._current.get(setting, getattr(args, setting))
         self._change(cluster, setting, value, rollout_id, in_flight)
         old = f"{before:g}" if isinstance(before, (int, float)) else "as --eps-clip"
@@ -190,7 +176,7 @@ class Requests:
     ) -> None:
         self._current[setting] = value
         if setting == "rollout_temperature":
-            # On the work lane: behind a rollout in flight, which was begun with the old one.
+            # On the work lane: after a rollout in flight, which was started with the old one.
             cluster.rollout.call(RolloutManager.change_setting, setting, value)
             self._for_trainer.append((rollout_id + (2 if in_flight else 1), setting, value))
         else:

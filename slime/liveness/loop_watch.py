@@ -1,17 +1,14 @@
 """Reports which user function blocks the event loop, on which every sample of a run waits.
 
 A coroutine that sleeps without `await`, computes for long or meets a catastrophic regular expression blocks
-all others, and no deadline of asyncio reaches it. This module does not end such a call: it logs its name and
-line.
+all others, and no deadline of asyncio reaches it. This module only logs the name of such a call and its line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import logging
-import os
 import sys
 import threading
 import time
@@ -26,9 +23,6 @@ logger = logging.getLogger(__name__)
 
 SLOW_STEP_S = 5.0
 _LOOK_EVERY_S = 1.0
-# One C call (a regular expression) can keep every Python thread from running, the watch too. Then the
-# interpreter itself writes the stacks of all threads.
-_NOBODY_RUNS_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
@@ -41,33 +35,26 @@ class _Step:
 
 
 class LoopWatch:
-    """Knows the steps in progress; its thread checks them while there are calls."""
+    """Knows the steps in progress, which its thread checks."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._steps: set[_Step] = set()
         self._reported: set[str] = set()  # names, each once
-        self._num_calls = 0
         self._thread: threading.Thread | None = None
 
     async def run(self, name: str, call: Awaitable[Any]) -> Any:
         """Await `call`, a coroutine of the function `name`; other awaitables are not watched."""
         if not isinstance(call, Coroutine):
             return await call
-        with self._lock:
-            self._num_calls += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
-                self._thread.start()
-        try:
-            return await _Stepwise(call, functools.partial(self.step, name))
-        finally:
-            with self._lock:
-                self._num_calls -= 1
+        return await _Stepwise(call, functools.partial(self.step, name))
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Surround code that runs on the loop without an await."""
+        if self._thread is None or not self._thread.is_alive():  # a forked process lacks the thread
+            self._steps.clear()
+            self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
+            self._thread.start()
         step = _Step(name, threading.get_ident(), time.monotonic())
         self._steps.add(step)
         try:
@@ -81,19 +68,12 @@ class LoopWatch:
 
     def _watch(self) -> None:
         while True:
-            _dump_if_nobody_runs()
             time.sleep(_LOOK_EVERY_S)
             for step in list(self._steps):
                 seconds = time.monotonic() - step.started
                 if seconds > 2 * SLOW_STEP_S:
                     where = _line_of(step.thread)
                     self._report(step.name, f"has held up the event loop for {seconds:.0f} s so far{where}")
-            with self._lock:
-                if not self._num_calls:
-                    self._thread = None
-                    if not _parent_watched:
-                        faulthandler.cancel_dump_traceback_later()
-                    return
 
     def _report(self, name: str, what: str) -> None:
         if name not in self._reported:
@@ -133,21 +113,4 @@ def _line_of(thread: int) -> str:
     return f" (now at {place.filename}:{place.lineno} in {place.name})"
 
 
-def _dump_if_nobody_runs() -> None:
-    with contextlib.suppress(ValueError, OSError):  # a process whose stderr is closed
-        if not _parent_watched and sys.__stderr__ is not None and os.fstat(sys.__stderr__.fileno()):
-            faulthandler.dump_traceback_later(_NOBODY_RUNS_S, file=sys.__stderr__)
-
-
 loop_watch = LoopWatch()
-_parent_watched = False  # before it forked this process: faulthandler would wait for a thread of the parent
-
-
-def _reset_after_fork() -> None:
-    """Forget the parent's threads, which a forked process does not have."""
-    global _parent_watched
-    _parent_watched = _parent_watched or loop_watch._thread is not None
-    vars(loop_watch).update(vars(LoopWatch()))
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)

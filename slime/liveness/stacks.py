@@ -1,8 +1,7 @@
-"""Writes the stacks of all threads and asyncio tasks of a process to its log when somebody asks for them.
+"""Writes the stacks of all threads and asyncio tasks of a process to its log when it gets SIGUSR2.
 
-SIGUSR2 asks. The interpreter itself handles it, so that a process that hangs inside a C call or holds
-Python's lock writes the stacks of its threads too; its asyncio tasks follow as soon as any Python code runs
-in it.
+The interpreter itself writes those of the threads, so that a process that hangs inside a C call or holds
+Python's lock writes them too; the asyncio tasks follow when the main thread runs Python code again.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ import faulthandler
 import io
 import os
 import signal
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -28,9 +25,6 @@ SIGNAL = signal.SIGUSR2
 _STDERR = 2  # the descriptor: the file object may be closed when the interpreter exits
 _TASK_FRAMES, _MAX_TASKS = 8, 200
 _DEPENDENTS_TIMEOUT_S = 5.0
-_SAME_QUESTION_S = 0.5
-_writing = threading.Lock()
-_last_written = float("-inf")
 _dependents: list[Callable[[], None]] = []
 
 
@@ -41,11 +35,6 @@ def answer_signal() -> None:
         return
     with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation):  # a stderr that is no file
         _install(stderr)
-        # For a main thread inside a collective: Python runs no signal handler meanwhile.
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
-        threading.Thread(target=_write_when_asked, args=(ours, stderr), name="stacks", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -75,8 +64,7 @@ def _install(file: IO[str]) -> None:
 def watch_exit(after_s: float = 60.0) -> None:
     """Write the stacks of all threads to stderr if the exit of the interpreter takes longer than `after_s`.
 
-    Call it last. An exit waits for every thread that is not a daemon, for executors and for functions of
-    `atexit`; without this, a process that never ends prints nothing. It does not end the process.
+    Call it last: an exit waits for threads, executors and functions of `atexit`, and prints nothing.
     """
     with contextlib.suppress(OSError, ValueError):  # a process without stderr
         os.fstat(_STDERR)
@@ -125,19 +113,7 @@ def pass_on(ask_dependents: Callable[[], None]) -> Callable[[], None]:
     return lambda: _dependents.remove(ask_dependents)
 
 
-def _write_when_asked(signals: socket.socket, file: IO[str]) -> None:
-    while numbers := signals.recv(64):
-        if SIGNAL in numbers:
-            _write_tasks(file)
-
-
 def _write_tasks(file: IO[str]) -> None:
-    """Write the stacks of asyncio tasks once for each signal, although two handlers may see it."""
-    global _last_written
-    with _writing:
-        if time.monotonic() - _last_written < _SAME_QUESTION_S:
-            return
-        _last_written = time.monotonic()
     with contextlib.suppress(OSError):  # a full disk is reported where it matters
         file.write(_tasks())
         file.flush()

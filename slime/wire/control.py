@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime.liveness import waits
 from slime.utils import http_utils
@@ -27,16 +27,6 @@ class Receipt:
     tensors: int | None
     nbytes: int | None
     checksum: int | None
-
-
-class EngineCounters(NamedTuple):
-    """`num_bent`: requests of foreign clients that must not be trained on, and why; 0 also where an engine
-    does not look. `forward_s` None: it does not count the seconds of its forward passes.
-    """
-
-    forward_s: float | None
-    num_bent: int = 0
-    why_bent: str | None = None
 
 
 class NoChecksums(RuntimeError):
@@ -87,11 +77,10 @@ class EngineControl:
         loads = (await self._get("v1/loads"))["loads"]
         return sum(x["num_running_reqs"] for x in loads), sum(x["num_waiting_reqs"] for x in loads)
 
-    async def counters(self) -> EngineCounters:
-        """What it has done since its start."""
-        told = await self._get_either("server_info")
-        bent = told.get("bent_by_others") or {}
-        return EngineCounters(told.get("forward_s"), bent.get("count", 0), bent.get("why"))
+    async def forward_seconds(self) -> float | None:
+        """Return the seconds of its forward passes since its start; None: it does not count them."""
+        seconds: float | None = (await self._get_either("server_info")).get("forward_s")
+        return seconds
 
     async def healthy(self, deadline_s: float = 5.0) -> bool:
         """True when the worker makes a token within the deadline."""

@@ -72,13 +72,13 @@ def test_a_batch_of_another_rollout_is_refused(tmp_path):
     [
         ({}, GENERATED, True, None),
         ({}, None, False, None),
-        ({}, None, True, "rollout 5 is made with weights one version newer"),
-        ({}, GENERATED, False, "rollout 5 was in flight in the asynchronous loop and is made anew here"),
+        ({}, None, True, "no rollout in flight: rollout 5 starts again"),
+        ({}, GENERATED, False, "the asynchronous loop was generating rollout 5"),
         (
             {"update_weights_interval": 2},
             GENERATED,
             True,
-            "between two weight pushes (--update-weights-interval 2)",
+            "save at a multiple of --update-weights-interval 2",
         ),
         ({"update_weights_interval": 5}, GENERATED, True, None),
         ({"num_rollout": 5}, None, True, None),  # it was the last

@@ -50,7 +50,7 @@ def test_the_synchronous_loop_says_that_it_makes_the_batch_anew(world):
     ended = run_train(
         world, "by-train", load=world / "ckpt", ckpt_step=SAVED, num_rollout=SAVED + 2, global_batch_size=8
     )
-    assert f"rollout {SAVED + 1} was in flight in the asynchronous loop and is made anew here" in ended.stderr
+    assert f"the asynchronous loop was generating rollout {SAVED + 1}, which starts again" in ended.stderr
     assert list(series(world, "by-train", "rollout/raw_reward")) == [SAVED + 1], (
         "no prompts are skipped, none twice"
     )

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,32 +95,6 @@ def test_exceptions_and_cancellations_go_through(watch):
                 await watch.run("slow", waits(60))
 
     asyncio.run(main())
-
-
-def test_a_regular_expression_that_lets_nobody_run_is_shown_by_the_interpreter():
-    script = """
-import asyncio, re, time
-from slime.liveness import loop_watch as module
-module._NOBODY_RUNS_S = 1.0
-looked, look = [], module._dump_if_nobody_runs
-module._dump_if_nobody_runs = lambda: looked.append(look())
-
-async def my_reward():
-    while not looked:
-        time.sleep(0.01)
-    re.match("(a+)+$", "a" * 60 + "b")
-
-asyncio.run(module.loop_watch.run("--custom-rm-path mine", my_reward()))
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-    )
-    try:
-        shown = iter(process.stderr.readline, "")
-        assert any("in my_reward" in line for line in shown)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_process_that_is_forked_has_a_watch_of_its_own():

@@ -79,7 +79,7 @@ def resolve_load(
     damage_of: DamageOf = by_size,
     latest: int | None = None,
 ) -> StepFolder | None:
-    """What `--load` means. An empty folder is fine only where this run saves too: it is its first start."""
+    """Find the checkpoint of --load. An empty folder is fine only where this run saves, too."""
     if load is None:
         return None
     checkpoint = find_step(load, step, damage_of=damage_of, latest=latest)
@@ -92,14 +92,14 @@ def resolve_load(
 
 
 def files_of_rank(folder: Path, rank: int, world_size: int) -> list[str]:
-    """The files of a staged checkpoint that this rank wrote; what bears no rank was written by the first."""
+    """Return the files of a staged checkpoint that this rank wrote; files without a rank are the first's."""
     names = [name for name in files_below(folder) if name not in _DRIVER_FILES]
     return [name for name in names if (int(m[1]) % world_size if (m := _RANK.search(name)) else 0) == rank]
 
 
 @dataclass(frozen=True, slots=True)
 class StagedCheckpoint:
-    """Everything in `step_N.tmp`, of which ranks may still write their part in the background."""
+    """A checkpoint in `step_N.tmp`, to which ranks may still write in the background."""
 
     staging: Path
     manifest: Manifest
@@ -147,7 +147,7 @@ def write_checkpoint(
     write_trainer: Callable[[Path], object],
     needed_bytes: int,
 ) -> StepFolder:
-    """A checkpoint that is complete when this returns, written by this process alone."""
+    """Write a checkpoint from this process alone; it is complete when this returns."""
     staged = stage_checkpoint(folder, manifest, write_trainer, needed_bytes)
     write_state(state, staged.staging / ROLLOUT)
     return staged.complete(record_files(staged.staging, files_of_rank(staged.staging, 0, 1), sync=True))
@@ -156,7 +156,7 @@ def write_checkpoint(
 def stage_checkpoint(
     folder: str | Path, manifest: Manifest, write_trainer: Callable[[Path], object], needed_bytes: int
 ) -> StagedCheckpoint:
-    """Begins with the trainer's part in `step_N.tmp`; the caller adds the rest. Older attempts go first."""
+    """Write the trainer's part to `step_N.tmp`, to which the caller adds the rest; remove older attempts."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -173,40 +173,33 @@ def stage_checkpoint(
 
 
 def discard_staged(folder: str | Path) -> None:
-    """What was begun and never completed gives its room back."""
+    """Remove checkpoints that were never completed."""
     for leftover in Path(folder).glob("step_*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _set_aside(folder: Path, rollout_id: int) -> None:
-    """Checkpoints of a run that this one did not go on from; they would be taken for its latest."""
+    """Rename later checkpoints, which this run did not resume: they would be taken for its latest."""
     for step, path in step_folders(folder).items():
         if step >= rollout_id:
             names = [f"{path.name}.aside", *(f"{path.name}.{n}.aside" for n in range(2, 1000))]
             target = next(t for t in map(path.with_name, names) if not t.exists())
-            logger.warning("this run did not go on from %s: moved to %s", path, target.name)
+            logger.warning("%s is not of this run and was renamed to %s.", path, target.name)
             path.rename(target)
 
 
 def _remove_older(folder: Path, keep_last: int) -> None:
-    """All but the newest that are whole (by their sizes): a damaged one is nothing to fall back on.
-
-    Newest is what was saved last in the run's order, the largest rollout.
-    """
+    """Keep the newest that are whole by their sizes: a damaged one is nothing to fall back on."""
     num_whole = 0
     for _, path in sorted(step_folders(folder).items(), reverse=True):
         if num_whole == keep_last:
             # Renamed first: a folder half removed must not look complete.
             shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))
-        elif damage := _damage_by_size(path):
+            continue
+        try:
+            damage = next(iter(by_size(read_step(path))), "")
+        except ValueError as error:
+            damage = str(error)
+        num_whole += not damage
+        if damage:
             logger.warning("%s is damaged (%s): it does not count for --keep-last-n", path, damage)
-        else:
-            num_whole += 1
-
-
-def _damage_by_size(path: Path) -> str:
-    """The first reason; empty: none is seen without reading all of it."""
-    try:
-        return next(iter(by_size(read_step(path))), "")
-    except ValueError as error:
-        return str(error)

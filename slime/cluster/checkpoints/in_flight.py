@@ -1,7 +1,7 @@
-"""The rollout that was in flight when a checkpoint was written: a resumed run trains on that very one.
+"""Stores the rollout that was in flight when a checkpoint was written: a resumed run trains on it.
 
-The asynchronous loop trains on samples of the weights before. A resumed run would make the batch anew with
-the weights of now, one version later, and be another run from there on.
+The asynchronous loop trains on samples of the previous weights; generated again, the batch would come from
+weights one version later.
 """
 
 from __future__ import annotations
@@ -52,39 +52,24 @@ def read_in_flight(checkpoint: StepFolder) -> Generated | None:
 def report_differences(
     args: Args, checkpoint: StepFolder, batch: Generated | None, *, overlapped: bool, ledgered: bool = False
 ) -> None:
-    """One line for each way in which this resumed run differs from the uninterrupted one.
+    """Log each way in which this resumed run differs from the uninterrupted one.
 
-    `ledgered`: the rollout behind the checkpoint comes from the ledger, so it is that of this very loop.
+    `ledgered`: the rollout after the checkpoint comes from the ledger, so this loop made it.
     """
-    done = checkpoint.manifest.rollout_id
-    if done + 1 == args.num_rollout:
+    following = checkpoint.manifest.rollout_id + 1
+    if following == args.num_rollout:
         return  # nothing comes after it
-    if not overlapped:
-        if ledgered:
-            return
-        if batch is not None:
-            _tell(
-                "rollout %d was in flight in the asynchronous loop and is made anew here, with newer weights",
-                done + 1,
-            )
-        return
-    if batch is None:
-        _tell(
-            "the checkpoint holds no batch in flight (it is the last of its run, or of the synchronous "
-            "loop, or of an older "
-            "slime): rollout %d is made with weights one version newer than without the interruption",
-            done + 1,
-        )
-    if (done + 1) % args.update_weights_interval:
-        _tell(
-            "the checkpoint lies between two weight pushes (--update-weights-interval %d) and engines get "
-            "its weights now: rollouts until the next push are made with newer weights; save at a multiple "
-            "of that interval to resume exactly",
-            args.update_weights_interval,
-        )
-    if args.rollout_function_path.endswith(_FULLY_ASYNC) and not args.deterministic_mode:
-        _tell("groups that were in flight in the pool are made anew, with newer weights")
-
-
-def _tell(text: str, *values: object) -> None:
-    logger.warning("resumed, but not bit for bit the same run: " + text, *values)
+    reasons = []
+    if not overlapped and not ledgered and batch is not None:
+        reasons += [f"the asynchronous loop was generating rollout {following}, which starts again"]
+    if overlapped and batch is None:
+        reasons += [f"the checkpoint holds no rollout in flight: rollout {following} starts again"]
+    if overlapped and following % args.update_weights_interval:
+        reasons += [
+            "the checkpoint lies between two weight pushes; save at a multiple of "
+            f"--update-weights-interval {args.update_weights_interval} to resume exactly"
+        ]
+    if overlapped and args.rollout_function_path.endswith(_FULLY_ASYNC) and not args.deterministic_mode:
+        reasons += ["groups that were in flight in the pool start again"]
+    for reason in reasons:
+        logger.warning("resumed, but not bit for bit the same run (newer weights generate): %s.", reason)

@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +25,9 @@ from slime.utils.machine import shm
 _PROBE_BYTES = 1 << 20
 _LOOKED_AT = 1000  # places of models to come
 _FULL_BYTES = 1 << 20  # less than this is full: what failed to be written may have left that much
-_SHARED = "the shared memory"
-# Errors of the disk may reach us as text only, from another process or a library that drops the number.
+_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
+_DISK_ERRORS = (*_NO_ROOM, errno.EIO, errno.EACCES, errno.EPERM)
 
 
 def open_save_folder(args: Args) -> FolderLock:
@@ -64,7 +63,7 @@ def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
                 file.flush()
                 os.fsync(file.fileno())
     except OSError as error:
-        why = (_broken_link(folder) if folder.is_symlink() else None) or _why(error)
+        why = _why(error)
         fix = "free room there, or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
         raise ValueError(f"{flag} {folder} cannot be written: {why}; {fix} another folder.") from None
     free = shutil.disk_usage(folder).free
@@ -73,17 +72,6 @@ def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
             f"{flag} {folder} has {free >> 20} MiB free, and a checkpoint of this model takes at least "
             f"{needed_bytes >> 20} MiB: free room there, or give another folder."
         )
-
-
-def _broken_link(link: Path) -> str | None:
-    """Why nothing is at the end of a link; None: something is."""
-    try:
-        link.stat()
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return "it is a link that leads back to itself"
-        return f"it is a link to {os.readlink(link)}, which is not there"
-    return None
 
 
 @contextlib.contextmanager
@@ -112,69 +100,58 @@ def naming_full_disks(args: Args) -> Iterator[None]:
     except (RunStopped, ValueError):
         raise
     except Exception as error:
-        found = _full_disk(error, _written_folders(args))
-        if found is None:
+        found = _find_os_error(error, _NO_ROOM)
+        if found is not None:
+            where, why = str(found.filename or "a file of this run"), _why(found)
+        else:  # torch does not report why a file was not written
+            full = (f"{flag} {path}" for flag, path in _written_folders(args).items() if _is_full(path))
+            where, why = next(full, ""), _why(_FULL)
+        if not where:
             raise
-        where, why = found
-        fix = "enlarge it (docker: --shm-size)" if where.startswith(_SHARED) else "make room"
+        fix = "make room"
+        if where.endswith(str(shm.FOLDER)):
+            where, fix = f"the shared memory {shm.FOLDER}", "enlarge it (docker: --shm-size)"
+            why = f"it is full ({(found or _FULL).strerror})"
         raise RunStopped(
             f"{where}: {why}; {fix}, and start this command again: it resumes from what is on the disk."
         ) from error
 
 
-def _full_disk(error: BaseException, folders: dict[str, Path]) -> tuple[str, str] | None:
-    """(Where, why) of an error that a full disk caused; None: it is not known to be one."""
-    for link in _chain(error):
-        if isinstance(link, OSError) and link.errno in _NO_ROOM:
-            if link.filename == str(shm.FOLDER):
-                return f"{_SHARED} {shm.FOLDER}", f"it is full ({link.strerror})"
-            return str(link.filename or "a file of this run"), _why(link)
-        text = "\n".join([str(link), *getattr(link, "__notes__", ())])
-        for number in _NO_ROOM:
-            if os.strerror(number) in text:
-                return "a file of this run", _why(OSError(number, os.strerror(number)))
-    for flag, folder in folders.items():  # torch does not say why a file was not written
-        if folder.is_dir() and shutil.disk_usage(folder).free < _FULL_BYTES:
-            return f"{flag} {folder}", _why(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    return None
-
-
 def _written_folders(args: Args) -> dict[str, Path]:
-    given = {
-        "--run-dir": args.run_dir,
-        "--save": args.save,
-        "--save-debug-rollout-data": args.save_debug_rollout_data,
-        "--save-debug-train-data": args.save_debug_train_data,
-        "--update-weight-disk-dir": args.update_weight_disk_dir,
-    }
+    flags = ("run_dir", "save", "save_debug_rollout_data", "save_debug_train_data", "update_weight_disk_dir")
+    given = {f"--{name.replace('_', '-')}": getattr(args, name) for name in flags}
     folders = {
         flag: _fixed_part(value) if "{" in value else Path(value) for flag, value in given.items() if value
     }
-    return {**folders, _SHARED: shm.FOLDER}
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return chain
+    return {**folders, "shared memory": shm.FOLDER}
 
 
 def disk_error(error: BaseException, folder: Path) -> str | None:
     """What the disk did, if it is the cause of an error; None: it is not known to be."""
-    chain = _chain(error)
-    for link in chain:
-        if isinstance(link, OSError) and link.errno in _DISK_ERRORS:
-            return _why(link)
-    texts = [text for link in chain for text in (str(link), *getattr(link, "__notes__", ()))]
-    for number in _DISK_ERRORS:
-        if any(os.strerror(number) in text for text in texts):
-            return _why(OSError(number, os.strerror(number)))
-    if shutil.disk_usage(folder).free < _FULL_BYTES:
-        return _why(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    found = _find_os_error(error, _DISK_ERRORS)
+    if found is None and _is_full(folder):
+        found = _FULL
+    return None if found is None else _why(found)
+
+
+def _find_os_error(error: BaseException, numbers: Sequence[int]) -> OSError | None:
+    """Return the error of the disk in a chain of causes; a library or another process may give only text."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        if isinstance(cause, OSError) and cause.errno in numbers:
+            return cause
+        text = "\n".join([str(cause), *getattr(cause, "__notes__", ())])
+        for number in numbers:
+            if os.strerror(number) in text:
+                return OSError(number, os.strerror(number))
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     return None
+
+
+def _is_full(folder: Path) -> bool:
+    return folder.is_dir() and shutil.disk_usage(folder).free < _FULL_BYTES
 
 
 def _why(error: OSError) -> str:
@@ -231,20 +208,15 @@ def _refuse_load(args: Args) -> None:
 
 
 def _refuse_unwritable(flag: str, folder: Path) -> None:
-    """As far as can be told of the folder, or of the one where it would be made."""
+    """Try the folder, or the nearest one that exists, and leave nothing there."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    why = None if os.access(there, os.W_OK | os.X_OK) else f"{there} is read-only, or not yours"
-    if not there.is_dir():
-        why = f"{there} is a file"
-    elif why is None:
-        before = there.stat()
-        try:  # permissions alone do not tell: nothing can be made in /proc, whoever asks
-            os.rmdir(tempfile.mkdtemp(prefix=".slime-probe-", dir=there))
-            os.utime(there, ns=(before.st_atime_ns, before.st_mtime_ns))  # a check leaves no trace
-        except OSError as error:
-            why = f"nothing can be made in {there} ({error.strerror})"
-    if why is not None:
-        raise ValueError(f"{flag} {folder} cannot be written: {why}; give another folder.")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".slime-probe-", dir=there))
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {folder} cannot be written: nothing can be made in {there} ({error.strerror}); give "
+            "another folder."
+        ) from None
 
 
 def _refuse_others(args: Args) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
 from slime.utils.machine.run_identity import Run
 from slime.utils.processing_utils import load_tokenizer
-from slime.wire.control import EngineControl, EngineCounters
+from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 
 R = TypeVar("R")
@@ -30,7 +30,6 @@ class EnginePlane:
 
     def __init__(self, args: Args, run_: Run, placement: Placement, runtime: Runtime):
         self._args, self._run = args, run_
-        self._told: list[EngineCounters] = []
         policy, servers = args.engine_topology.policy, make_servers(args, run_, placement.engines, runtime)
         engines = servers.pop(policy.name, [])
         reserved = args.eval_num_engines if engines else 0
@@ -53,7 +52,7 @@ class EnginePlane:
         return self._fleet.urls
 
     def connect(self, info: RunInfo) -> RunInfo:
-        """Waits for every engine; returns the facts of the run with their addresses and limits."""
+        """Wait for every engine; return the facts of the run with their addresses and limits."""
         if not self.urls:
             return info
         # While engines start: the default rollout needs it, and a folder that is no model fails early.
@@ -81,7 +80,7 @@ class EnginePlane:
         )
 
     def _ask(self, url: str) -> EngineInfo:
-        """What an engine that has just come up says of itself. RunStopped: it is gone before it served."""
+        """Ask an engine that has just started what it is. RunStopped: it is gone already."""
         try:
             return self.weights.info(url)
         except HttpError as error:
@@ -97,7 +96,7 @@ class EnginePlane:
         return tuple(set.intersection(*offered)) if offered else ()
 
     def guard(self, work: Callable[[], R]) -> R:
-        """Runs rollout code, but ends at once with the cause when the engines are given up."""
+        """Run rollout code, but end at once with the cause when the engines are given up."""
         future = in_background(work, "rollout")
         failures = [failure for service in self._services for failure in service.failures]
         awaited: list[concurrent.futures.Future[Any]] = [future, *failures]
@@ -108,30 +107,18 @@ class EnginePlane:
         return future.result()
 
     def forward_seconds(self) -> float:
-        """The time that the busiest engine has spent in forward passes; 0 where engines do not count it.
+        """Return the time that the busiest engine has spent in forward passes since it was started.
 
-        It begins anew with an engine that is started again.
+        It is 0 where engines do not count it.
         """
-        answers = self._ask_each(EngineControl.counters)
-        self._told = [answer for answer in answers if isinstance(answer, EngineCounters)]
-        return max((told.forward_s for told in self._told if told.forward_s is not None), default=0.0)
 
-    def requests_of_others(self) -> tuple[int, str | None] | None:
-        """Requests that another client than slime's sent with other sampling: how many, and what differs; as
-        engines said when they were last asked for their forward seconds.
-        """
-        found = [told for told in self._told if told.num_bent]
-        return (sum(told.num_bent for told in found), found[0].why_bent) if found else None
-
-    def _ask_each(
-        self, question: Callable[[EngineControl], Coroutine[Any, Any, R]]
-    ) -> list[R | BaseException]:
-        async def ask(urls: list[str]) -> list[R | BaseException]:
-            questions = [question(EngineControl(url)) for url in urls]
-            return await asyncio.gather(*questions, return_exceptions=True)
+        async def ask(urls: list[str]) -> list[float | BaseException | None]:
+            asked = [EngineControl(url).forward_seconds() for url in urls]
+            return await asyncio.gather(*asked, return_exceptions=True)
 
         with self._fleet.frozen() as urls:
-            return run(ask(urls))
+            answers = run(ask(urls))
+        return max((answer for answer in answers if isinstance(answer, float)), default=0.0)
 
     def dump_stacks(self) -> None:
         for service in self._services:
@@ -143,8 +130,14 @@ class EnginePlane:
 
 
 def _with_model_facts(info: RunInfo, hf_checkpoint: str | None, infos: list[EngineInfo]) -> RunInfo:
-    """Limits of all engines; what one does not say about itself follows from the model's config."""
-    config = _text_config(hf_checkpoint)
+    """Add the limits of all engines; what one does not report follows from the model's config."""
+    # Heavy import, and some runs have no engines.
+    from transformers import AutoConfig, PretrainedConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(hf_checkpoint).get_text_config()
+    except ValueError:  # a model type that engine and trainer know and transformers does not (MiMo)
+        config = PretrainedConfig.from_pretrained(hf_checkpoint).get_text_config()
     return replace(
         info,
         vocab_size=min(engine.vocab_size or config.vocab_size for engine in infos),
@@ -152,15 +145,3 @@ def _with_model_facts(info: RunInfo, hf_checkpoint: str | None, infos: list[Engi
         num_layers=getattr(config, "num_hidden_layers", None),
         moe_router_topk=getattr(config, "num_experts_per_tok", None),
     )
-
-
-def _text_config(hf_checkpoint: str | None) -> Any:
-    # Heavy import, and some runs have no engines.
-    from transformers import AutoConfig, PretrainedConfig
-
-    try:
-        return AutoConfig.from_pretrained(hf_checkpoint).get_text_config()
-    except ValueError:
-        # A model type that engine and trainer know and transformers does not (MiMo):
-        # its sizes stand in the file all the same.
-        return PretrainedConfig.from_pretrained(hf_checkpoint).get_text_config()

@@ -142,13 +142,15 @@ class EngineWeights:
                 await asyncio.sleep(_FLUSH_PAUSE_S)
 
     async def _compare(self, bundle: WeightBundle, url: str, info: EngineInfo) -> None:
-        different = await transport_of(bundle.transport).compare(
-            bundle, self._control(url), info, self._shm_prefix
-        )
+        different = await self._differing(bundle, url, info)
         if different:
             raise RuntimeError(
                 f"engine {url} differs from the trainer in {len(different)} tensors: {different[:8]}"
             )
+
+    async def _differing(self, bundle: WeightBundle, url: str, info: EngineInfo) -> list[str]:
+        compare = transport_of(bundle.transport).compare
+        return await compare(bundle, self._control(url), info, self._shm_prefix)
 
     # -- a live push
 
@@ -287,31 +289,28 @@ class EngineWeights:
             asked = [url for url in urls if names[url].worker_type == "regular"]
             answers = run(_gather([score(url) for url in asked]))
         return {
-            names[url].name: f"{type(answer).__name__}: {answer}"[:_SHOWN_ANSWER]
-            if isinstance(answer, BaseException)
-            else answer
+            names[url].name: _shown(answer) if isinstance(answer, BaseException) else answer
             for url, answer in zip(asked, answers, strict=True)
         }
 
     def tensors_apart(self, name: str) -> list[str] | str:
         """Tensors that an engine holds otherwise than they were last sent; a text: why that is not known."""
-        bundle, found = self.bundle, list[str]()
+        bundle = self.bundle
         url = next((server.url for server in self._fleet.servers if server.plan.name == name), None)
         if bundle is None or url is None or not self._fleet.is_alive(url):
             return "it is gone, or nothing was sent to it"
-        compare = transport_of(bundle.transport).compare
 
-        async def look() -> None:
+        async def compare() -> list[str]:
             control, info = self._control(url), self.info(url)
             await self._pause(control, info, keep=TRANSPORTS[bundle.transport].keeps_requests)
             try:
-                found.extend(await compare(bundle, control, info, self._shm_prefix))
+                return await self._differing(bundle, url, info)
             finally:
                 await control.resume()
 
         with self._fleet.frozen():
-            [failure] = run(_gather([look()]))
-        return f"{type(failure).__name__}: {failure}"[:_SHOWN_ANSWER] if failure is not None else found
+            [found] = run(_gather([compare()]))
+        return found if not isinstance(found, BaseException) else _shown(found)
 
     def _compare_paused(self, bundle: WeightBundle) -> Act:
         async def compare(url: str, info: EngineInfo) -> None:
@@ -338,11 +337,7 @@ class EngineWeights:
             live.close()
 
     def _on_each(self, urls: list[str], act: Act) -> int:
-        """Acts on all at once; who fails is evicted. Returns how many did."""
-
-        async def guarded(url: str) -> None:
-            await act(url, infos[url])
-
+        """Act on all at once and evict engines that fail; return how many did."""
         infos: dict[str, EngineInfo] = {}
         failures: dict[str, Exception] = {}
         for url in urls:
@@ -350,7 +345,7 @@ class EngineWeights:
                 infos[url] = self.info(url)
             except (HttpError, TimeoutError) as error:
                 failures[url] = error
-        outcomes = run(_gather([guarded(url) for url in infos]))
+        outcomes = run(_gather([act(url, info) for url, info in infos.items()]))
         failures |= {u: o for u, o in zip(infos, outcomes, strict=True) if isinstance(o, Exception)}
         for url, cause in failures.items():
             if isinstance(cause, RunStopped):
@@ -360,15 +355,19 @@ class EngineWeights:
 
 
 def pause_mode(asked: str, info: EngineInfo, *, keep: bool = True) -> PauseMode:
-    """What becomes of the requests of an engine in a push: as asked, where it can be.
+    """Choose what happens to the requests of an engine in a push: as asked, where it can be.
 
-    An engine that says which tokens came from which version keeps its requests: they start again from their
-    tokens, or go on from the KV that they have. From one that does not, they come back, and are sent again:
-    each part then has one version. So they do where the transport does not let it `keep` them.
+    An engine that reports which tokens came from which version keeps its requests. From any other, and where
+    the transport does not let it `keep` them, they are aborted and sent again, so that each part has one
+    version.
     """
     if not (info.has_spans and keep) or asked == "abort":
         return "abort"
     return "in_place" if asked == "in_place" else "retract"
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_SHOWN_ANSWER]
 
 
 async def _gather(tasks: Iterable[Coroutine[Any, Any, R]]) -> list[R | BaseException]:

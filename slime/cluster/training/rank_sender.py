@@ -111,10 +111,7 @@ class RankSender:
         return path
 
     def _own_address(self) -> str:
-        """The address by which engines reach this rank: the first one is where the run listens.
-
-        A run that is on this machine alone listens on loopback, which engines of other machines do not reach.
-        """
+        """Return the address by which engines reach this rank; loopback where all are on this machine."""
         if self._run.host != LOOPBACK:
             return self._run.host if self._rank == 0 else get_host_info()[1]
         hosts = (urlsplit(url).hostname or LOOPBACK for url in self._engine_urls)
@@ -122,7 +119,7 @@ class RankSender:
         return address_towards(elsewhere) if elsewhere is not None else LOOPBACK
 
     def export(self, version: str, dtype: str | None) -> WeightBundle | None:
-        """The model or its adapters go into the transport; the first rank returns the bundle."""
+        """Send the model or its adapters; the first rank returns the bundle."""
         for bucket in self._stream(dtype):
             if self._sender is not None:
                 self._sender.send(self._as_engines_hold(bucket))
@@ -132,7 +129,7 @@ class RankSender:
         return bundle
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
-        """The whole model goes to engines that wait for it; a rank that sends nothing returns None."""
+        """Send the whole model to engines that wait for it; None: this rank sends nothing."""
         if self._turns is not None:
             buckets = self._backend.export_stage(dtype=_torch_dtype(dtype))
             if self._live_sender is not None:
@@ -145,12 +142,12 @@ class RankSender:
         return self._live_sender.finish()
 
     def _stream(self, dtype: str | None) -> Iterator[NamedTensors]:
-        """What the transport carries, bucket by bucket: the model, or its adapters alone. A collective."""
+        """Yield the model, or its adapters alone, bucket by bucket. A collective."""
         export = self._backend.export_adapter if self._content == "adapter" else self._backend.export
         return export(dtype=_torch_dtype(dtype))
 
     def _as_engines_hold(self, bucket: NamedTensors) -> NamedTensors:
-        """Refuses what is not finite, and quantises to FP8 where the engines' checkpoint is in FP8."""
+        """Refuse what is not finite, and quantise to FP8 where the engines' checkpoint is in FP8."""
         broken = first_non_finite(bucket)
         if broken is not None:
             raise WeightsNotFinite(
@@ -167,7 +164,7 @@ class RankSender:
 
 
 def _delta_options(args: Args, run: Run) -> DeltaOptions | None:
-    """What the flags say about sending deltas of the weights; None: whole weights are sent."""
+    """Return what the flags say about deltas of the weights; None: whole weights are sent."""
     if args.update_weight_mode != "delta":
         return None
     engines = [read_address(address) for address in args.rollout_external_engine_addrs or ()]

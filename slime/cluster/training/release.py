@@ -40,7 +40,8 @@ class TrainerRelease:
         if not self._ranks.away:
             return False
         with phases.doing("starting the trainer"):
-            self._ranks.begin_again(self._args, self._checkpoint)
+            self._ranks.renew(self._args)
+            self._ranks.load_again(self._checkpoint)
             self._prepare()
             actors = self._ranks.actors.handles
             pairs = zip(actors, self._memories, strict=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from slime.arguments import Args, RunInfo, plugin_args
+from slime.arguments import Args, PluginArgs, RunInfo, plugin_args
 from slime.backends import create_backend
 from slime.backends.base import Layout
 from slime.backends.shared.microbatch import build_micro_batches
@@ -55,20 +55,20 @@ class RankProcess:
         self._actor: TrainActor | None = None  # once it is loaded
 
     def is_loaded(self) -> bool:
-        """Answers when the process has what it runs on, torch first of all."""
+        """Return once the process has loaded its modules, torch first of all."""
         return True
 
     def find_damage(self, folder: Path, files: dict[str, FileRecord]) -> list[str]:
-        """Which of these files of a checkpoint are not what was written."""
+        """Return which of these files of a checkpoint are not what was written."""
         return find_damage(folder, files)
 
     def open_store(self) -> int:
-        """Rank 0: the meeting point of the ranks; returns its port."""
+        """Open the store through which ranks find each other (rank 0); return its port."""
         self._store = open_store(self._run.host, self._world_size)
         return self._store.port
 
     def join(self, store_port: int) -> None:
-        """A collective: the ranks find each other."""
+        """Join the process group. A collective."""
         if self._store is None:
             self._store = dist.TCPStore(self._run.host, store_port, self._world_size, is_master=False)
         if self._device.type == "cuda":
@@ -83,16 +83,16 @@ class RankProcess:
         )
 
     def warm_up(self) -> None:
-        """What can be done for the model while others hold the device."""
+        """Prepare for the model what is possible while others hold the device."""
         if self._world_size == 1:
             warm_up(self._args, self._device)
 
     def complete_copy(self, place: CopyPlace, files: dict[str, FileRecord]) -> list[str]:
-        """A collective: the copy is whole on every machine afterwards, but for what is returned."""
+        """Complete the copy on every machine; return what none of them has. A collective."""
         return complete(place, self._rank, files)
 
     def load(self, source: Path | CopyPlace | None) -> Layout:
-        """A collective: builds and loads the model; returns this rank's place."""
+        """Build and load the model; return this rank's place. A collective."""
         folder = source.of(self._rank) if isinstance(source, CopyPlace) else source
         self._actor = TrainActor(self._args, self._run, self._rank, self._world_size, self._device, folder)
         limit_every_group(self._timeout)
@@ -125,17 +125,10 @@ class TrainActor:
         device: torch.device,
         checkpoint: Path | None,
     ):
-        self._args, self._run, self._rank, self._world_size, self._device = (
-            args,
-            run,
-            rank,
-            world_size,
-            device,
-        )
-        # Functions of the user's may change their copy. Engines start beside the trainer,
-        # so their addresses are not known here.
-        info = RunInfo(run.run_id, str(run.run_dir), num_rollout=args.num_rollout)
-        self._plugin_args = plugin_args(args, info)
+        self._args, self._run, self._rank = args, run, rank
+        self._world_size, self._device = world_size, device
+        # Functions of the user's may change their copy. Addresses of engines are not known yet.
+        self._plugin_args = self._args_of_plugins(args.num_rollout)
         self._profiler = StepProfiler(args, rank)
         self._backend = create_backend(args, rank=rank, world_size=world_size, device=device)
         self._kept = old_policy_of(args, self._backend)
@@ -157,14 +150,17 @@ class TrainActor:
     def layout(self) -> Layout:
         return self._backend.layout
 
-    def expect_rollouts(self, num_rollout: int) -> None:
-        """How long the run is, where its data decides it (--num-epoch)."""
+    def _args_of_plugins(self, num_rollout: int | None) -> PluginArgs:
         info = RunInfo(self._run.run_id, str(self._run.run_dir), num_rollout=num_rollout)
-        self._plugin_args = plugin_args(self._args, info)
+        return plugin_args(self._args, info)
+
+    def expect_rollouts(self, num_rollout: int) -> None:
+        """Set the length of a run whose data decides it (--num-epoch)."""
+        self._plugin_args = self._args_of_plugins(num_rollout)
         self._backend.expect_steps(num_rollout * self._args.num_steps_per_rollout)
 
     def train(self, rollout_id: int, ref: Ref[RankData]) -> StepReport:
-        """The optimizer steps of one rollout, on this rank's share of the batch."""
+        """Take the optimizer steps of one rollout, on this rank's share of the batch."""
         step = TrainingStep(
             self._backend,
             self._plugin_args,
@@ -186,10 +182,7 @@ class TrainActor:
         return report
 
     def score(self, share: RankData) -> tuple[dict[int, list[float]], float]:
-        """Log-probs of a batch that nothing learns from, by sample, at temperature 1; and what may differ.
-
-        Engines score an input at that temperature, whatever they sample with.
-        """
+        """Return log-probs at temperature 1 by sample, as engines score an input, and what may differ."""
         usual = self._plugin_args.rollout_temperature
         self._backend.change_setting("rollout_temperature", 1.0)
         try:
@@ -202,12 +195,12 @@ class TrainActor:
         return by_sample, threshold_of(self._backend, self._args)
 
     def drain_notes(self) -> RankNotes:
-        """The notes of the last step for the record; a second call has none."""
+        """Return the notes of the last step for the record; a second call has none."""
         step, self._noted = self._noted, None
         return RankNotes() if step is None else notes_of(step, self._rank, self.layout)
 
     def change_setting(self, name: str, value: float) -> None:
-        """Changes a setting from the next step on, also for plug-ins."""
+        """Change a setting from the next step on, also for plug-ins."""
         self._plugin_args.change(name, value)
         if name in ("lr", "rollout_temperature"):
             self._backend.change_setting(name, value)
@@ -224,22 +217,22 @@ class TrainActor:
         return self._sender
 
     def export(self, version: str, dtype: str | None) -> WeightBundle | None:
-        """The weights go out as `version`, see `RankSender.export`."""
+        """Send the weights as `version`, see `RankSender.export`."""
         self.note_version(int(version.rpartition(":")[2]))
         return self.sender().export(version, dtype)
 
     def note_version(self, number: int) -> None:
-        """The current weights go out as version `number`, or did so before this process."""
+        """Note that engines know the current weights as version `number`."""
         self._version = number
         self.note_push(number)
 
     def note_push(self, number: int) -> None:
-        """Engines sample with these weights as version `number`, or did so in the run that is replayed."""
+        """Note that engines sample with these weights, here or in the run that is replayed."""
         if self._kept is not None:
             self._kept.note_push(number)
 
     def memory(self) -> Memory:
-        """What a checkpoint does not hold, for the process that takes this one's place."""
+        """Return what a checkpoint does not hold, for the process that replaces this one."""
         return Memory(self._version, self._agreement)
 
     def remember(self, memory: Memory) -> None:
@@ -254,7 +247,7 @@ class TrainActor:
             self._kept.save(path)
 
     def copy_state(self, place: CopyPlace) -> dict[str, FileRecord]:
-        """All that a checkpoint holds, whole when every rank has returned; what was there before goes."""
+        """Write what a checkpoint holds to the memory of the machines, in place of an older copy."""
         make_room(place, self._rank)
         path = place.of(self._rank)
         self._copies.add(path)
@@ -265,7 +258,7 @@ class TrainActor:
         return spread(place, self._rank)
 
     def finish_save(self, *, wait: bool) -> dict[str, FileRecord] | None:
-        """Size and checksum of every file that this rank wrote; None: it still writes or reads them."""
+        """Return size and checksum of every file that this rank wrote; None: it is not done yet."""
         if not self._backend.finish_save(wait=wait):
             return None
         if self._recording is None:
@@ -279,20 +272,20 @@ class TrainActor:
         self._backend.save_hf(path)
 
     def move(self, *, params: str, optimizer: str) -> None:
-        """`"device"`: this rank's own; `"cpu"`: off it."""
+        """Move weights and moments to this rank's device ("device") or off it ("cpu")."""
         place = {"device": str(self._device), "cpu": "cpu"}
         self._backend.move(params=place[params], optimizer=place[optimizer])
 
     def empty_cache(self) -> None:
-        """Gives back device memory that nothing is in."""
+        """Free device memory that holds nothing."""
         accelerator.empty_cache()
 
     def resident_bytes(self) -> int:
-        """The most host memory that this process has held."""
+        """Return the most host memory that this process has held."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
     def drain_peak_memory(self) -> int | None:
-        """Bytes in use on this rank's device at their most since the last call; None on a CPU machine."""
+        """Return the peak memory of this rank's device since the last call; None on a CPU machine."""
         return accelerator.take_peak_memory()
 
     def close(self) -> None:

@@ -78,11 +78,11 @@ class RankProcesses:
         self._state = RankState()
         self._renewable = [Renewable(self._spawn(rank, args)) for rank in range(len(slots))]
         self._processes = Ranks(self._renewable, self._state)
-        self._loaded: list[Future[bool]] = []  # one for each rank, once `join` is called
         self._joined = False
 
     def _spawn(self, rank: int, args: Args) -> Handle[RankProcess]:
-        env = {**thread_environment(_threads(args, self._slots)), **network_environment(self._run.host)}
+        threads = args.trainer_threads or cores_each(self._slots)
+        env = {**thread_environment(threads), **network_environment(self._run.host)}
         env |= {name: str(value) for name, value in (args.train_env_vars or {}).items()}
         spec = WorkerSpec(f"trainer-{rank}", slot=self._slots[rank], env=env)
         return self._runtime.spawn(spec, RankProcess, args, self._run, rank, len(self._slots))
@@ -93,13 +93,10 @@ class RankProcesses:
         if not handles:  # such a run reads the driver's own files alone
             return find_damage(folder, {name: record for name, record in files.items() if "/" not in name})
         by_size = sorted(files, key=lambda name: files[name].num_bytes, reverse=True)
-        shares = [
-            {name: files[name] for name in by_size[rank :: len(handles)]} for rank in range(len(handles))
-        ]
-        calls = [
-            handle.call(RankProcess.find_damage, folder, share)
-            for handle, share in zip(handles, shares, strict=True)
-        ]
+        calls = []
+        for rank, handle in enumerate(handles):
+            share = {name: files[name] for name in by_size[rank :: len(handles)]}
+            calls.append(handle.call(RankProcess.find_damage, folder, share))
         return [damage for found in gather(calls) for damage in found]
 
     @property
@@ -131,8 +128,7 @@ class RankProcesses:
 
     def _meet(self) -> int:
         """Wait for the processes; return the port where they join each other."""
-        self._loaded = self._processes.begin(RankProcess.is_loaded)
-        gather(self._loaded, _START_DEADLINE_S)
+        gather(self._processes.begin(RankProcess.is_loaded), _START_DEADLINE_S)
         return self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
 
     @property
@@ -168,7 +164,7 @@ class RankProcesses:
         self._state.lost = None
 
     def end(self) -> None:
-        """End the processes, which frees all their memory; calls reach nobody until `begin_again`."""
+        """End the processes, which frees all their memory; calls reach nobody until `renew`."""
         self._state.away = True
         for handle in self._renewable:
             handle.kill()
@@ -177,11 +173,6 @@ class RankProcesses:
         """Set where processes restart, at most as many as there were at first."""
         self._slots, self._state.count = slots, len(slots)
         self._run = replace(self._run, host=slots[0].host)
-
-    def begin_again(self, settings: Args, checkpoint: Path | None) -> list[Layout]:
-        """Replace the processes that ended, and load the checkpoint."""
-        self.renew(settings)
-        return self.load_again(checkpoint)
 
     def renew(self, settings: Args) -> None:
         """Replace the processes that ended; the new ones join each other."""
@@ -205,14 +196,7 @@ class RankProcesses:
     def describe(self) -> str:
         """Describe how far `load` is."""
         num_ranks = len(self._processes.handles)
-        if not num_ranks:
-            return "no trainer"
-        if not self._loaded:
-            return "trainer ranks wait for the engines"
-        up = sum(future.done() for future in self._loaded)
-        return (
-            f"{up} of {num_ranks} trainer ranks are up" if up < num_ranks else "trainer ranks load the model"
-        )
+        return f"{num_ranks} trainer rank(s) {'load the model' if self._joined else 'start'}"
 
 
 class TrainGroup:
@@ -224,10 +208,9 @@ class TrainGroup:
     def train(
         self, rollout_id: int, batch: RolloutBatch | None, *, meanwhile: Callable[[], None] = lambda: None
     ) -> StepReport:
-        """Splits the batch over the ranks, which train on it; returns the report, which is the same on all.
+        """Split the batch over the ranks, which train on it; return the report, which is the same on all.
 
-        `meanwhile` is called while they do.
-        `batch` None, or no ranks: rollouts are made and nothing learns from them (--debug-rollout-only).
+        `meanwhile` is called while they do. `batch` None, or no ranks: nothing learns (--debug-rollout-only).
         """
         if batch is None or not self.layouts:
             return StepReport({}, [], [])
@@ -249,18 +232,9 @@ class TrainGroup:
         """Log-probs of each sample's response, which nothing learns from, and how far engines may differ."""
         first, whole = self.layouts[0], self._args.replace(global_batch_size=None)
         shares = split_for_ranks(whole, batch, first.dp_size, cp_size=first.cp_size)
-        answers = gather(
-            [
-                handle.call(TrainActor.score, shares[layout.dp_rank])
-                for handle, layout in zip(self.ranks.handles, self.layouts, strict=True)
-            ]
-        )
+        pairs = zip(self.ranks.handles, self.layouts, strict=True)
+        answers = gather([handle.call(TrainActor.score, shares[layout.dp_rank]) for handle, layout in pairs])
         found: dict[int, list[float]] = {}
         for by_sample, _ in answers:
             found |= by_sample
         return [found[index] for index in batch["sample_indices"]], answers[0][1]
-
-
-def _threads(args: Args, slots: Sequence[Slot]) -> int:
-    """A share of a machine's cores for each rank."""
-    return args.trainer_threads or cores_each(slots)

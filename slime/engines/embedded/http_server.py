@@ -8,12 +8,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
-from slime.arguments.groups.trained_sampling import refusal
 from slime.catalog.engines import ENGINES
 from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
 from slime.engines.embedded.body_reading import MAX_BODY_BYTES, read_json, read_manifest, read_tags
@@ -41,7 +39,6 @@ from slime.engines.embedded.weight_update import (
     WeightStore,
 )
 from slime.utils.browser_guard import browser_guard, names_of_this_machine
-from slime.utils.http_utils import CLIENT
 from slime.utils.machine.open_files import refusing_too_many
 from slime.utils.media.image_tokens import encoder_of
 from slime.utils.processing_utils import load_processor
@@ -85,7 +82,6 @@ class Server:
         self.groups = UpdateGroups(engine.runner.device)
         self.model_path = static_info["model_path"]
         self.loop = EngineLoop(engine)
-        self.bent_by_others: dict[str, Any] = {"count": 0, "why": None}
         # Of its own: whoever waits for weights takes a thread for long, and requests must not wait for that.
         self._reading = ThreadPoolExecutor(1, "requests")
 
@@ -157,10 +153,7 @@ class Server:
             released = sorted(self.engine.released)
             raise RequestFailed(503, f"memory is released ({released}): call /resume_memory_occupation")
         self._check_adapter(body.pop("lora_path", None))
-        sequences, is_list = await self._read(body, request.content_length)
-        if request.headers.get("User-Agent") != CLIENT:
-            self._note_bent(sequences)
-        return sequences, is_list
+        return await self._read(body, request.content_length)
 
     async def _read(self, body: dict[str, Any], nbytes: int | None) -> tuple[list[Sequence], bool]:
         if (
@@ -171,15 +164,6 @@ class Server:
         ):
             return self.reader.read(body)
         return await asyncio.get_running_loop().run_in_executor(self._reading, self.reader.read, body)
-
-    def _note_bent(self, sequences: list[Sequence]) -> None:
-        """Count requests of other clients than ours whose tokens must not be trained on."""
-        for sequence in sequences:
-            told, size = sequence.sampling.return_top_p_token_ids, self.engine.runner.vocab_size
-            why = refusal(asdict(sequence.sampling), vocab_size=size, nucleus_told=told)
-            if why is not None:
-                self.bent_by_others["count"] += 1
-                self.bent_by_others["why"] = why.partition(":")[0]
 
     def _check_adapter(self, wanted: Any) -> None:
         """A request may name the adapters that all requests get, and no others."""
@@ -295,8 +279,7 @@ class Server:
 
     async def server_info(self, request: web.Request) -> web.Response:
         state = await self.loop.call(self.engine.state)
-        facts = {"model_path": self.model_path, "bent_by_others": self.bent_by_others}
-        return web.json_response({**self.static_info, **facts, **state})
+        return web.json_response({**self.static_info, "model_path": self.model_path, **state})
 
     async def model_info(self, request: web.Request) -> web.Response:
         info = {"model_path": self.model_path, "weight_version": self.engine.version, "is_generation": True}

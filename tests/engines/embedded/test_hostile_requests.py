@@ -118,16 +118,6 @@ def test_an_odd_generate_is_answered_and_the_engine_serves_on(engine, name):
     assert_serves(engine)
 
 
-def test_what_other_clients_ask_for_in_a_way_that_must_not_be_trained_on_is_counted(engine):
-    """Of requests that go through `http_utils` the sender knows, and it may be an evaluation's."""
-    before = run(engine.control.counters()).num_bent
-    engine.generate(IDS, max_new_tokens=2, top_p=0.5)
-    send(engine, "generate", with_sampling(temperature=0.7))
-    assert run(engine.control.counters()).num_bent == before
-    send(engine, "generate", {**with_sampling(top_p=0.5), "input_ids": [IDS, IDS]})
-    assert run(engine.control.counters())[1:] == (before + 2, "top_p is 0.5")
-
-
 BODIES = {
     "half of an object": b'{"input_ids": [5',
     "nothing but brackets": b"[" * 1_000_000,

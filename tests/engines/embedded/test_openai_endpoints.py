@@ -220,9 +220,3 @@ def test_what_cannot_be_done_is_an_error_in_openais_shape(url, which):
     assert status == 400 and set(said["error"]) == {"message", "type", "param", "code"}
     assert said["error"]["type"] == "invalid_request_error" and 0 < len(said["error"]["message"]) < 2000
     assert ask(url + COMPLETIONS, {"prompt": "2", "max_tokens": 1})[0] == 200
-
-
-def test_requests_of_other_clients_that_bend_the_distribution_are_counted(engine):
-    before = engine.info()["bent_by_others"]["count"]
-    assert ask(engine.url + CHAT, {"messages": MESSAGES, "top_p": 0.5, "max_tokens": 1})[0] == 200
-    assert engine.info()["bent_by_others"]["count"] == before + 1
