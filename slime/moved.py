@@ -18,6 +18,7 @@ MOVED = {
     "slime.agent.rewards.programs": "slime.agent.rewards.code",
     "slime.ray.rollout_data_source": "slime.rollout.data_source",
     "slime.rollout.policy_requests": "slime.rollout.generation.policy_requests",
+    "slime.rollout.rm_hub.answers": "slime.rollout.answers",
     "slime.utils.arguments": "slime.arguments",
     "slime.utils.data": "slime.data.dataset",
     "slime.utils.external_utils.command_utils": "slime.cli.launch",

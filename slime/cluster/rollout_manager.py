@@ -23,6 +23,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.record import RECORD_FILE, LedgerReader
 from slime.rollout import ledger
+from slime.rollout.answers import share_with_ending
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, train_output
 from slime.rollout.collection.versions import push_plan
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
@@ -30,7 +31,6 @@ from slime.rollout.generation import turn_gate
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.journal import CountingJournal
 from slime.rollout.ledger import Ledger, follow
-from slime.rollout.rm_hub.answers import share_with_ending
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime, in_background
 from slime.runtime.placement import Placement

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.utils.misc import load_function
 from slime.utils.reward_failure import invalid
 from slime.utils.types import Sample
 
@@ -30,6 +31,11 @@ class ColumnsAsked:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     everything: bool
+
+
+def needs_whole_group(group_rm: bool, path: str | None) -> bool:
+    """Return whether rewards need the whole group: by --group-rm, or by TRL's signature."""
+    return group_rm or (path is not None and takes_columns(load_function(path)))
 
 
 def takes_columns(function: Callable[..., Any]) -> bool:

@@ -7,13 +7,13 @@ import pytest
 from argument_helpers import declared
 from tiny_model import make_tiny_tokenizer
 
-from slime.rollout.rm_hub import answer_text, async_rm, batched_async_rm, score_samples
-from slime.rollout.rm_hub.answers import (
+from slime.rollout.answers import (
     ending_of,
     share_with_ending,
     special_tokens_of,
     without_special_tokens,
 )
+from slime.rollout.rm_hub import answer_text, async_rm, batched_async_rm, score_samples
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.rm_hub.workers.check_pool import close_pools
 from slime.utils.types import Sample

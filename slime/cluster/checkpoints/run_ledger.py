@@ -19,8 +19,8 @@ from slime.catalog.estimators import ESTIMATORS
 from slime.cluster.recording import Recording
 from slime.record import RECORD_FILE, LedgerReader, RecordError
 from slime.rollout.ledger import Ledger
-from slime.rollout.rm_hub.hub import waits_for_group
 from slime.utils.codec import with_rows
+from slime.utils.column_rewards import needs_whole_group
 from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,8 @@ def is_private(args: Args) -> bool:
     Rewards of single samples come before that; those of groups do not. Where a greedy answer is missing, a
     sample that was finished is taken for aborted, and may be continued.
     """
-    if waits_for_group(args) or ESTIMATORS[args.advantage_estimator].needs_greedy_answer:
+    by_group = needs_whole_group(args.group_rm, args.custom_rm_path)
+    if by_group or ESTIMATORS[args.advantage_estimator].needs_greedy_answer:
         return False
     paths = [getattr(args, name) for name in _SEE_FINISHED]
     return all(not path or path.startswith("slime.") for path in paths)

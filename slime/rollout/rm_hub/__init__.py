@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime.rollout.rm_hub.answers import answer_text
+    from slime.rollout.answers import answer_text
     from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
     from slime.rollout.rm_hub.hub import async_rm, batched_async_rm
     from slime.rollout.rm_hub.math_utils import grade_answer_verl
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slime.rollout.rm_hub.scoring import score_samples
 
 _HOMES = {
-    "answer_text": "answers",
+    "answer_text": ".answers",
     "async_rm": "hub",
     "batched_async_rm": "hub",
     "get_deepscaler_rule_based_reward": "deepscaler",
@@ -50,6 +50,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value  # so that patching the name here works as with any module global
     return value

@@ -18,12 +18,12 @@ from slime.catalog.rewards import BOXED, REWARDS, Reward
 from slime.liveness import waits
 from slime.liveness.loop_watch import loop_watch
 from slime.observability.rollout_metrics import NOT_COMPARED_KEY
+from slime.rollout.answers import answer_text
 from slime.rollout.prompt_groups import describe_fully
-from slime.rollout.rm_hub.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.checks import box_of, check
 from slime.utils import async_utils
-from slime.utils.column_rewards import reward_columns, scores_of, takes_columns
+from slime.utils.column_rewards import needs_whole_group, reward_columns, scores_of, takes_columns
 from slime.utils.machine import descriptors
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
@@ -102,9 +102,7 @@ def scores_groups(args: PluginArgs, samples: Sequence[Sample]) -> bool:
 
 
 def waits_for_group(args: Flags) -> bool:
-    """Return whether rewards need the whole group: by --group-rm, or by TRL's signature."""
-    path = args.custom_rm_path
-    return args.group_rm or (path is not None and takes_columns(load_function(path)))
+    return needs_whole_group(args.group_rm, args.custom_rm_path)
 
 
 def custom_path_of(args: PluginArgs, sample: Sample) -> str | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime.rollout.answers import without_special_tokens
 from slime.rollout.rm_hub import math_utils
-from slime.rollout.rm_hub.answers import without_special_tokens
 
 _TAIL_CHARS = 300  # the answer stands at the end; looking no further keeps the pattern cheap
 _ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"

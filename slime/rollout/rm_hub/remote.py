@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.liveness import waits
-from slime.rollout.rm_hub.answers import answer_text
+from slime.rollout.answers import answer_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.utils.http_utils import HttpError, post
 from slime.utils.reward_failure import RewardFailure, infra_error
