@@ -18,9 +18,10 @@ from typing import Any
 
 import yaml
 
-from slime.arguments import Args, parse_args
+from slime.arguments import Args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.arguments.groups.run import base_folder
+from slime.arguments.parser import parse_args
 from slime.catalog.rewards import BOXED, REWARDS
 from slime.cli import train as synchronous
 from slime.cli import train_async as asynchronous

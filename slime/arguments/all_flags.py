@@ -59,7 +59,7 @@ class Flags(
 ):
     """Every flag of a run as an attribute with its type: what `Args` and `PluginArgs` have in common.
 
-    Those below may be left out on the command line and then are derived, so a run always has a value of them.
+    The flags below may be left out on the command line: rules derive them, so a run always has their value.
     """
 
     rollout_batch_size: int

@@ -15,7 +15,7 @@ from slime.arguments.all_flags import all_specs
 from slime.arguments.args import Args
 from slime.arguments.core.draft import COMMAND_LINE, DEFAULT, SYNCHRONOUS, Draft, Refusals, Refused
 from slime.arguments.core.files import read_yaml_mapping
-from slime.arguments.core.flag import FlagSpec, convert
+from slime.arguments.core.flag import FlagSpec, convert, option_of
 from slime.arguments.core.unbuilt import (
     PLUGIN_FLAGS,
     SYNONYMS,
@@ -336,7 +336,7 @@ def _apply_config_file(
     content = read_yaml_mapping(path, "--config")
     _refuse_groups(content, path, custom)
     for key, name, value in _renamed_items(content):
-        option = "--" + name.replace("_", "-")
+        option = option_of(name)
         ours = name in all_specs() or name in custom
         if not ours and is_megatron_flag(option) and not megatron_fields():
             without_megatron.append(str(key))
@@ -368,9 +368,7 @@ def _refuse_groups(content: dict[str, Any], path: str, custom: dict[str, CustomF
         if spec is not None:
             takes_object = spec.kind is dict
         else:
-            others = name.startswith(("sglang_", "router_")) or is_megatron_flag(
-                "--" + name.replace("_", "-")
-            )
+            others = name.startswith(("sglang_", "router_")) or is_megatron_flag(option_of(name))
             takes_object = name in custom or others
         if isinstance(value, dict) and value and not takes_object:
             groups[str(key)] = next(iter(value.items()))
@@ -397,7 +395,7 @@ def _apply_key(
     draft: Draft, key: str, name: str, value: Any, path: str, custom: dict[str, CustomFlag]
 ) -> None:
     """One key of --config; ValueError says what is wrong with it."""
-    source, option = f"file {path}", "--" + name.replace("_", "-")
+    source, option = f"file {path}", option_of(name)
     if name in custom:
         draft.set(name, custom[name].read(value), source)
     elif name not in all_specs() and why_idle(name):

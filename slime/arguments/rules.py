@@ -1,126 +1,103 @@
-"""The rules in the order they run: each refuses a combination with reason and fix, or derives a value.
+"""The rules in the order they run: each refuses a combination, with the fix, or derives a value.
 
-Every rule stands beside the flags that it is about, in groups/.
+A rule is declared next to its flags, in groups/.
 """
 
 from collections.abc import Callable
 
 from slime.arguments.args import Args
-from slime.arguments.core.draft import (
-    ASYNCHRONOUS,
-    Draft,
-    Refusals,
-    refuse_flags_without_effect,
-    tell_idle_flags,
+from slime.arguments.core import draft as drafts
+from slime.arguments.core.draft import ASYNCHRONOUS, Draft, Refusals
+from slime.arguments.groups import (
+    agents,
+    algorithm,
+    checkpoints,
+    cluster,
+    data,
+    engine,
+    evaluation,
+    images,
+    megatron,
+    micro_batches,
+    objectives,
+    off_policy,
+    paths,
+    precision,
+    profiling,
+    rewards,
+    roles,
+    rollout,
+    run,
+    topology,
+    trained_sampling,
+    trainer,
+    training,
 )
-from slime.arguments.groups.agents import environment, turn_credit
-from slime.arguments.groups.algorithm import (
-    group_normalisation,
-    loss,
-    loss_reduction,
-    policy_loss,
-    reference_model,
-)
-from slime.arguments.groups.checkpoints import checkpoints, kept_models, megatron_checkpoints
-from slime.arguments.groups.cluster import devices, peer_copies, release_train
-from slime.arguments.groups.data import columns, length_of_run
-from slime.arguments.groups.engine import drafting_heads, engine_choice, reproducible_engine, weight_sync
-from slime.arguments.groups.evaluation import evaluation
-from slime.arguments.groups.images import images
-from slime.arguments.groups.megatron import choose_trainer, megatron_trainer, model_family
-from slime.arguments.groups.micro_batches import keep_micro_batches, micro_batches, token_limit
-from slime.arguments.groups.objectives import distillation, preference_pairs
-from slime.arguments.groups.off_policy import correct_stale_tokens, off_policy
-from slime.arguments.groups.paths import absolute_paths
-from slime.arguments.groups.precision import engine_precision, fp8_training
-from slime.arguments.groups.profiling import profiling
-from slime.arguments.groups.rewards import reward_shaping, rewards
-from slime.arguments.groups.roles import critic_role
-from slime.arguments.groups.rollout import (
-    context_length,
-    fully_async_rollout,
-    over_sampling,
-    sampling,
-    spare_samples,
-    staleness_bound,
-)
-from slime.arguments.groups.run import (
-    auto_resume,
-    check_paths_exist,
-    debug_modes,
-    dumps_and_assertions,
-    needed_flags,
-    run_folder,
-    seeds,
-)
-from slime.arguments.groups.topology import router, topology, topology_source
-from slime.arguments.groups.trained_sampling import trained_sampling
-from slime.arguments.groups.trainer import model_parallel_sizes, trainable_parameters
-from slime.arguments.groups.training import derive_batch, learning_rate
 
 Rule = Callable[[Draft], None]
 
 RULES: tuple[Rule, ...] = (
-    choose_trainer,
-    debug_modes,
-    dumps_and_assertions,
-    megatron_checkpoints,
-    environment,  # before what is needed: it brings prompts and a generate function
-    needed_flags,
-    sampling,
-    context_length,
-    over_sampling,
-    spare_samples,
-    length_of_run,
-    columns,
-    loss,
-    policy_loss,
-    loss_reduction,
-    group_normalisation,
-    turn_credit,
-    reference_model,
-    distillation,
-    preference_pairs,
-    kept_models,
-    correct_stale_tokens,
-    off_policy,
-    derive_batch,
-    micro_batches,
-    learning_rate,
-    reward_shaping,
-    rewards,
-    evaluation,
-    checkpoints,
-    topology_source,  # before the engine is chosen: what is asked for must make sense whatever is installed
-    engine_choice,
-    trained_sampling,
-    reproducible_engine,
-    release_train,
-    peer_copies,
-    weight_sync,
-    drafting_heads,
-    refuse_flags_without_effect,
-    fully_async_rollout,
-    megatron_trainer,
-    model_family,
-    devices,
-    topology,
-    router,
-    trainable_parameters,
-    fp8_training,
-    engine_precision,
-    images,
-    model_parallel_sizes,
-    profiling,
-    critic_role,
-    check_paths_exist,
-    absolute_paths,  # these four before settings are compared with those of the folder's run
-    seeds,
-    token_limit,
-    keep_micro_batches,
-    auto_resume,
-    run_folder,
-    tell_idle_flags,
+    megatron.choose_trainer,
+    run.debug_modes,
+    run.dumps_and_assertions,
+    checkpoints.megatron_checkpoints,
+    agents.environment,  # before what is needed: it brings prompts and a generate function
+    run.needed_flags,
+    rollout.sampling,
+    rollout.context_length,
+    rollout.over_sampling,
+    rollout.spare_samples,
+    data.length_of_run,
+    data.columns,
+    algorithm.loss,
+    algorithm.policy_loss,
+    algorithm.loss_reduction,
+    algorithm.group_normalisation,
+    agents.turn_credit,
+    algorithm.reference_model,
+    objectives.distillation,
+    objectives.preference_pairs,
+    checkpoints.kept_models,
+    off_policy.correct_stale_tokens,
+    off_policy.off_policy,
+    training.derive_batch,
+    micro_batches.micro_batches,
+    training.learning_rate,
+    rewards.reward_shaping,
+    rewards.rewards,
+    evaluation.evaluation,
+    checkpoints.checkpoints,
+    # Before the engine is chosen: what is asked for must make sense whatever is installed.
+    topology.topology_source,
+    engine.engine_choice,
+    trained_sampling.trained_sampling,
+    engine.reproducible_engine,
+    cluster.release_train,
+    cluster.peer_copies,
+    engine.weight_sync,
+    engine.drafting_heads,
+    drafts.refuse_flags_without_effect,
+    rollout.fully_async_rollout,
+    megatron.megatron_trainer,
+    megatron.model_family,
+    cluster.devices,
+    topology.topology,
+    topology.router,
+    trainer.trainable_parameters,
+    precision.fp8_training,
+    precision.engine_precision,
+    images.images,
+    trainer.model_parallel_sizes,
+    profiling.profiling,
+    roles.critic_role,
+    run.check_paths_exist,
+    paths.absolute_paths,  # these four before settings are compared with those of the folder's run
+    run.seeds,
+    micro_batches.token_limit,
+    micro_batches.keep_micro_batches,
+    run.auto_resume,
+    run.run_folder,
+    drafts.report_idle_flags,
 )
 
 
@@ -132,8 +109,8 @@ def apply_rules(draft: Draft, refusals: Refusals) -> None:
 
 
 def for_asynchronous_loop(args: Args) -> Args:
-    """The settings as if they had been parsed for that loop: scripts may parse before they choose it."""
+    """Adapt settings that were parsed before the loop was chosen, as scripts do."""
     draft = args.reopen(training_loop=ASYNCHRONOUS)
-    correct_stale_tokens(draft)
-    staleness_bound(draft)
+    off_policy.correct_stale_tokens(draft)
+    rollout.staleness_bound(draft)
     return Args.of(draft)

@@ -3,34 +3,28 @@
 import argparse
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any
 
 from slime.arguments.all_flags import all_specs
 from slime.arguments.args import Args
 from slime.arguments.core.flag import FlagSpec
-from slime.arguments.groups.training import count, explain_samples
 
 COLUMN = 38
+_INTRODUCTION = """\
+Train a language model by reinforcement learning. A flag is also a key of the --config file; the command line
+wins. Switches have a --no- form. --print-config shows every value and where it came from; --help WORD
+shows the flags that mention it."""
 
 
 def render_help(prog: str, custom: Sequence[argparse.Action] = (), words: Sequence[str] = ()) -> str:
-    """The help page: flags grouped by subject, one short line each. `words`: only flags that mention all."""
+    """Return the help page, grouped by subject. `words`: show only flags that mention all of them."""
     width = min(shutil.get_terminal_size((110, 24)).columns, 119)
-    lines = [
-        f"usage: {prog} [--config run.yaml] [flags]",
-        "",
-        "Train a language model by reinforcement learning. A flag is also a key of the --config file; the "
-        "command line",
-        "wins. Switches have a --no- form. --print-config shows every value and where it came from; --help "
-        "WORD",
-        "shows the flags that mention it.",
-    ]
+    usage = f"usage: {prog} [--config run.yaml] [flags]"
+    lines = [usage, "", _INTRODUCTION]
     if words:
-        lines = [f"usage: {prog} [--config run.yaml] [flags]; those that mention {' and '.join(words)}:"]
+        lines = [f"{usage}; flags that mention {' and '.join(words)}:"]
     group = None
     for spec in _mentioning(words):
         if spec.group != group:
@@ -46,7 +40,7 @@ def render_help(prog: str, custom: Sequence[argparse.Action] = (), words: Sequen
 
 
 def _mentioning(words: Sequence[str]) -> list[FlagSpec]:
-    """Flags whose name, subject or help has all words; of several spellings any will do."""
+    """Return the flags whose name, subject or help has all words."""
     texts = {
         name: f"{name} {name.replace('_', '-')} {spec.option} {spec.group} {spec.info.help}".lower()
         for name, spec in all_specs().items()
@@ -91,68 +85,21 @@ def _notes(spec: FlagSpec) -> str:
     return condition + (f" [{numbers}]" if numbers else "")
 
 
-def explain_batch(args: Args) -> str:
-    """One line such as `4 prompts x 8 samples = 32 = 1 optimizer step of 32, at most 4096 tokens at once`."""
-    samples = explain_samples(args.rollout_batch_size, args.n_samples_per_prompt)
-    steps = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
-    line = f"{samples} = {count(steps, 'optimizer step')} of {args.global_batch_size}"
-    if args.debug_rollout_only:
-        return line
-    if args.use_dynamic_batch_size:
-        return f"{line}, at most {args.max_tokens_per_gpu} tokens at once"
-    return f"{line}, {count(args.micro_batch_size, 'sample')} at once"
-
-
-def render_config(args: Args, *, color: bool | None = None) -> str:
-    """Every value and its source, grouped as in the help; a table on a terminal, plain columns elsewhere."""
-    rows = config_rows(args)
-    if color if color is not None else sys.stdout.isatty():
-        return _render_table(rows)
+def render_config(args: Args) -> str:
+    """Return every value and its source as columns, grouped as in the help; secrets are masked."""
+    specs, sources = all_specs(), args.sources
+    rows = []
+    for name in [*specs, *(name for name in vars(args) if name not in specs)]:
+        group = specs[name].group if name in specs else "Other values"
+        value = getattr(args, name)
+        is_hidden = name in specs and specs[name].info.secret and value is not None
+        rows.append((group, name, "********" if is_hidden else str(value), sources.get(name, "derived")))
     name_width = max(len(name) for _, name, _, _ in rows)
     value_width = min(max(len(value) for _, _, value, _ in rows), 48)
-    lines, group = [], None
+    lines, group = [], ""
     for row_group, name, value, source in rows:
         if row_group != group:
             group = row_group
             lines += ["", f"# {group}"]
         lines.append(f"{name:<{name_width}}  {value:<{value_width}}  {source}")
     return "\n".join(lines).lstrip("\n")
-
-
-def config_rows(args: Args) -> list[tuple[str, str, str, str]]:
-    """(group, name, value, source) of every value; secrets are masked."""
-    specs, sources = all_specs(), args.sources
-    extra = [name for name in vars(args) if name not in specs]
-    rows = []
-    for name in [*specs, *extra]:
-        group = specs[name].group if name in specs else "Other values"
-        secret = name in specs and specs[name].info.secret
-        rows.append((group, name, _value_text(getattr(args, name), secret), sources.get(name, "derived")))
-    return rows
-
-
-def _value_text(value: Any, secret: bool) -> str:
-    if secret and value is not None:
-        return "********"
-    return str(value)
-
-
-def _render_table(rows: list[tuple[str, str, str, str]]) -> str:
-    # Only a terminal needs rich, and importing it takes a moment.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("flag", "value", "source", title="slime train", show_lines=False)
-    group = None
-    for row_group, name, value, source in rows:
-        if row_group != group:
-            group = row_group
-            table.add_section()
-            table.add_row(Text(group, style="bold"), "", "")
-        style = "dim" if source == "default" else "green" if source.startswith("derived") else "cyan"
-        table.add_row(name, Text(value), Text(source, style=style))
-    console = Console()
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()

@@ -1,5 +1,6 @@
 """Numbers that share one flag: `--timeouts hang=60,host=30` sets two rows of one table."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,16 +16,26 @@ class NamedNumber:
     gt: float | None = None
     le: float | None = None
 
-    def check(self, number: float) -> None:
-        """Raise ValueError with the reason if the number is out of range."""
-        if number != number or number in (float("inf"), float("-inf")):
-            raise ValueError("expected a number")
-        if self.gt is not None and not number > self.gt:
-            raise ValueError(f"must be greater than {self.gt:g}")
-        if self.ge is not None and not number >= self.ge:
-            raise ValueError(f"must be at least {self.ge:g}")
-        if self.le is not None and not number <= self.le:
-            raise ValueError(f"must be at most {self.le:g}")
+
+def check_range(
+    number: float,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> None:
+    """Raise ValueError with the reason if the number is out of range."""
+    if number != number:
+        raise ValueError("not a number")
+    if gt is not None and not number > gt:
+        raise ValueError(f"must be greater than {gt:g}")
+    if ge is not None and not number >= ge:
+        raise ValueError(f"must be at least {ge:g}")
+    if lt is not None and not number < lt:
+        raise ValueError(f"must be less than {lt:g}")
+    if le is not None and not number <= le:
+        raise ValueError(f"must be at most {le:g}")
 
 
 def read_named_numbers(value: object, rows: Mapping[str, NamedNumber]) -> dict[str, float]:
@@ -46,7 +57,7 @@ def read_named_numbers(value: object, rows: Mapping[str, NamedNumber]) -> dict[s
             raise ValueError(f"{name} is given twice")
         try:
             found[name] = _number(number)
-            rows[name].check(found[name])
+            check_range(found[name], ge=rows[name].ge, gt=rows[name].gt, le=rows[name].le)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return found
@@ -57,12 +68,16 @@ def _plain(name: str) -> str:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("expected a number")
     try:
-        return float(value)
+        if (
+            not isinstance(value, bool)
+            and isinstance(value, (int, float, str))
+            and math.isfinite(float(value))
+        ):
+            return float(value)
     except ValueError:
-        raise ValueError("expected a number") from None
+        pass
+    raise ValueError("expected a number")
 
 
 def _hint(name: str, rows: Mapping[str, NamedNumber]) -> str:

@@ -120,7 +120,7 @@ def _flags(words: Sequence[str]) -> Sequence[str]:
 
 def _notes(text: str) -> list[str]:
     """Return the parser's notes: derived values, unused flags, errors."""
-    from slime.arguments import parse_args  # imported here: --help does not need it
+    from slime.arguments.parser import parse_args  # imported here: --help does not need it
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(None):
         file = Path(folder) / "run.yaml"

@@ -7,9 +7,10 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from slime.arguments import explain_batch, parse_args
+from slime.arguments import explain_batch
 from slime.arguments.groups.topology import Topology, plain_topology, prefill_topology, read_topology
 from slime.arguments.groups.training import MOMENT_BYTES
+from slime.arguments.parser import parse_args
 from slime.catalog.gpus import GPUS
 from slime.cli.bounded_numbers import MOST_GPUS, MOST_TOKENS, between
 from slime.cli.main import RUN_STOPPED, user_errors

@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.arguments import Args, parse_args
+from slime.arguments import Args
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.arguments.parser import parse_args
 from slime.cli.bounded_numbers import MOST_GPUS, MOST_TOKENS, between
 from slime.cli.main import RUN_STOPPED, user_errors
 

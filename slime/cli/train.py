@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.arguments import Args, explain_batch, parse_args
+from slime.arguments import Args, explain_batch
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
+from slime.arguments.parser import parse_args
 from slime.cli.main import USER_MISTAKE, user_errors
 from slime.liveness.stacks import watch_exit
 from slime.utils.files.folder_lock import refuse_locked

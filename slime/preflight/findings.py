@@ -63,7 +63,7 @@ class Report:
             raise NotStarted(str(errors[0]))
         if errors:
             listed = "\n".join(Report(tuple(errors)).lines())
-            raise NotStarted(f"{len(errors)} things keep this run from starting:\n{listed}")
+            raise NotStarted(f"{len(errors)} problems found; nothing was started:\n{listed}")
 
     def lines(self) -> list[str]:
         """The name of each group, and below it what was found."""

@@ -262,7 +262,7 @@ def test_without_a_config_file_its_flags_are_not_called_missing():
     with pytest.raises(ValueError) as error:
         parse_args(["--config", "nowhere.yaml", "--lrr", "1"])
     assert [line.strip() for line in str(error.value).splitlines()] == [
-        "2 things keep this run from starting.",
+        "2 problems found; nothing was started.",
         "Command line:",
         "unknown flag --lrr; did you mean --lr?",
         "--config:",

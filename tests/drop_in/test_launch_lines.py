@@ -59,7 +59,7 @@ def test_all_refusals_come_at_once_and_grouped(root):
     with pytest.raises(ValueError) as caught:
         parse_args(words)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "7 things keep this run from starting."
+    assert lines[0] == "7 problems found; nothing was started."
     assert [line for line in lines[1:] if not line.startswith(" ")] == [
         "Command line:",
         "Flags of SGLang:",

@@ -115,15 +115,6 @@ def test_a_config_without_end_is_a_sentence(tmp_path, text):
         read_yaml_mapping(str(path), "--config")
 
 
-def test_a_config_that_unfolds_to_any_size_is_a_sentence(tmp_path):
-    """Ten levels of ten references each would be 10^10 words."""
-    path = tmp_path / "run.yaml"
-    levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'lol'] * 10)}]" for i in range(10)]
-    path.write_text("\n".join(levels))
-    with pytest.raises(ValueError, match="--config"):
-        read_yaml_mapping(str(path), "--config")
-
-
 def a_sample():
     return Sample(
         index=1,

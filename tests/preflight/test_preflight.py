@@ -206,7 +206,7 @@ def test_everything_wrong_is_listed_at_once(look, changed_model, monkeypatch):
         label_key="answer", use_tensorboard=True, hf_checkpoint=str(changed_model(model_type="odd"))
     )
     assert len(report.of("error")) >= 3
-    with pytest.raises(ValueError, match=r"things keep this run from starting:\npackages:\n  error: "):
+    with pytest.raises(ValueError, match=r"problems found; nothing was started:\npackages:\n  error: "):
         report.raise_errors()
 
 

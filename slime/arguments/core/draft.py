@@ -42,10 +42,10 @@ class Refusals:
 
     @contextlib.contextmanager
     def collect(self, group: str, *, unread: str | None = None, alone: bool = False) -> Iterator[None]:
-        """A ValueError in here is a reason; after the first, what it left open may break other rules.
+        """Collect a ValueError of the body as a reason; after the first, rules may break on what it left.
 
-        `unread` is the flag whose value is read in here. `alone`: many are, and that all of them are missing
-        afterwards is not worth telling.
+        `unread`: the flag whose value the body reads. `alone`: stop after it, since it reads many flags and
+        all of them would be reported as missing.
         """
         try:
             yield
@@ -66,7 +66,7 @@ class Refusals:
         if len(reasons) == 1:
             raise ValueError(reasons[0])
         if reasons:
-            lines = [f"{len(reasons)} things keep this run from starting."]
+            lines = [f"{len(reasons)} problems found; nothing was started."]
             for title, group in self.groups.items():
                 lines += [f"{title}:", *("  " + reason.replace("\n", "\n  ") for reason in group)]
             raise Refused(lines)
@@ -105,7 +105,7 @@ class Draft:
         return is_given(self.sources[name])
 
     def warn(self, message: str) -> None:
-        """Tell the user at the start of a setting that does nothing here and changes no training."""
+        """Show a message about the settings at the start of the run."""
         self.warnings.append(message)
 
 
@@ -115,9 +115,9 @@ def is_given(source: str) -> bool:
 
 
 def refuse_flags_without_effect(draft: Draft) -> None:
-    """Refuse a flag that was given and does nothing beside the others: its declaration says when it does.
+    """Refuse a flag that was given and has no effect with the other flags, as its declaration says.
 
-    A harmless one is only told of. Files of plug-ins (--custom-config-path) may hold values for later.
+    A harmless one is only reported. Files of plug-ins (--custom-config-path) may hold values for later.
     """
     refused: list[str] = []
     for name, spec in draft.specs.items():
@@ -135,8 +135,8 @@ def refuse_flags_without_effect(draft: Draft) -> None:
         raise Refused(refused)
 
 
-def tell_idle_flags(draft: Draft) -> None:
-    """One block for all flags that do nothing here; --strict refuses them."""
+def report_idle_flags(draft: Draft) -> None:
+    """Warn once of all flags that do nothing here; --strict refuses them."""
     if draft.idle and draft.strict:
         raise Refused([f"{line} (--strict)" for line in draft.idle])
     if draft.idle:

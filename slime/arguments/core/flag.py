@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.catalog.named_numbers import NamedNumber, read_named_numbers
+from slime.catalog.named_numbers import NamedNumber, check_range, read_named_numbers
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def needs(name: str, *values: str, or_if: Callable[[Any], object] | None = None,
         value = getattr(draft, name)
         return (value in values if values else value) or (or_if is not None and or_if(draft))
 
-    return OnlyWith(f"with {_option(name)} {_alternatives(values)}".rstrip(), works, **more)
+    return OnlyWith(f"with {option_of(name)} {_alternatives(values)}".rstrip(), works, **more)
 
 
 def lacks(name: str, *values: str, or_if: Callable[[Any], object] | None = None, **more: Any) -> OnlyWith:
@@ -54,17 +54,17 @@ def lacks(name: str, *values: str, or_if: Callable[[Any], object] | None = None,
         value = getattr(draft, name)
         return not (value in values if values else value) or (or_if is not None and or_if(draft))
 
-    return OnlyWith(f"without {_option(name)} {_alternatives(values)}".rstrip(), works, **more)
+    return OnlyWith(f"without {option_of(name)} {_alternatives(values)}".rstrip(), works, **more)
 
 
 def stays_on(name: str, **more: Any) -> OnlyWith:
     """Require a default-on switch, which `--disable-...` turns off."""
-    return OnlyWith(f"without {_option('disable_' + name)}", lambda draft: getattr(draft, name), **more)
+    return OnlyWith(f"without {option_of('disable_' + name)}", lambda draft: getattr(draft, name), **more)
 
 
 def above(name: str, number: float, **more: Any) -> OnlyWith:
     """Require that a flag has a value above a number."""
-    return OnlyWith(f"with {_option(name)} above {number:g}", lambda d: getattr(d, name) > number, **more)
+    return OnlyWith(f"with {option_of(name)} above {number:g}", lambda d: getattr(d, name) > number, **more)
 
 
 def either(*conditions: OnlyWith, **more: Any) -> OnlyWith:
@@ -76,7 +76,7 @@ def either(*conditions: OnlyWith, **more: Any) -> OnlyWith:
 
 def both(*conditions: OnlyWith, **more: Any) -> OnlyWith:
     """Require all of several conditions."""
-    words = ", ".join(condition.words for condition in conditions)
+    words = " and ".join(condition.words for condition in conditions)
     return OnlyWith(words, lambda draft: all(c.works(draft) for c in conditions), **more)
 
 
@@ -85,7 +85,8 @@ def having(rows: Mapping[str, Any], trait: str) -> list[str]:
     return [name for name, row in rows.items() if getattr(row, trait)]
 
 
-def _option(name: str) -> str:
+def option_of(name: str) -> str:
+    """`use_rs` -> `--use-rs`."""
     return "--" + name.replace("_", "-")
 
 
@@ -121,8 +122,8 @@ class FlagInfo:
 
     @property
     def condition(self) -> str:
-        """When the flag does something, in the words of the help: `only with --use-tis`."""
-        return "only " + ", ".join(entry.words for entry in self.only_with) if self.only_with else ""
+        """When the flag has an effect, in the words of the help: `only with --use-tis`."""
+        return "only " + " and ".join(entry.words for entry in self.only_with) if self.only_with else ""
 
 
 def flag(default: Any, help: str, *, only_with: OnlyWith | tuple[OnlyWith, ...] = (), **info: Any) -> Any:
@@ -153,12 +154,12 @@ class FlagSpec:
     @property
     def option(self) -> str:
         """The spelling shown to users: `--rollout-batch-size`, or `--disable-...` of a default-on switch."""
-        return self.info.off or "--" + self.name.replace("_", "-")
+        return self.info.off or option_of(self.name)
 
     @property
     def on_options(self) -> list[str]:
         """Spellings that set the value (for a switch: that set it to True)."""
-        options = ["--" + self.name.replace("_", "-")]
+        options = [option_of(self.name)]
         return options + ([self.info.alias] if self.info.alias else [])
 
     @property
@@ -168,9 +169,8 @@ class FlagSpec:
             return []
         if self.info.off:
             return [self.info.off]
-        if self.name.startswith("no_"):
-            return ["--" + self.name.removeprefix("no_").replace("_", "-")]
-        return ["--no-" + self.name.replace("_", "-")]
+        is_negative = self.name.startswith("no_")
+        return [option_of(self.name.removeprefix("no_") if is_negative else f"no_{self.name}")]
 
 
 def specs_of(group_class: type) -> list[FlagSpec]:
@@ -200,7 +200,7 @@ def _read_type(hint: Any) -> tuple[type, bool, bool]:
 
 
 def convert(spec: FlagSpec, value: Any) -> Any:
-    """One value as written (a word of the command line, or a value of a YAML file) as the flag's type.
+    """Convert a value as written (on the command line or in a YAML file) to the flag's type.
 
     Raises ValueError with the reason only; the caller knows where the value was written.
     """
@@ -223,10 +223,7 @@ def convert(spec: FlagSpec, value: Any) -> Any:
 
 
 def with_home(text: str) -> str:
-    """A path below the home folder (~/, or $NAME/ of the environment) in full, as a shell writes it.
-
-    Nobody expands a file's values, nor `--run-dir=~/run`, and a folder called ~ is one that nobody wants.
-    """
+    """Expand `~/` or `$NAME/` at the start of a path; no shell does so in a file or in `--run-dir=~/run`."""
     named = re.match(r"\$(?:(\w+)|\{(\w+)\})(?=/|$)", text)
     if named is not None:
         name, rest = named[1] or named[2], text[named.end() :]
@@ -269,19 +266,6 @@ def _to_number(spec: FlagSpec, value: Any) -> int | float:
         raise ValueError(f"expected {words}") from None
     if spec.kind is int and not isinstance(number, int):
         raise ValueError(f"expected {words}")
-    check_range(spec, number)
-    return number
-
-
-def check_range(spec: FlagSpec, number: int | float) -> None:
     info = spec.info
-    if number != number:
-        raise ValueError("not a number")
-    if info.gt is not None and not number > info.gt:
-        raise ValueError(f"must be greater than {info.gt}")
-    if info.ge is not None and not number >= info.ge:
-        raise ValueError(f"must be at least {info.ge}")
-    if info.lt is not None and not number < info.lt:
-        raise ValueError(f"must be less than {info.lt}")
-    if info.le is not None and not number <= info.le:
-        raise ValueError(f"must be at most {info.le}")
+    check_range(number, ge=info.ge, gt=info.gt, le=info.le, lt=info.lt)
+    return number

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from slime.arguments.core.flag import option_of
 from slime.arguments.core.removed import REMOVED_FLAGS
 from slime.catalog.deadlines import DEADLINE_FLAGS
 
@@ -253,7 +254,7 @@ def _renamed_word(word: str) -> tuple[str, ...]:
 
 def renamed_key(name: str, value: Any) -> dict[str, Any]:
     """A key of a file (`gradient_checkpointing`) and its value, under the name or names it has here."""
-    option = "--" + name.replace("_", "-")
+    option = option_of(name)
     if option in DEADLINE_FLAGS:
         return {"timeouts": dict([deadline_of(option, value)])}
     new = RENAMED_FLAGS.get(option)

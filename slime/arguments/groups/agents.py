@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag, needs
+from slime.arguments.core.flag import flag, needs, option_of
 from slime.arguments.groups.algorithm import ADVANTAGES, COMPUTES_ADVANTAGES
 from slime.arguments.groups.rewards import SHAPED
 from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, OWN, TRAINING, read_choices, source_of
@@ -92,7 +92,7 @@ def environment(draft: Draft) -> None:
         for name in ("input_key", "label_key", "prompt_template"):
             if draft.was_given(name):
                 raise ValueError(
-                    f"--{name.replace('_', '-')} is given, but --env {draft.env} makes its items itself: "
+                    f"{option_of(name)} is given, but --env {draft.env} makes its items itself: "
                     "remove it, or name a file with --prompt-data."
                 )
         draft.derive("prompt_data", source_of(choices, TRAINING, ENV_ITEMS), "--env makes its items")

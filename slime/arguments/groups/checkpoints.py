@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import either, flag, needs
+from slime.arguments.core.flag import either, flag, needs, option_of
 from slime.arguments.groups.objectives import REFERENCE
 from slime.catalog.backends import BACKENDS
 from slime.utils.files.step_folders import find_step, step_folders
@@ -141,7 +141,7 @@ def _start_from_reference(draft: Draft) -> None:
 
 def _megatron_weights(draft: Draft, name: str, step_name: str | None) -> str | None:
     """The iteration of Megatron's that a flag names, which is then its value; None: it names none."""
-    path, option = getattr(draft, name), f"--{name.replace('_', '-')}"
+    path, option = getattr(draft, name), option_of(name)
     if path is None or not is_megatron_folder(path) or step_folders(Path(path).expanduser()):
         return None
     step = getattr(draft, step_name) if step_name else None
@@ -192,7 +192,7 @@ def checkpoints(draft: Draft) -> None:
             )
             continue
         if name != "save_hf" or "{" in template:
-            _check_template(f"--{name.replace('_', '-')}", template)
+            _check_template(option_of(name), template)
 
 
 def _check_template(flag: str, template: str) -> None:
@@ -212,7 +212,7 @@ def kept_models(draft: Draft) -> None:
     """`--ref-load runs/a` becomes the trainer's folder of its latest checkpoint, or of --ref-ckpt-step."""
     for name, step_name in STEP_FLAGS.items():
         model, step = getattr(draft, name), getattr(draft, step_name)
-        flag, step_flag = (f"--{n.replace('_', '-')}" for n in (name, step_name))
+        flag, step_flag = (option_of(n) for n in (name, step_name))
         if model is None:
             if step is not None:
                 raise ValueError(

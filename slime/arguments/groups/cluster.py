@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag
+from slime.arguments.core.flag import flag, option_of
 from slime.arguments.groups.precision import derive_precision
 from slime.catalog.backends import BACKENDS
 from slime.utils.machine.cores import num_cores
@@ -260,9 +260,7 @@ def _tell_of_missing_gpus(draft: Draft, gpus: int) -> None:
 
 def _tell_of_nothing_to_share(draft: Draft) -> None:
     sharing = ("colocate", "offload_train", "offload_rollout")
-    given = [
-        "--" + name.replace("_", "-") for name in sharing if draft.was_given(name) and getattr(draft, name)
-    ]
+    given = [option_of(name) for name in sharing if draft.was_given(name) and getattr(draft, name)]
     if given:
         draft.warn(
             f"{', '.join(given)}: this machine shows no GPU to share; trainer and engines are processes "

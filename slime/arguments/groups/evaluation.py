@@ -5,7 +5,7 @@ from typing import Any
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.files import read_yaml_mapping
-from slime.arguments.core.flag import flag, needs
+from slime.arguments.core.flag import flag, needs, option_of
 from slime.arguments.groups.eval_config import build_eval_dataset_configs
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 
@@ -74,7 +74,7 @@ def resolve_eval_datasets(draft: Draft) -> None:
     try:
         datasets = build_eval_dataset_configs(draft, entries, defaults)
     except ValueError as error:
-        raise ValueError(f"--{because.replace('_', '-')}: {error}") from None
+        raise ValueError(f"{option_of(because)}: {error}") from None
     draft.derive("eval_datasets", datasets, because)
     flat = [word for dataset in datasets for word in (dataset.name, dataset.path)]
     draft.derive("eval_prompt_data", flat or None, because)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag
+from slime.arguments.core.flag import flag, option_of
 from slime.arguments.groups.trainer import FSDP
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
@@ -62,7 +62,7 @@ def _check_trainer(draft: Draft, what: str) -> None:
     }
     for name, reason in alone.items():
         if getattr(draft, name) > 1:
-            option = "--" + name.replace("_", "-")
+            option = option_of(name)
             raise ValueError(f"{what} with {option} {getattr(draft, name)}: {reason}; use {option} 1.")
     if draft.lora_rank:
         raise ValueError(

@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft, Refused
-from slime.arguments.core.flag import flag, needs, specs_of
+from slime.arguments.core.flag import flag, needs, option_of, specs_of
 from slime.catalog.backends import BACKENDS
 from slime.utils.models.model_config import read_config
 
@@ -113,7 +113,7 @@ def choose_trainer(draft: Draft) -> None:
     if (kind := _family_not_built(draft, "megatron")) is not None:
         _train_without_megatron(draft, kind)
         return
-    option = _option(given[0])
+    option = option_of(given[0])
     draft.derive("train_backend", "megatron", f"{option} is a flag of Megatron's")
     draft.warn(f"--train-backend megatron: {option} is a flag of Megatron's, and no trainer was named.")
     if not draft.was_given("lr_decay_style") and not draft.debug_rollout_only:
@@ -121,10 +121,6 @@ def choose_trainer(draft: Draft) -> None:
             "--lr-decay-style is not given: the rate stays constant here, where Megatron's own command line "
             "lets it decay linearly; say which."
         )
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _family_not_built(draft: Draft, backend: str) -> str | None:
@@ -141,7 +137,7 @@ def _train_without_megatron(draft: Draft, kind: str) -> None:
     draft.derive("train_backend", "fsdp", f"Megatron does not build a {kind}")
     fields = draft.megatron_config
     refused = [
-        f"{_option(name)} {value} changes what is trained, and --train-backend fsdp, which trains a {kind} "
+        f"{option_of(name)} {value} changes what is trained, and --train-backend fsdp, which trains a {kind} "
         f"here, does not know it; leave it out or set it to {TRAINED_FIELDS[name]}."
         for name, value in fields.items()
         if name in TRAINED_FIELDS and value != TRAINED_FIELDS[name]
@@ -161,7 +157,7 @@ def _train_without_megatron(draft: Draft, kind: str) -> None:
     draft.warn(
         f"--train-backend fsdp: {draft.hf_checkpoint} is a {kind}, which Megatron does not build here. Its "
         "architecture is that of its config, and it is sharded over all ranks of the trainer"
-        + (f" instead of {', '.join(map(_option, left_out))}." if left_out else ".")
+        + (f" instead of {', '.join(map(option_of, left_out))}." if left_out else ".")
     )
     if refused:
         raise Refused(refused)
@@ -188,7 +184,7 @@ def megatron_trainer(draft: Draft) -> None:
         fields = {name: value for name, value in fields.items() if name != "mtp_num_layers"}
         draft.set("megatron_config", fields, draft.sources["megatron_config"])
     for name in fields:
-        option = "--" + name.replace("_", "-")
+        option = option_of(name)
         if name in OWNED:
             raise ValueError(f"{option} cannot be given: {OWNED[name]}.")
     if draft.main_grads_dtype == "bf16" and fields.get("grad_reduce_in_fp32"):
@@ -271,7 +267,7 @@ def _experts(draft: Draft) -> None:
         )
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         if getattr(draft, name) and draft.loss_type != "policy_loss":
-            option = "--" + name.replace("_", "-")
+            option = option_of(name)
             raise ValueError(
                 f"{option}: --loss-type {draft.loss_type} has no old policy to follow; remove it."
             )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import ASYNCHRONOUS, DEFAULT, Draft
-from slime.arguments.core.flag import flag, needs
+from slime.arguments.core.flag import flag, needs, option_of
 from slime.arguments.groups.data import SHARED_DATASET
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 
@@ -179,7 +179,7 @@ def fully_async_rollout(draft: Draft) -> None:
     for name, reason in REFUSED.items():
         if getattr(draft, name):
             raise ValueError(
-                f"--{name.replace('_', '-')} with the fully asynchronous rollout function: {reason}; remove "
+                f"{option_of(name)} with the fully asynchronous rollout function: {reason}; remove "
                 "one of them."
             )
     if draft.rollout_max_response_len is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.files import read_yaml_mapping
-from slime.arguments.core.flag import flag
+from slime.arguments.core.flag import flag, option_of
 from slime.arguments.passthrough.router_flags import need_router_python, read_router_flags
 from slime.arguments.passthrough.sglang_flags import PREFIX, find_python, need_python, server_flags
 from slime.catalog.engines import ENGINES
@@ -272,7 +272,7 @@ def _refuse_unknown(row: Any, known: tuple[str, ...], where: str) -> None:
 
 def topology_source(draft: Draft) -> None:
     """Runs before sizes are derived: at most one flag may say which engines there are and on which GPUs."""
-    given = ["--" + name.replace("_", "-") for name in _SOURCES if getattr(draft, name)]
+    given = [option_of(name) for name in _SOURCES if getattr(draft, name)]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} both say which engines serve; keep one of them.")
     if draft.sglang_config:

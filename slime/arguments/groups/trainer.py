@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag, needs
+from slime.arguments.core.flag import flag, needs, option_of
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 
@@ -147,7 +147,7 @@ def _adapters_alone(draft: Draft) -> None:
         )
     functions = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
     own = [
-        "--" + name.replace("_", "-")
+        option_of(name)
         for name in functions
         if not (getattr(draft, name) or "slime.rollout.").startswith("slime.rollout.")
     ]

@@ -1,6 +1,7 @@
 """Flags and rules of the training step: its batch, how samples are packed, the optimizer and its schedule."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import flag, having, lacks, needs
@@ -178,12 +179,21 @@ def _check_steps(draft: Draft, total: int) -> None:
         )
 
 
-def _samples(draft: Draft) -> str:
-    return explain_samples(draft.rollout_batch_size, draft.n_samples_per_prompt)
+def explain_batch(args: Any) -> str:
+    """One line such as `4 prompts x 8 samples = 32 = 1 optimizer step of 32, at most 4096 tokens at once`."""
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    steps = count(samples // args.global_batch_size, "optimizer step")
+    line = f"{_samples(args)} = {steps} of {args.global_batch_size}"
+    if args.debug_rollout_only:
+        return line
+    if args.use_dynamic_batch_size:
+        return f"{line}, at most {args.max_tokens_per_gpu} tokens at once"
+    return f"{line}, {count(args.micro_batch_size, 'sample')} at once"
 
 
-def explain_samples(prompts: int, samples: int) -> str:
+def _samples(args: Any) -> str:
     """`32 prompts x 8 samples = 256`."""
+    prompts, samples = args.rollout_batch_size, args.n_samples_per_prompt
     return f"{count(prompts, 'prompt')} x {count(samples, 'sample')} = {prompts * samples}"
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.core.flag import option_of
+
 CONFIG_FILES = (
     "model_parallel_config.py",
     "transformer/transformer_config.py",
@@ -59,7 +61,7 @@ class Field:
 
 # Flags of Megatron's own command line that describe the model: compared with its Hugging Face config.
 MODEL_FACTS = {
-    "--" + name.replace("_", "-"): Field(name, kind, False)
+    option_of(name): Field(name, kind, False)
     for name, kind in {
         "vocab_size": int,
         "max_position_embeddings": int,
@@ -113,7 +115,7 @@ def _fields_of_file(path: Path) -> dict[str, Field]:
                     kind, many = _kind(ast.unparse(entry.annotation))
                     if kind is not None:
                         name = entry.target.id
-                        fields["--" + name.replace("_", "-")] = Field(name, kind, many)
+                        fields[option_of(name)] = Field(name, kind, many)
     return fields
 
 
@@ -160,7 +162,7 @@ def read_megatron_flags(found: dict[str, list[str]]) -> dict[str, Any]:
     for option, words in found.items():
         spelled, bare = SPELLINGS.get(option, (None, None))
         known = megatron_fields()
-        entry = known["--" + spelled.replace("_", "-")] if spelled else known[_positive(option)]
+        entry = known[option_of(spelled)] if spelled else known[_positive(option)]
         values[entry.name] = _read(entry, option, words, bare)
     return values
 
@@ -226,7 +228,7 @@ def _evaluate(node: ast.expr) -> int | list[int]:
 
 def read_megatron_value(key: str, value: Any, path: str) -> dict[str, Any]:
     """One key of a YAML file that is a field of Megatron's; YAML already knows its type."""
-    option = "--" + key.replace("_", "-")
+    option = option_of(key)
     spelled, bare = SPELLINGS.get(option, (None, None))
     if spelled is not None:
         value = float(value) if isinstance(value, str) else value  # YAML reads 1e-6 as text

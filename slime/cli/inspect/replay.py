@@ -189,7 +189,7 @@ def _sample(record: Record, answer: Answer) -> Any:
 
 def _args(known: dict[str, Any], step: int, weights: list[str], dump: str, run_dir: Path) -> Any:
     """Return the settings of the run, changed to train one step on one rank without engines."""
-    from slime.arguments import parse_args
+    from slime.arguments.parser import parse_args
 
     words = ["--hf-checkpoint", str(known["hf_checkpoint"]), "--debug-train-only"]
     words += ["--disable-rollout-global-dataset"]

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime.arguments import Args, parse_args
+from slime.arguments import Args
 from slime.arguments.core.draft import ASYNCHRONOUS
+from slime.arguments.parser import parse_args
 from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.display import Screen, ShownPhase
