@@ -14,9 +14,6 @@ LIMITS: dict[str, NamedNumber] = {
     "judge-requests": NamedNumber(16, "judgements under way at a time", ge=1),
     "judge-tokens": NamedNumber(512, "tokens of one answer of the judge", ge=1),
     "sandboxes": NamedNumber(32, "local sandboxes in use at a time", ge=1),
-    "tokens-in-flight": NamedNumber(
-        0, "tokens of all requests in flight, prompts and responses; others wait; 0: no limit", ge=0
-    ),
     "engine-restarts": NamedNumber(3, "engine deaths within ten minutes; one more stops the run", ge=0),
     "probe-failures": NamedNumber(
         1, "failed probes of --use-fault-tolerance in a row before an engine is replaced", ge=1

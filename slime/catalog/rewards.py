@@ -62,11 +62,7 @@ REWARDS: dict[str, Reward] = {
         reads_box=True,
     ),
     "f1": Reward(
-        f"{_HUB}.f1.f1_reward",
-        "overlap of words with the label",
-        wrong=0.0,
-        label="one",
-        empty_label=True,
+        f"{_HUB}.f1.f1_reward", "overlap of words with the label", wrong=0.0, label="one", empty_label=True
     ),
     "gpqa": Reward(
         f"{_HUB}.gpqa.compute_gpqa_reward",
@@ -106,12 +102,7 @@ REWARDS: dict[str, Reward] = {
         is_remote=True,
         asks_judge=True,
     ),
-    "random": Reward(
-        f"{_HUB}.coin.toss",
-        "0 or 1 by chance",
-        in_worker=False,
-        needs_label=False,
-    ),
+    "random": Reward(f"{_HUB}.coin.toss", "0 or 1 by chance", in_worker=False, needs_label=False),
 }
 
 

@@ -34,38 +34,38 @@ class AgentFlags:
         metavar="JSON",
         only_with=ENV,
     )
-    eval_env_num_items: int = flag(64, "items that it holds out of each task", ge=1, only_with=ENV)
+    eval_env_num_items: int = flag(64, "number of held-out items of each task", ge=1, only_with=ENV)
     max_turns: int | None = flag(None, "longest episode in turns of the policy", ge=1, only_with=ENV)
     turn_max_response_len: int | None = flag(
         None,
-        "longest turn in tokens; --rollout-max-response-len is that of the episode, observations included",
+        "longest turn in tokens; --rollout-max-response-len limits the whole episode",
         ge=1,
         only_with=ENV,
     )
     partial_episodes: str = flag(
         "continue",
-        "what becomes of an episode that --partial-rollout cuts short: it continues where it was, or starts "
-        "again",
+        "what happens to an episode that --partial-rollout interrupts",
         choices=("continue", "restart"),
         only_with=CONTINUES,
     )
     agent_client_sampling: str = flag(
         "asked",
-        "how the engine samples a turn for which a client of the agent endpoint asks for a temperature, "
-        "top_p or the like of its own: as asked, and then the turn is not trained, or as the run samples",
+        "sampling of a turn whose client asks for parameters of its own: as asked (the turn is not "
+        "trained), or as the run samples",
         choices=("asked", "run"),
     )
     turn_discount: float | None = flag(
         None,
-        "credit by turn: a turn gets its own reward and, discounted by this for each turn between, the later "
-        "ones; default: every turn gets the reward of the whole episode",
+        "credit by turn: a turn gets its own reward and later ones discounted by this per turn. Default: "
+        "the episode's reward",
         ge=0,
         le=1,
         only_with=(ADVANTAGES, COMPUTES_ADVANTAGES, SHAPED),
     )
     max_tokens_in_flight: int | None = flag(
         None,
-        "tokens that all requests in flight may come to, prompts and answers; others wait. Default: no cap",
+        "most tokens of all requests in flight, prompts and responses; other requests wait. Default: no "
+        "limit",
         ge=1,
     )
 

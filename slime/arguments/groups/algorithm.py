@@ -143,7 +143,7 @@ class AlgorithmFlags:
         only_with=(ADVANTAGES, COMPUTES_ADVANTAGES),
     )
     use_kl_loss: bool = flag(False, "KL to the reference as a term of the loss", only_with=POLICY_TERMS)
-    kl_loss_coef: float = flag(0.0, "weight of that term", only_with=KL_LOSS)
+    kl_loss_coef: float = flag(0.0, "weight of the KL term of the loss", only_with=KL_LOSS)
     kl_loss_type: str = flag(
         "k1",
         "KL estimator; k1 is for --kl-coef, or as a loss with --use-unbiased-kl",
@@ -160,15 +160,14 @@ class AlgorithmFlags:
     )
     logprob_diff_threshold: float | None = flag(
         None,
-        "mean difference between the log-probs of engine and trainer that stops the run; 0: never; default: "
-        "0.02 where both compute in float32, else 0.2; a difference that grows with the pushes is told "
-        "before that",
+        "mean log-prob difference between engine and trainer that stops the run; 0: never. Default: 0.02 "
+        "if both compute in float32, else 0.2",
         ge=0,
         only_with=OWN_SAMPLES,
     )
     nonfinite_action: str = flag(
         "stop",
-        "what a step with a NaN or infinite loss does to the run; it is never applied",
+        "what to do after a step with a NaN or infinite loss; the step is never applied",
         choices=("stop", "skip"),
     )
 

@@ -47,24 +47,19 @@ class CheckpointFlags:
     )
     async_save: bool = flag(
         False,
-        "checkpoints are written while training goes on; the next one and the end wait",
+        "write checkpoints while training continues; the next one and the end of the run wait",
         only_with=SAVES,
     )
     keep_last_n: int | None = flag(
-        None,
-        "how many checkpoints of --save stay, damaged ones not counted; default: all; 1 leaves none to fall "
-        "back on",
-        ge=1,
-        only_with=SAVES,
+        None, "number of undamaged checkpoints to keep in --save. Default: all", ge=1, only_with=SAVES
     )
     no_save_optim: bool = flag(
         False, "leave the optimizer out of checkpoints; they then load with --finetune only"
     )
     save_hf: str | None = flag(
         None,
-        "write the trained model as a Hugging Face folder: DIR holds the last one, DIR/{rollout_id} one for "
-        "each save; without --save it is written at the end (and every --save-interval); RUN/model is a link "
-        "to the last one",
+        "write the trained model as a Hugging Face folder: DIR for the last one, DIR/{rollout_id} for "
+        "each save. RUN/model links to the last",
         metavar="DIR",
     )
     push_to_hub: str | None = flag(

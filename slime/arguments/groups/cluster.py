@@ -31,30 +31,27 @@ class ClusterFlags:
     offload_rollout: bool | None = flag(None, "release engine memory while the trainer works")
     release_train: bool = flag(
         False,
-        "end the trainer's processes while engines generate, which frees host memory too, and start them "
-        "again from the checkpoint of the rollout before; needs --save",
+        "end the trainer's processes while engines generate, and restart them from the last checkpoint. "
+        "Needs --save",
     )
     distributed_backend: str | None = flag(
         None, "torch.distributed backend; default: nccl on GPUs, gloo on CPU", choices=("nccl", "gloo")
     )
     max_restarts: int = flag(
         3,
-        "how often in a row, without a new step in between, a trainer whose rank died or hangs is started "
-        "again, from its last checkpoint or the initial weights, while engines and rollouts stay; 0: the "
-        "first loss ends the run",
+        "most restarts in a row, without a new step, of a trainer whose rank died or hangs. 0: the first "
+        "loss ends the run",
         ge=0,
     )
     elastic: bool = flag(
         False,
-        "a trainer that lost a machine goes on with the ranks that are left, as far as they hold whole "
-        "copies of the model, with the same batches; it grows again with the next restart that finds more",
+        "a trainer that lost a machine continues with the remaining ranks if they hold whole copies of "
+        "the model, with the same batches",
     )
     peer_copies: int = flag(
         0,
-        "every so many rollouts the trainer's state is copied into the machine's shared memory (two copies "
-        "of weights and optimizer, see `slime plan --config`), and with several machines into that of the "
-        "next one too, so that a rank or a machine that is lost costs no more steps than that; 0: it goes "
-        "back to the last checkpoint",
+        "rollouts between copies of the trainer's state in shared memory (with several machines also on "
+        "the next one), from which a lost rank restarts. 0: none",
         ge=0,
     )
     train_env_vars: dict | None = flag(

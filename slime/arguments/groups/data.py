@@ -42,7 +42,7 @@ class DataFlags:
     label_key: str | None = flag(None, "column of the label", metavar="KEY")
     label_pattern: str | None = flag(
         None,
-        "the label is what this regular expression finds in its column, the group if it has one: '#### (.+)'",
+        "regular expression that finds the label in its column; its group if it has one: '#### (.+)'",
         metavar="REGEX",
         only_with=needs("label_key"),
     )

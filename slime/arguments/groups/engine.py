@@ -43,7 +43,9 @@ class EngineFlags:
         only_with=SGLANG,
     )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", ge=1)
-    use_fault_tolerance: bool = flag(False, "also ask engines for a token, and for the weights they hold")
+    use_fault_tolerance: bool = flag(
+        False, "also probe engines: ask for a token, and for the weights they hold"
+    )
     rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0, only_with=PROBES)
     rollout_health_check_first_wait: float = flag(
         0.0, "seconds before the first probe", ge=0, only_with=PROBES
@@ -63,8 +65,8 @@ class WeightSyncFlags:
     )
     update_weight_mode: str = flag(
         "full",
-        "delta: only changed bytes travel, through a folder, to a copy of the weights beside the engines, "
-        "which load it from disk; needs the extra `delta`",
+        "full, or delta: only changed bytes travel, through a folder, to a copy beside the engines. Needs"
+        " the extra `delta`",
         choices=MODES,
     )
     update_weight_delta_encoding: str = flag(
@@ -87,8 +89,8 @@ class WeightSyncFlags:
     )
     weight_agent_addrs: list[str] | None = flag(
         None,
-        "one `slime weight-agent` for each of --rollout-external-engine-addrs, in that order: they keep the "
-        "copies, for delta; default: the engines read this machine's disk",
+        "one `slime weight-agent` per --rollout-external-engine-addrs, in that order, which keeps its "
+        "copy for delta",
         metavar="HOST:PORT",
         only_with=DELTA,
     )
@@ -99,32 +101,30 @@ class WeightSyncFlags:
         only_with=DISK,
     )
     update_weight_disk_keep_files: bool = flag(
-        False, "versions of the weights on disk stay, also after the run", only_with=DISK
+        False, "keep versions of the weights on disk, also after the run", only_with=DISK
     )
     custom_update_weight_post_write_path: str | None = flag(
         None,
-        "function called on every trainer rank between writing a version and the engines' reading it",
+        "function called on every trainer rank after a version is written and before engines read it",
         metavar="PATH",
         only_with=DISK,
     )
     rollout_quantization: str = flag(
         "none",
-        "fp8: engines serve the linear layers of a 16-bit --hf-checkpoint in FP8 blocks, made from the "
-        "trainer's weights at each push; the trainer keeps its 16-bit start, and no second folder is needed",
+        "fp8: engines serve a 16-bit --hf-checkpoint in FP8 blocks, made from the trainer's weights at "
+        "each push",
         choices=("none", "fp8"),
     )
     fp8_rounding: str = flag(
         "auto",
-        "how weights become FP8 at a push; stochastic: up or down by a number of each weight's own (from "
-        "--seed), right on average; auto: stochastic where the trainer starts from FP8 weights, from which "
-        "nearest would not move, else nearest",
+        "how weights are rounded to FP8 at a push. auto: stochastic if the trainer starts from FP8 "
+        "weights, else nearest",
         choices=FP8_ROUNDINGS,
     )
     pause_generation_mode: str = flag(
         "auto",
-        "what requests in flight do at a push; retract: start again from their tokens; in_place: go on from "
-        "the KV cache of the old weights; abort: come back and are sent again; auto: retract, or abort where "
-        "an engine does not say which weights made which token",
+        "what requests in flight do at a push: restart from their tokens, continue with the old KV cache,"
+        " or be sent again. auto: retract if the engine reports weight versions, else abort",
         choices=PAUSE_MODES,
     )
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
@@ -133,14 +133,11 @@ class WeightSyncFlags:
         False, "compare every tensor of the engines with the trainer after a push"
     )
     weight_checksum_interval: int = flag(
-        0,
-        "pushes between comparisons of the engines' own checksums over all engines; 0: only the first push",
-        ge=0,
+        0, "pushes between comparisons of the engines' checksums. 0: only after the first push", ge=0
     )
     canary_interval: int = flag(
         20,
-        "pushes between two looks of the canary, which has trainer and engines score a few fixed sentences "
-        "and says where they part; the first push is one; 0: none",
+        "pushes between comparisons of trainer and engine log-probs on a few fixed sentences. 0: none",
         ge=0,
     )
 

@@ -29,8 +29,8 @@ class EvaluationFlags:
     )
     eval_num_engines: int = flag(
         0,
-        "so many of the policy's engines, the last ones, serve evaluation alone; they get every push; 0: "
-        "evaluation asks the engines of the rollout",
+        "number of the policy's engines that serve evaluation alone. 0: evaluation uses the engines of "
+        "the rollout",
         ge=0,
         only_with=EVALUATES,
     )

@@ -19,10 +19,7 @@ class ImageFlags:
         None, 'columns of media, as JSON: {"image": "images"}', metavar="JSON"
     )
     freeze_vision_tower: bool = flag(
-        False,
-        "of a vision-language model train the text model alone: the vision tower, and what fits its features "
-        "to the text, stay as they are",
-        only_with=FSDP,
+        False, "train only the text model of a vision-language model", only_with=FSDP
     )
 
 

@@ -54,7 +54,7 @@ class MegatronFlags:
         alias="--num-virtual-stages-per-pipeline-rank",
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "the same as so many layers in each chunk", ge=1
+        None, "layers per chunk, instead of the number of chunks", ge=1
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of every layer", ge=1)
     expert_tensor_parallel_size: int = flag(1, "ranks that share every matrix of an expert", ge=1)
@@ -64,16 +64,15 @@ class MegatronFlags:
     use_distributed_optimizer: bool = flag(
         True, "shard Adam's moments over data-parallel ranks", off="--no-use-distributed-optimizer"
     )
-    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
-    overlap_param_gather: bool = flag(False, "gather updated parameters while the next forward pass goes on")
+    overlap_grad_reduce: bool = flag(False, "reduce gradients during the backward pass")
+    overlap_param_gather: bool = flag(False, "gather updated parameters during the next forward pass")
     moe_token_dispatcher_type: str = flag(
         "alltoall", "how tokens travel to their experts", choices=("alltoall", "allgather", "flex")
     )
     attention_backend: str = flag(
         "auto",
-        "local: slime's attention; flash, fused, unfused: a kernel of TransformerEngine's; auto: "
-        "TransformerEngine's where it is installed, agrees with slime's in a trial, and layers are not "
-        "compiled; a kernel that cannot be used is told of, and slime's takes its place",
+        "local: slime's attention; flash, fused, unfused: a kernel of TransformerEngine; auto: "
+        "TransformerEngine if it is installed and agrees with slime's",
         choices=("auto", "local", "flash", "fused", "unfused"),
     )
     use_routing_replay: bool = flag(
@@ -83,12 +82,11 @@ class MegatronFlags:
         False, "passes of the policy send tokens to the experts that the engine chose while it sampled"
     )
     enable_mtp_training: bool = flag(
-        False,
-        "train the checkpoint's heads that predict further tokens, beside the policy and without touching it",
+        False, "train the checkpoint's heads that predict further tokens, without changing the policy"
     )
-    mtp_loss_scaling_factor: float = flag(0.2, "weight of the loss of those heads", gt=0, only_with=MTP)
+    mtp_loss_scaling_factor: float = flag(0.2, "weight of the loss of the MTP heads", gt=0, only_with=MTP)
     custom_megatron_init_path: str | None = flag(
-        None, "function called on every rank when its process groups stand", metavar="PATH"
+        None, "function called on every rank once its process groups exist", metavar="PATH"
     )
     custom_megatron_before_log_prob_hook_path: str | None = flag(
         None, "function called before each pass that records log-probs", metavar="PATH"

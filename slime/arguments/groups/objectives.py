@@ -41,14 +41,12 @@ class KeptPolicyFlags:
     )
     keep_old_actor: bool = flag(
         False,
-        "ratios against the weights that sampled the batch, kept since their push (asynchronous runs)",
+        "take ratios against the weights that sampled the batch, kept since their push (asynchronous runs)",
         only_with=OLD_LOG_PROBS,
     )
-    reset_optimizer_states: bool = flag(
-        False, "forget the optimizer's moments before each rollout's training"
-    )
+    reset_optimizer_states: bool = flag(False, "reset the optimizer's moments before each rollout's training")
     use_stateless_adam: bool = flag(
-        False, "forget Adam's moments before each optimizer step", only_with=HAS_MOMENTS
+        False, "reset Adam's moments before each optimizer step", only_with=HAS_MOMENTS
     )
 
 
@@ -86,8 +84,8 @@ class DistillationFlags:
     use_opd: bool = flag(False, "pull the policy towards a teacher on the policy's own samples")
     opd_type: str | None = flag(
         None,
-        "who has the teacher: an engine at --rm-url (sglang is the same), or the trainer (megatron is the "
-        "same)",
+        "who holds the teacher: an engine at --rm-url (also called sglang) or the trainer (also called "
+        "megatron)",
         choices=("engine", "trainer", *OPD_TYPE_ALIASES),
         not_built={
             "self": "forks mean different things by it: a frozen copy of the policy that reads more than the "
@@ -98,7 +96,7 @@ class DistillationFlags:
     )
     opd_kl: str = flag(
         "sampled",
-        "reverse KL on the sampled token, as part of the advantage, or over the full vocabulary, as a loss "
+        "reverse KL on the sampled token, in the advantage, or over the full vocabulary, as a loss "
         "(trainer only)",
         choices=("sampled", "full"),
         only_with=DISTILS,

@@ -34,12 +34,13 @@ class OffPolicyFlags:
 
     use_tis: bool = flag(
         False,
-        "weight the policy loss by the ratio of trainer to engine policy; asynchronous runs do so unless "
-        "told otherwise",
+        "weight the policy loss by the ratio of trainer to engine policy. Asynchronous runs do so by default",
         only_with=POLICY_LOSS,
     )
-    tis_clip: float = flag(2.0, "upper bound of that weight", gt=0, only_with=TIS)
-    tis_clip_low: float = flag(0.0, "lower bound of that weight", ge=0, only_with=(TIS, LOWER_BOUND))
+    tis_clip: float = flag(2.0, "upper bound of the importance weight", gt=0, only_with=TIS)
+    tis_clip_low: float = flag(
+        0.0, "lower bound of the importance weight", ge=0, only_with=(TIS, LOWER_BOUND)
+    )
     tis_level: str = flag(
         "token",
         "whose ratio: of the token, or of its sequence as product or mean",
@@ -62,13 +63,14 @@ class OffPolicyFlags:
     )
     use_rs: bool = flag(
         False,
-        "leave tokens or samples out of the policy loss whose ratio is out of bounds; a "
-        "--custom-tis-function-path does so itself",
+        "leave tokens or samples with a ratio out of bounds out of the policy loss",
         only_with=(POLICY_LOSS, OWN_REJECTION),
     )
-    rs_level: str = flag("token", "whose ratio decides", choices=LEVELS, only_with=REJECTS)
-    rs_upper: float = flag(2.0, "upper bound of that ratio", gt=0, only_with=REJECTS)
-    rs_lower: float | None = flag(None, "lower bound; default: 1 / --rs-upper", ge=0, only_with=REJECTS)
+    rs_level: str = flag("token", "whose ratio decides about rejection", choices=LEVELS, only_with=REJECTS)
+    rs_upper: float = flag(2.0, "upper bound of the ratio", gt=0, only_with=REJECTS)
+    rs_lower: float | None = flag(
+        None, "lower bound of the ratio; default: 1 / --rs-upper", ge=0, only_with=REJECTS
+    )
     rs_veto: float | None = flag(
         None, "leave out a whole sample if one token's ratio is below this", gt=0, only_with=REJECTS
     )

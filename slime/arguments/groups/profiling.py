@@ -22,7 +22,7 @@ class ProfilingFlags:
     profile_step_start: int = flag(
         10, "first rollout that is profiled, counted from the start of the process", ge=0, only_with=PROFILED
     )
-    profile_step_end: int = flag(12, "first rollout that is not any more", ge=1, only_with=PROFILED)
+    profile_step_end: int = flag(12, "first rollout that is no longer profiled", ge=1, only_with=PROFILED)
     profile_target: list[str] = flag(
         ["train_overall"],
         "what a trace covers: all of the training, its optimizer steps, or the passes before them",
@@ -42,7 +42,7 @@ class ProfilingFlags:
         None, "folder of these files; default: RUN/memory", metavar="DIR", only_with=REMEMBERED
     )
     memory_snapshot_num_steps: int | None = flag(
-        None, "record so many rollouts; default: all", ge=1, only_with=REMEMBERED
+        None, "number of rollouts to record; default: all", ge=1, only_with=REMEMBERED
     )
 
 

@@ -38,7 +38,9 @@ class RewardFlags:
     group_rm: bool = flag(False, "the reward function scores a whole group at a time")
     rm_url: str | None = flag(None, "server of the remote_rm reward", metavar="URL", only_with=REMOTE)
     reward_key: str | None = flag(None, "which entry counts when a reward is a dict", metavar="KEY")
-    eval_reward_key: str | None = flag(None, "the same for evaluation; default: --reward-key", metavar="KEY")
+    eval_reward_key: str | None = flag(
+        None, "which entry counts in evaluation; default: --reward-key", metavar="KEY"
+    )
     reward_weights: dict | None = flag(
         None,
         "weights of the entries when a reward is a dict, as JSON; their sum counts",
@@ -55,7 +57,7 @@ class RewardFlags:
         None, "function in place of group normalisation", metavar="PATH"
     )
     reward_failure_action: str = flag(
-        "requeue", "what happens to a sample whose reward keeps failing", choices=("requeue", "drop", "stop")
+        "requeue", "what to do with a sample whose reward keeps failing", choices=("requeue", "drop", "stop")
     )
 
 

@@ -18,10 +18,7 @@ from slime.utils.files.torch_dist_folder import is_megatron_folder
 FLAG = "--megatron-config-path"
 ROLES = ("actor", "critic")
 # Settings of the critic that have a flag of their own.
-CRITIC_FLAGS = {
-    **{name: f"critic_{name}" for name in ("lr", "lr_warmup_iters")},
-    "load": "critic_load",
-}
+CRITIC_FLAGS = {**{name: f"critic_{name}" for name in ("lr", "lr_warmup_iters")}, "load": "critic_load"}
 # Settings that its model and optimizer read from its own copy of the arguments.
 OWN = (
     *("hf_checkpoint", "megatron_config", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),

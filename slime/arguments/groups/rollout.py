@@ -32,9 +32,7 @@ class RolloutFlags:
         None, "Hugging Face folder or hub id of the model and tokenizer", metavar="MODEL"
     )
     allow_unverified_model: bool = flag(
-        False,
-        "train a model of a family that was not compared with transformers (docs/model_families.md); compare "
-        "yours with slime verify-model first",
+        False, "train a model family that was never compared with transformers (docs/model_families.md)"
     )
     rollout_function_path: str = flag(
         DEFAULT_ROLLOUT_FUNCTION, "function that makes one rollout", metavar="PATH"
@@ -53,8 +51,7 @@ class RolloutFlags:
     )
     allow_sampling_mismatch: bool = flag(
         False,
-        "train on top-p / top-k samples with log-probs of the whole vocabulary, which are not those they "
-        "were drawn with",
+        "train on top-p or top-k samples with log-probs of the whole vocabulary, which did not draw them",
     )
     rollout_max_response_len: int | None = flag(None, "longest response in tokens", ge=1)
     rollout_max_prompt_len: int | None = flag(
@@ -69,8 +66,8 @@ class RolloutFlags:
     )
     spare_samples_per_prompt: int = flag(
         0,
-        "samples that are begun beside those of --n-samples-per-prompt: the first that end are trained, the "
-        "others are ended. For episodes with long tails; favours those that end soon",
+        "extra samples per prompt: the first to finish are trained, the others are stopped. Favours short"
+        " episodes",
         ge=0,
     )
     partial_rollout: bool = flag(False, "keep unfinished responses and continue them in the next rollout")
@@ -97,19 +94,19 @@ class RolloutFlags:
     )
     max_weight_staleness: int = flag(
         1,
-        "fully asynchronous rollout: how many weight pushes a token may be behind what it trains; "
-        "train_async.py: 2 by default",
+        "most weight pushes that a trained token may be behind (fully asynchronous rollout; 2 with "
+        "train_async.py)",
         ge=0,
         only_with=IN_FLIGHT,
     )
     adaptive_concurrency: bool = flag(
         False,
-        "fit the requests in flight to the load the engines report, up to --sglang-server-concurrency each",
+        "adapt the requests in flight to the load of the engines, up to --sglang-server-concurrency each",
     )
     group_failure_action: str = flag(
         "stop",
-        "when a sample cannot be generated: stop the run, drop its group, keep the others of it, or retry "
-        "the group",
+        "what to do if a sample cannot be generated: stop the run, drop or retry its group, or keep the "
+        "others",
         choices=("stop", "drop", "keep", "retry"),
     )
     buffer_filter_path: str | None = flag(

@@ -34,27 +34,26 @@ class RunFlags:
         None, "YAML file of flags (keys are flag names); the command line wins", metavar="FILE"
     )
     print_config: bool = flag(False, "print every value and where it came from, then exit")
-    strict: bool = flag(False, "a flag that does nothing in this run is an error, also a harmless one")
+    strict: bool = flag(False, "treat every flag without effect in this run as an error")
     dry_run: bool = flag(
-        False,
-        "list what is wrong with settings, model, data, reward and machine; start and write nothing",
+        False, "check settings, model, data, reward and machine, report every problem, and start nothing"
     )
     skip_preflight: list[str] = flag(
         [],
-        "what is not looked at before the start; reward: a function that costs something or has effects is "
-        "not called; lengths: of the prompts; machine: devices, port, memory, disk",
+        "leave these checks before the start out: reward (the function is not called), lengths (of "
+        "prompts), machine (devices, port, memory, disk)",
         choices=("reward", "lengths", "machine"),
     )
     run_dir: str | None = flag(
         None,
-        "folder for metrics, logs and plots, of this run alone; default runs/<model>-<seed>, or the next "
+        "folder for metrics, logs and plots of this run alone. Default: runs/<model>-<seed>, or the next "
         "free name",
         metavar="DIR",
     )
     auto_resume: bool = flag(
         True,
-        "start anew although the folder holds a run with these very settings that did not finish; otherwise "
-        "such a run goes on from its last checkpoint, as with --load of its --save",
+        "start anew even if the folder holds an unfinished run with the same settings, which is otherwise"
+        " resumed",
         off="--no-auto-resume",
     )
     runtime: str = flag(
@@ -63,8 +62,8 @@ class RunFlags:
     quiet: bool = flag(False, "no panels, live lines or samples: warnings and errors only")
     log_level: str | None = flag(
         None,
-        "least level of the log lines that are shown (all of them are in RUN/logs); default: warning on a "
-        "terminal, info elsewhere; debug also logs more",
+        "lowest level of shown log lines; RUN/logs has all of them. Default: warning on a terminal, info "
+        "elsewhere",
         choices=("debug", "info", "warning", "error"),
     )
     seed: int = flag(
@@ -72,15 +71,10 @@ class RunFlags:
     )
     deterministic_mode: bool = flag(
         False,
-        "the same bits in every run: reproducible kernels, requests computed one at a time by the embedded "
-        "engine (slow), SGLang on GPUs with its --enable-deterministic-inference",
+        "give the same bits in every run: reproducible kernels, one request at a time (embedded engine), "
+        "or SGLang's deterministic inference on GPUs",
     )
-    timeouts: dict = flag(
-        {},
-        "deadlines in seconds:",
-        metavar="NAME=SECONDS,...",
-        rows=DEADLINES,
-    )
+    timeouts: dict = flag({}, "deadlines in seconds:", metavar="NAME=SECONDS,...", rows=DEADLINES)
     limits: dict = flag({}, "limits on counts:", metavar="NAME=NUMBER,...", rows=LIMITS)
     custom_config_path: str | None = flag(
         None, "YAML of extra values for plug-ins; each key becomes an attribute of args", metavar="FILE"
@@ -121,12 +115,15 @@ class AssertionFlags:
 
     ci_test: bool = flag(
         False,
-        "the first step of a new run must show no KL to the reference and to the old policy, and the "
-        "log-probs of engine and trainer must lie near each other",
+        "check in the first step of a new run that KL terms are 0 and that engine and trainer log-probs "
+        "agree",
     )
-    ci_disable_kl_checker: bool = flag(False, "leave the first of these out", only_with=TESTED)
+    ci_disable_kl_checker: bool = flag(False, "leave out the check of KL terms", only_with=TESTED)
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1, "how near; --logprob-diff-threshold wins", ge=0, only_with=TESTED
+        0.1,
+        "largest allowed log-prob difference; --logprob-diff-threshold takes precedence",
+        ge=0,
+        only_with=TESTED,
     )
     ci_save_grad_norm: str | None = flag(
         None,
@@ -134,7 +131,7 @@ class AssertionFlags:
         metavar="TEMPLATE",
     )
     ci_load_grad_norm: str | None = flag(
-        None, "stop where the gradient norm is another than in these files, by 1%", metavar="TEMPLATE"
+        None, "stop if a gradient norm differs by 1% from that in these files", metavar="TEMPLATE"
     )
 
 

@@ -27,7 +27,10 @@ class SandboxFlags:
 
     sandbox: str = flag("local", f"where programs of the model run. {_SANDBOXES}", choices=tuple(SANDBOXES))
     sandbox_image: str | None = flag(
-        None, "image or template of a vendor's box; default: the vendor's", metavar="NAME", only_with=VENDOR
+        None,
+        "image or template of a vendor's sandbox; default: the vendor's",
+        metavar="NAME",
+        only_with=VENDOR,
     )
     judge_url: str | None = flag(
         None,

@@ -37,20 +37,17 @@ class TopologyFlags:
     )
     rollout_router: str = flag(
         "builtin",
-        "what stands before several engines; builtin: slime's own balancer; sglang: SGLang's router as a "
-        "process of its own, taken by itself where prefill groups or its flags (--router-...) need it",
+        "what balances several engines: slime's own balancer, or SGLang's router, chosen by itself for "
+        "prefill groups and --router-... flags",
         choices=("builtin", "sglang"),
     )
     sglang_router_policy: str | None = flag(
-        None,
-        "how SGLang's router chooses among engines, as --router-policy; where it is not installed slime's "
-        "own balancer chooses",
-        metavar="NAME",
+        None, "how SGLang's router chooses among engines; slime's balancer ignores it", metavar="NAME"
     )
     sglang_router_ip: str | None = flag(
         None,
-        "host of a router that runs already, with --sglang-router-port: engines of the policy register with "
-        "it and leave it, and it is never started or stopped; default: slime starts what stands before them",
+        "host of a router that already runs, with --sglang-router-port; slime registers its engines and "
+        "never stops it",
         metavar="HOST",
     )
     sglang_router_port: int | None = flag(

@@ -15,14 +15,13 @@ class TrackingFlags:
 
     record_max_mib: int = flag(
         1024,
-        "MiB that the record of a run may take: prompts, answers, rewards (`slime samples RUN`); the oldest "
-        "samples go first; 0: none is kept",
+        "most MiB of prompts, responses and rewards kept for `slime samples RUN`; the oldest go first. 0:"
+        " keep none",
         ge=0,
     )
     dashboard: bool = flag(
         False,
-        "the page of this run, on this machine and while it runs; its address is printed. Later: `slime "
-        "dashboard RUN`",
+        "serve the dashboard of this run while it runs, and print its address. Later: `slime dashboard RUN`",
     )
     use_tensorboard: bool = flag(False, "TensorBoard events, in RUN/tensorboard")
     tb_project_name: str | None = flag(
@@ -52,10 +51,7 @@ class TrackingFlags:
     wandb_always_use_train_step: bool = flag(
         False, "rollouts and evaluations on W&B by the optimizer steps before them", only_with=WANDB
     )
-    use_trackio: bool = flag(
-        False,
-        "metrics and samples to trackio (environment: TRACKIO_SPACE_ID)",
-    )
+    use_trackio: bool = flag(False, "metrics and samples to trackio (environment: TRACKIO_SPACE_ID)")
     use_mlflow: bool = flag(
         False, "metrics and samples to MLflow (environment: MLFLOW_TRACKING_URI; default RUN/mlflow)"
     )

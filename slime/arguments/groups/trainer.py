@@ -23,8 +23,8 @@ class ParallelFlags:
     context_parallel_size: int = flag(1, "ranks that share the tokens of every sample", ge=1)
     activation_checkpointing: str = flag(
         "none",
-        "what the backward pass computes again instead of keeping: nothing, all but matrix products and "
-        "attention, or whole layers",
+        "what the backward pass computes again: nothing, all but matrix products and attention, or whole "
+        "layers",
         choices=("none", "selective", "full"),
         alias="--recompute-granularity",
     )
@@ -50,29 +50,25 @@ class FSDPFlags:
     )
     compile: bool | None = flag(
         None,
-        "compile each decoder layer; default: on GPUs, for models at least 1024 wide that no tensor "
-        "parallelism cuts",
+        "compile each decoder layer. Default: on GPUs, for models at least 1024 wide without tensor "
+        "parallelism",
     )
     share_prefix: bool | None = flag(
         None,
-        "samples in a micro-batch that begin alike (a prompt, a system prompt, an agent's turns, first words "
-        "of answers) share those tokens, which are computed once; gradients are the same to rounding; "
-        "default: where it saves at least an eighth of the tokens. Where it is given, --max-tokens-per-gpu "
-        "counts a shared prompt once, so that as much memory holds more samples; not so with a critic, a "
-        "custom loss or --router-aux-loss-coef, which need every sample whole",
+        "compute tokens that samples of a micro-batch share at their start once. Default: where this "
+        "saves an eighth of the tokens. If given, --max-tokens-per-gpu counts shared tokens once",
         only_with=FSDP,
     )
     fp8_training: bool = flag(
         False,
-        "the linear layers of decoder layers multiply in FP8, forward and backward, with factors found for "
-        "each row as it comes; weights, gradients, embeddings, output matrix, routers and experts stay in "
-        "--dtype; on a CPU it is emulated, which is slow",
+        "linear layers of decoder layers multiply in FP8, forward and backward; everything else stays in "
+        "--dtype. Emulated on a CPU",
         only_with=FSDP,
     )
     router_aux_loss_coef: float | None = flag(
         None,
-        "coefficient of a loss that evens out the use of experts within each sample; default: that of the "
-        "model's config where it sets output_router_logits, else none",
+        "coefficient of the loss that balances experts within a sample. Default: from the model's config "
+        "if it sets output_router_logits, else none",
         ge=0,
         only_with=FSDP,
     )
@@ -90,14 +86,12 @@ class AdapterFlags:
     )
     lora_target_modules: list[str] = flag(
         ["all-linear"],
-        "names of the layers that get an adapter, or all-linear for every one but the output layer and the "
-        "routers of experts",
+        "names of the layers that get an adapter; all-linear: all but the output layer and expert routers",
         only_with=ADAPTERS,
     )
     lora_sync: str = flag(
         "merged",
-        "what engines get; merged: the whole model with the adapters' products added; adapter: the adapters "
-        "alone, for engines that started with --hf-checkpoint",
+        "what engines receive: the model with adapters merged in, or the adapters alone",
         choices=("merged", "adapter"),
         only_with=ADAPTERS,
     )

@@ -33,8 +33,8 @@ class TrainingFlags:
     )
     dtype: str = flag(
         "auto",
-        "compute precision (master weights are float32); auto: bfloat16 where the device has units for it, "
-        "else float32; on a CPU only for models stored in 16 bits",
+        "compute precision; master weights are float32. auto: bfloat16 if the device supports it, else "
+        "float32; on a CPU only for models stored in 16 bits",
         choices=("auto", "float32", "bfloat16"),
     )
     global_batch_size: int | None = flag(
@@ -48,19 +48,18 @@ class TrainingFlags:
     )
     use_dynamic_batch_size: bool | None = flag(
         None,
-        "fill micro-batches by tokens instead of by number of samples; default: on, unless "
-        "--micro-batch-size is given",
+        "fill micro-batches by tokens instead of samples. Default: on, unless --micro-batch-size is given",
     )
     max_tokens_per_gpu: int | None = flag(
         None,
-        "most tokens of one micro-batch; default: what fits beside the model in the memory of a GPU, a "
-        "constant on a CPU",
+        "most tokens of one micro-batch. Default: what fits into GPU memory beside the model; a constant "
+        "on a CPU",
         ge=1,
         only_with=BY_TOKENS,
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
-        "the same for passes before training, which need no memory for a backward pass; default: the same",
+        "most tokens of a micro-batch in passes without a backward pass. Default: --max-tokens-per-gpu",
         ge=1,
         only_with=(BY_TOKENS, BY_OWN_ROUTES),
     )
@@ -72,8 +71,7 @@ class TrainingFlags:
     log_probs_chunk_size: int = flag(-1, "tokens per chunk of log-probs and entropy; -1: one chunk", ge=-1)
     recompute_loss_function: bool = flag(
         False,
-        "a loss of your own is computed again in the backward pass, in place of keeping what it made of the "
-        "logits",
+        "compute your loss again in the backward pass instead of keeping its activations",
         only_with=OWN_LOSS,
     )
     rollout_data_postprocess_path: str | None = flag(
@@ -91,7 +89,7 @@ class OptimizerFlags:
     lr_decay_style: str = flag("constant", "schedule after warm-up", choices=("constant", "linear", "cosine"))
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up", ge=0)
     lr_warmup_fraction: float | None = flag(
-        None, "the same as a share of the steps of --lr-decay-iters, or of the run", ge=0, lt=1
+        None, "warm-up as a share of the steps of --lr-decay-iters, or of the run", ge=0, lt=1
     )
     lr_decay_iters: int | None = flag(
         None, "optimizer steps until --min-lr; default: the whole run", ge=1, only_with=DECAYS
@@ -102,17 +100,14 @@ class OptimizerFlags:
     adam_eps: float = flag(1e-8, "added to the denominator of Adam", gt=0, only_with=ADAM)
     optimizer_cpu_offload: bool = flag(
         False,
-        "keep Adam's moments in host memory; they pass through the device in each step, which gives the same "
-        "bits",
+        "keep Adam's moments in host memory; each step brings them to the device, with the same bits",
         only_with=ADAM,
     )
     optimizer_offload_fraction: float = flag(
         1.0, "share of the parameters whose moments go there", ge=0, le=1, only_with=OFFLOADED
     )
     overlap_cpu_optimizer_d2h_h2d: bool = flag(
-        False,
-        "moments come from host memory and go back there while others are worked on",
-        only_with=OFFLOADED,
+        False, "move moments between host and device while others are updated", only_with=OFFLOADED
     )
     exp_avg_dtype: str = flag(
         "fp32", "precision of Adam's first moment", choices=tuple(MOMENT_BYTES), only_with=ADAM
