@@ -106,28 +106,6 @@ def test_a_precision_that_is_asked_for_is_kept_and_its_price_told(laptop):
 # ---- sizes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flag", ["--colocate", "--offload-train", "--offload-rollout"])
-def test_sharing_a_gpu_that_is_not_there_is_told(laptop, flag):
-    [told] = parse(flag).warnings
-    assert told.startswith(f"{flag}: this machine shows no GPU to share")
-
-
-def test_gpus_that_are_not_there_are_told(laptop):
-    [told] = parse(num_gpus_per_node=8).warnings
-    assert told == (
-        "--num-gpus-per-node is 8, but this machine shows no GPU(s): the run has 1 trainer rank(s) and 1 "
-        "engine(s) on its cores."
-    )
-
-
-def test_fewer_gpus_than_was_said_are_told(laptop, monkeypatch):
-    laptop(gpus=2)
-    monkeypatch.setattr("slime.utils.machine.accelerator.has_bfloat16", lambda: True)
-    [told] = parse(num_gpus_per_node=8).warnings
-    assert told == "--num-gpus-per-node is 8, but this machine shows 2 GPU(s): the run has those 2 alone."
-    assert parse(num_gpus_per_node=2).warnings == ()
-
-
 def test_more_processes_than_cores_are_told(laptop):
     [told] = parse(actor_num_gpus_per_node=8, num_gpus_per_node=9, rollout_batch_size=8).warnings
     assert told.startswith("8 trainer rank(s) and 1 engine(s) share 2 core(s)")

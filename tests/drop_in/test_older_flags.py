@@ -107,8 +107,6 @@ def test_a_dump_without_a_number_keeps_the_last_rollout_and_says_so(tmp_path):
         ('"[0]*1+[1]*2"', [0, 1, 1]),
         ("'([0]*1+[1]*2)'", [0, 1, 1]),
         ("([0]*1 + [1]*2)", [0, 1, 1]),
-        ("([0]+[1])*2", [0, 1, 0, 1]),
-        ("2*[1]", [1, 1]),
         ("'2'", 2),
     ],
 )
@@ -119,7 +117,7 @@ def test_quoted_layer_patterns_are_read(value, layers):
 
 
 @pytest.mark.parametrize(
-    "value", ["[0]*3+print()", "[1]*10**9", "[1]*99999999", "[2]", "'[1]", "[1]*-1", "()", "[[1]]", "0", ""]
+    "value", ["[0]*3+print()", "[1]*10**9", "[1]*99999999", "[2]", "[1]*-1", "()", "[[1]]", "0", ""]
 )
 def test_a_layer_pattern_that_is_none_is_refused_with_its_form(value):
     from slime.arguments.passthrough.megatron_flags import Field, _read

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag, option_of
+from slime.arguments.core.flag import flag
 from slime.arguments.groups.precision import derive_precision
 from slime.catalog.backends import BACKENDS
 from slime.utils.machine.cores import num_cores
@@ -64,7 +64,7 @@ class ClusterFlags:
 
 
 def release_train(draft: Draft) -> None:
-    """What an ended process leaves must be on disk: a checkpoint of every rollout, and the weights."""
+    """Require that a checkpoint of every rollout and the weights are on disk when the processes end."""
     if not draft.release_train:
         return
     if draft.debug_train_only or draft.debug_rollout_only:
@@ -126,13 +126,11 @@ def devices(draft: Draft) -> None:
     derive_sizes(draft, visible_gpus)
     derive_offload(draft)
     derive_precision(draft, visible_gpus)
-    tell_of_this_machine(draft, visible_gpus)
+    warn_of_crowding(draft, visible_gpus)
 
 
 def derive_sizes(draft: Draft, count_gpus: Callable[[], int]) -> None:
-    """Sizes left open come from what is visible. On a machine without GPUs,
-    "gpus" means ranks, and one is the default.
-    """
+    """Derive sizes from the visible GPUs; without any, "gpus" means ranks, and one is the default."""
     needs_count = draft.actor_num_gpus_per_node is None or draft.num_gpus_per_node is None
     needs_count |= draft.rollout_num_gpus is None and not draft.colocate
     needs_count |= draft.distributed_backend is None
@@ -168,7 +166,7 @@ def _replica(draft: Draft) -> int:
 
 
 def _share_gpus(draft: Draft, gpus: int) -> None:
-    """Separate pools only where the sizes say so; otherwise trainer and engines take turns on all of them."""
+    """Separate trainer and engines only where the sizes say so; otherwise they take turns on all GPUs."""
     alone = draft.debug_train_only or draft.debug_rollout_only
     if draft.actor_num_gpus_per_node is None:
         separate = draft.rollout_num_gpus if not draft.colocate and not alone else None
@@ -218,7 +216,7 @@ def _check_node_size(draft: Draft) -> None:
 
 
 def derive_offload(draft: Draft) -> None:
-    """Who shares a device leaves it while the other works, unless told otherwise."""
+    """Offload trainer and engines in turns where they share a device, unless a flag forbids it."""
     alone = draft.debug_train_only or draft.debug_rollout_only
     if alone and draft.colocate:
         draft.derive("colocate", False, "only one side runs in this debug mode")
@@ -233,39 +231,11 @@ def derive_offload(draft: Draft) -> None:
             draft.derive(name, False, "trainer and engines do not share devices")
 
 
-def tell_of_this_machine(draft: Draft, count_gpus: Callable[[], int]) -> None:
-    """Warn of sizes that do not fit this machine; of a cluster (--runtime ray) nothing is known here."""
-    if draft.runtime == "ray":
+def warn_of_crowding(draft: Draft, count_gpus: Callable[[], int]) -> None:
+    """Warn of many processes per core; of a cluster (--runtime ray) nothing is known here."""
+    if draft.runtime == "ray" or count_gpus():
         return
-    gpus = count_gpus()
-    _tell_of_missing_gpus(draft, gpus)
-    if not gpus:
-        _tell_of_nothing_to_share(draft)
-        _tell_of_cores(draft, num_cores())
-
-
-def _tell_of_missing_gpus(draft: Draft, gpus: int) -> None:
-    ranks, engines = num_processes(draft)
-    if not draft.was_given("num_gpus_per_node") or draft.num_gpus_per_node <= max(gpus, ranks + engines):
-        return
-    has = f"those {gpus} alone" if gpus else f"{ranks} trainer rank(s) and {engines} engine(s) on its cores"
-    draft.warn(
-        f"--num-gpus-per-node is {draft.num_gpus_per_node}, but this machine shows {gpus or 'no'} GPU(s): "
-        f"the run has {has}."
-    )
-
-
-def _tell_of_nothing_to_share(draft: Draft) -> None:
-    sharing = ("colocate", "offload_train", "offload_rollout")
-    given = [option_of(name) for name in sharing if draft.was_given(name) and getattr(draft, name)]
-    if given:
-        draft.warn(
-            f"{', '.join(given)}: this machine shows no GPU to share; trainer and engines are processes "
-            "beside each other on its cores."
-        )
-
-
-def _tell_of_cores(draft: Draft, cores: int) -> None:
+    cores = num_cores()
     ranks, engines = num_processes(draft)
     if ranks + engines > CROWDED * cores:
         draft.warn(

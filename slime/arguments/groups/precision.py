@@ -1,8 +1,7 @@
 """What --dtype auto means here, and what follows where the trainer multiplies in FP8 or engines hold FP8."""
 
-import json
+import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from slime.arguments.core.draft import Draft
@@ -11,6 +10,7 @@ from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.backends import BACKENDS
 from slime.utils.machine.cpu_precision import bfloat16_units
 from slime.utils.models.fp8_config import block_size_of
+from slime.utils.models.model_config import read_config
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 # Flags of SGLang that --rollout-quantization fp8 sets itself.
@@ -64,20 +64,14 @@ def _on_cpu(draft: Draft) -> None:
 
 def stored_dtype(model: str | None) -> str | None:
     """The precision that a model's config names; None: it names none, or is not on this machine."""
-    config = _read_config(model) if model else {}
+    config: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # a damaged one is reported by whoever needs it
+        config = read_config(model) if model else {}
     parts = [config, config.get("text_config") or {}]
     return next(
         (part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)),
         None,
     )
-
-
-def _read_config(model: str) -> dict[str, Any]:
-    try:
-        content = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # missing and damaged files are told by those who need them
-    return content if isinstance(content, dict) else {}
 
 
 def engine_precision(draft: Draft) -> None:

@@ -8,6 +8,7 @@ import ast
 import functools
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +47,7 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
     "--ddp-average-in-collective": ("average_in_collective", True),
 }
 
-# No model has more layers than this; a pattern that does is a mistake, or meant to fill the memory.
-MOST_LAYERS = 10_000
+_LAYERS = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")  # a part of a pattern of layers
 
 
 @dataclass(frozen=True)
@@ -187,43 +187,14 @@ def _read(entry: Field, option: str, words: list[str], bare: Any) -> Any:
 
 
 def _read_pattern(option: str, text: str) -> int | list[int]:
-    """Megatron's way to write which layers have experts: `[0]*3+[1]*58`, in quotes or not."""
-    plain = text.strip()
-    if plain[:1] in ("'", '"') and plain[:1] == plain[-1:]:
-        plain = plain[1:-1]
-    try:
-        pattern = _evaluate(ast.parse(plain.strip(), mode="eval").body)
-        if isinstance(pattern, int):
-            valid = pattern > 0
-        else:
-            valid = bool(pattern) and set(pattern) <= {0, 1}
-        if not valid:
-            raise ValueError
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(
-            f"{option} is {text!r}: write a number, or a list of 0 and 1 such as [0]*3+[1]*58."
-        ) from None
-    return pattern
-
-
-def _evaluate(node: ast.expr) -> int | list[int]:
-    """The value of sums and multiples of lists of whole numbers; ValueError: something else is in it."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        layers = [_evaluate(element) for element in node.elts]
-        numbers = [layer for layer in layers if isinstance(layer, int)]
-        if len(numbers) == len(layers):
-            return numbers
-    if isinstance(node, ast.BinOp):
-        left, right = _evaluate(node.left), _evaluate(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
-            times, repeated = (left, right) if isinstance(left, int) else (right, left)
-            if isinstance(times, int) and isinstance(repeated, list) and times * len(repeated) <= MOST_LAYERS:
-                return repeated * times
-    raise ValueError
+    """Read Megatron's way to write which layers have experts: `[0]*3+[1]*58`, in quotes or not."""
+    plain = text.strip("'\" ()").replace(" ", "")
+    if plain.isdigit() and int(plain):
+        return int(plain)
+    parts = [_LAYERS.fullmatch(part) for part in plain.split("+")]
+    if None in parts:
+        raise ValueError(f"{option} is {text!r}: write a number, or a list of 0 and 1 such as [0]*3+[1]*58.")
+    return [int(layer) for part in parts if part for layer in part[1].split(",") * int(part[2] or 1)]
 
 
 def read_megatron_value(key: str, value: Any, path: str) -> dict[str, Any]:
