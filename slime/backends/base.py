@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.nucleus import Nucleus
-from slime.algorithms.vision.packed_images import PackedImages
-from slime.backends.attention.packed_documents import PackedDocuments
+from slime.backends.attention.documents import PackedDocuments
 from slime.utils.errors import RunStopped
 
 Metrics = dict[str, Tensor]  # scalar sums over the micro-batch, detached
 Bucket = list[tuple[str, Tensor]]  # hub names
+
+
+class Movable(Protocol):
+    """Inputs that go to the device with their micro-batch."""
+
+    def to(self, device: torch.device) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class MicroBatch:
     nucleus: Nucleus | None = None  # R rows: the ids that the engine drew each token from; None: all ids
     # [S] what the processor made of each sample's images, or None; (): no sample has images
     media: tuple[Mapping[str, Any] | None, ...] = ()
-    images: PackedImages | None = None  # the same for the model of the trainer, which sets it
+    images: Movable | None = None  # set by a trainer: `media` as its model takes it
     learns: bool = True  # False: its loss has a gradient of 0, and a trainer may leave the backward pass out
 
     @property

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from slime.backends.attention import trial
 from slime.backends.attention.attention_operator import NotInstalled, packed_operator
-from slime.backends.attention.packed_documents import PackedDocuments, head_shape, packed_attention
+from slime.backends.attention.documents import PackedDocuments
+from slime.backends.attention.packed_documents import head_shape, packed_attention
 from slime.backends.attention.trial import first_right, unobserved, why_wrong
 
 CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ from trainer_helpers import backend_of, trainer_args
 from transformers import AutoModelForCausalLM
 
 from slime.algorithms.attention_variants import Variant, sees
-from slime.backends.attention.packed_documents import PackedDocuments, packed_attention
+from slime.backends.attention.documents import PackedDocuments
+from slime.backends.attention.packed_documents import packed_attention
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp import backend as fsdp_backend
 from slime.backends.fsdp import families, loading

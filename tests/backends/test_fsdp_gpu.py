@@ -9,9 +9,9 @@ from tiny_model import make_tiny_model
 from trainer_helpers import meeting_point, random_samples, trainer_args
 
 from slime.backends.attention import packed_documents
+from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.packed_documents import (
     OPERATORS,
-    PackedDocuments,
     _varlen_attention,
     packed_attention,
 )

@@ -9,9 +9,9 @@ from trainer_helpers import random_samples, trainer_args
 
 from slime.backends.attention import flash4, long_documents, prefix_operator
 from slime.backends.attention.context_parallel import ZigzagPlan, chunk_multiple
+from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.long_documents import plan_parts
 from slime.backends.attention.packed_documents import (
-    PackedDocuments,
     packed_attention,
     prepare,
     transformers_attention,

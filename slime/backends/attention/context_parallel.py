@@ -14,7 +14,7 @@ from torch import Tensor
 from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import packed_documents
-from slime.backends.attention.packed_documents import PackedDocuments
+from slime.backends.attention.documents import PackedDocuments
 from slime.backends.base import MicroBatch
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import prefix_operator
-from slime.backends.attention.packed_documents import PackedDocuments, packed_attention, varlen_for
+from slime.backends.attention.documents import PackedDocuments
+from slime.backends.attention.packed_documents import packed_attention, varlen_for
 from slime.backends.attention.prefix_operator import Readers, readers_of
 from slime.backends.attention.prefix_spans import LONGEST, SpanBatches
 from slime.backends.base import MicroBatch

@@ -16,7 +16,7 @@ from torch import Tensor
 from slime.algorithms.attention_variants import PLAIN, Variant
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention.context_parallel import gather_keys, place_tokens
-from slime.backends.attention.packed_documents import PackedDocuments
+from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.shared_prefixes import PrefixShare, PrefixTree
 from slime.utils.ranges import ranges
 

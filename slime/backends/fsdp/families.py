@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.packed_documents import (
     ATTENTION_NAME,
     DOCUMENTS,
-    PackedDocuments,
     by_document,
     register,
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from slime.algorithms.vision.packed_images import nothing_of, pack_images
+from slime.algorithms.vision.packed_images import PackedImages, nothing_of, pack_images
 from slime.algorithms.vision.towers import attention_by_tower, family_of, run_text
 from slime.backends.attention.packed_documents import register
 from slime.backends.base import MicroBatch
@@ -45,13 +45,14 @@ def with_images(mb: MicroBatch, config: Any) -> MicroBatch:
 
 def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
     """Hidden states [T, H] of a micro-batch."""
-    if mb.images is None or mb.images.media is None:
+    images = cast("PackedImages | None", mb.images)
+    if images is None or images.media is None:
         # Before the text model, as features are: ranks with and without images gather layers in one order.
         shift = nothing_of(lm, mb.input_ids.device)
         return run_text(lm, mb.input_ids, mb.position_ids, None, None, shift=shift, documents=mb.documents)
-    positions = mb.position_ids if mb.images.positions is None else mb.images.positions
-    features = mb.images.features(lm)
-    return run_text(lm, mb.input_ids, positions, mb.images.rows, features, documents=mb.documents)
+    positions = mb.position_ids if images.positions is None else images.positions
+    features = images.features(lm)
+    return run_text(lm, mb.input_ids, positions, images.rows, features, documents=mb.documents)
 
 
 def tower_prefixes(config: Any) -> tuple[str, ...]:

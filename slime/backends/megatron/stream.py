@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention.context_parallel import ZigzagPlan, chunk_multiple
-from slime.backends.attention.packed_documents import PackedDocuments
+from slime.backends.attention.documents import PackedDocuments
 from slime.backends.base import MicroBatch
 
 Recorded = dict[int, Tensor]  # layer -> chosen experts [T, topk] of this rank's tokens

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.nucleus import Nucleus
-from slime.backends.attention.packed_documents import PackedDocuments
+from slime.backends.attention.documents import PackedDocuments
 from slime.backends.base import MicroBatch
 from slime.utils.ranges import ranges
 from slime.utils.types import RolloutBatch

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from slime.arguments import Args
 from slime.backends.attention import packed_documents
-from slime.backends.attention.packed_documents import PackedDocuments, packed_attention
+from slime.backends.attention.documents import PackedDocuments
+from slime.backends.attention.packed_documents import packed_attention
 from slime.backends.megatron.modules.layers import PackedCoreAttention, RMSNorm, rotate
 from slime.backends.megatron.modules.lora import ADAPTED
 from slime.backends.megatron.modules.routing import RoutedLayer

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slime.arguments import Args
-from slime.backends.attention.packed_documents import PackedDocuments
+from slime.backends.attention.documents import PackedDocuments
 from slime.backends.megatron.modules.compiled import should_compile
 from slime.backends.megatron.modules.layers import PackedCoreAttention
 from slime.backends.megatron.modules.mla import MLACoreAttention
