@@ -16,7 +16,6 @@ from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStoppe
 from slime.utils.files.restricted import create_restricted
 from slime.utils.machine.garbage import search_no_more, search_seldom
 from slime.utils.machine.own_command import as_typed
-from slime.utils.machine.standard_streams import open_missing
 
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
@@ -122,7 +121,6 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    open_missing()
     try:
         try:
             return _main(argv)

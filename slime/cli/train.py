@@ -14,7 +14,6 @@ from slime.liveness.stacks import watch_exit
 from slime.utils.files.folder_lock import refuse_locked
 from slime.utils.machine import descriptors
 from slime.utils.machine.own_command import as_typed
-from slime.utils.machine.standard_streams import open_missing
 
 
 def main(
@@ -24,7 +23,6 @@ def main(
     training_loop: str = SYNCHRONOUS,
 ) -> int:
     """Run one training. `train` is the loop and `training_loop` its kind; default: the synchronous loop."""
-    open_missing()
     try:
         return _main(argv, train, training_loop)
     finally:

@@ -31,7 +31,7 @@ from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, ch
 from slime.utils.async_utils import run
 from slime.utils.browser_guard import browser_guard, names_of_this_machine
 from slime.utils.http_utils import ANSWERED_BY, get_session, with_token
-from slime.utils.machine.open_files import log_scarcity, raise_limit, refusing_too_many
+from slime.utils.machine.open_files import raise_limit, refusing_too_many
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,6 @@ class Balancer:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Serves; returns the port that was bound."""
         raise_limit()
-        log_scarcity(asyncio.get_running_loop())
         guard = browser_guard(known=names_of_this_machine([host]))
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[guard])
         app.router.add_get("/workers", self._workers)

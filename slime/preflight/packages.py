@@ -11,14 +11,11 @@ from slime.catalog.rewards import find_reward
 from slime.catalog.sandboxes import SANDBOXES
 from slime.catalog.trackers import TRACKERS, chosen_trackers
 from slime.preflight.findings import Finding
-from slime.utils.misc import is_installed, load_function, why_no_models
+from slime.utils.misc import is_installed, load_function
 
 
 def check_packages(args: Args) -> Iterator[Finding]:
     """One error for each that is missing, with the command that installs it, or that cannot work here."""
-    why = why_no_models()
-    if why is not None:
-        yield Finding("error", "transformers", f"{why}.")
     for flag, module, install in _needed(args):
         if not is_installed(module):
             yield Finding("error", flag, f"needs the package {module}, which is not installed: {install}")

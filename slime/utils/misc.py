@@ -83,16 +83,6 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def why_no_models() -> str | None:
-    """Return why transformers cannot build a model in this interpreter; None: it can."""
-    if sys.flags.optimize < 2:
-        return None
-    return (
-        "Python runs without docstrings (PYTHONOPTIMIZE=2, or -OO), of which transformers makes its models; "
-        "unset it, or set it to 1"
-    )
-
-
 class SingletonMeta(type):
     """A metaclass with one instance per class and process."""
 

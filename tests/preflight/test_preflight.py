@@ -195,11 +195,6 @@ def test_missing_packages(look, monkeypatch):
     assert any("--use-tensorboard" in e for e in found)
 
 
-def test_an_interpreter_without_docstrings(look, monkeypatch):
-    monkeypatch.setattr("slime.preflight.packages.why_no_models", lambda: "no docstrings")
-    assert errors(look()) == ["transformers: no docstrings."]
-
-
 def test_everything_wrong_is_listed_at_once(look, changed_model, monkeypatch):
     monkeypatch.setattr("slime.preflight.packages.is_installed", lambda name: False)
     report = look(

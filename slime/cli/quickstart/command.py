@@ -42,7 +42,6 @@ from slime.cli.train import run_loop
 from slime.cli.train_async import run_loop as run_overlapped
 from slime.utils.machine.own_command import as_typed
 from slime.utils.machine.warm_start import warm_starts
-from slime.utils.misc import why_no_models
 
 RANDOM_REWARD = "random-reward"
 _SCRATCH = "slime-quickstart-"  # folders that are thrown away
@@ -78,8 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     screen = Screen(quiet="--quiet" in options.extra)
     with contextlib.ExitStack() as stack:
         with user_errors():
-            if (why := why_no_models()) is not None:
-                raise ValueError(f"slime quickstart: {why}.")
             check_flags(options, screen)
         stack.enter_context(warm_starts(_OF_CHILDREN))
         with user_errors():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from slime.liveness import stacks
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
 from slime.utils.machine import garbage
-from slime.utils.machine.open_files import log_scarcity, raise_limit
+from slime.utils.machine.open_files import raise_limit
 
 if TYPE_CHECKING:
     from slime.engines.embedded.http_server import Server
@@ -128,7 +128,6 @@ async def _serve(args: argparse.Namespace) -> None:
     await web.SockSite(runner, listener, backlog=_TAKEN_AT_ONCE).start()
     listener.listen(_BACKLOG)
     garbage.search_new_only()
-    log_scarcity(asyncio.get_running_loop())
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

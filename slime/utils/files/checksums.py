@@ -1,7 +1,7 @@
 """Takes sizes and checksums of files when they are written, and compares them before they are trusted.
 
-A file is read in blocks by several threads; the CRC-32 values of its blocks are combined into one. CRC-32 is
-the fastest checksum of the standard library by a factor of three and finds every flipped bit; it is no
+Several threads read one file each, in blocks; the CRC-32 values of its blocks are combined into one. CRC-32
+is the fastest checksum of the standard library by a factor of three and finds every flipped bit; it is no
 protection against tampering.
 """
 
@@ -15,15 +15,12 @@ from pathlib import Path
 from slime.utils.machine.cores import num_cores
 
 BLOCK_BYTES = 1 << 24
-_READ_BYTES = 1 << 20
 _MOST_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Size and checksum of a file when it was written: FileRecord(5, "3610a686") is a file that holds
-    `hello`.
-    """
+    """Size and checksum of a file when it was written. Example, of the text `hello`: (5, "3610a686")."""
 
     num_bytes: int
     checksum: str  # eight hexadecimal digits
@@ -35,41 +32,33 @@ def record_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> d
     if sync:
         for name in names:
             sync_path(folder / name)
-    sizes = {name: (folder / name).stat().st_size for name in names}
-    checksums = _checksums(folder, sizes)
-    for found in checksums.values():
-        if isinstance(found, OSError):
-            raise found
-    return {name: FileRecord(size, str(checksums[name])) for name, size in sizes.items()}
+    with _threads() as pool:
+        checksums = pool.map(lambda name: _checksum(folder / name), names)
+        return {
+            name: FileRecord((folder / name).stat().st_size, checksum)
+            for name, checksum in zip(names, checksums, strict=True)
+        }
 
 
 def find_damage(folder: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
     """Return `name: why` for each file that differs from its record. Without `read`: compare sizes only."""
-    damage: list[str] = []
-    sizes: dict[str, int] = {}
-    for name, record in sorted(files.items()):
+
+    def damage(name: str) -> str | None:
+        record = files[name]
         try:
-            size = (folder / name).stat().st_size
+            if (size := (folder / name).stat().st_size) != record.num_bytes:
+                return f"{size} bytes instead of {record.num_bytes}"
+            if read and (found := _checksum(folder / name)) != record.checksum:
+                return f"its content has changed (checksum {found} instead of {record.checksum})"
         except FileNotFoundError:
-            damage.append(f"{name}: the file is missing")
-            continue
+            return "the file is missing"
         except OSError as error:
-            damage.append(f"{name}: {error.strerror}")
-            continue
-        if size != record.num_bytes:
-            damage.append(f"{name}: {size} bytes instead of {record.num_bytes}")
-        else:
-            sizes[name] = size
-    if not read:
-        return damage
-    for name, found in _checksums(folder, sizes).items():
-        if isinstance(found, OSError):
-            damage.append(f"{name}: it cannot be read ({found.strerror})")
-        elif found != files[name].checksum:
-            damage.append(
-                f"{name}: its content has changed (checksum {found} instead of {files[name].checksum})"
-            )
-    return damage
+            return f"it cannot be read ({error.strerror})"
+        return None
+
+    with _threads() as pool:
+        names = sorted(files)
+        return [f"{name}: {why}" for name, why in zip(names, pool.map(damage, names), strict=True) if why]
 
 
 def files_below(folder: Path) -> list[str]:
@@ -79,8 +68,7 @@ def files_below(folder: Path) -> list[str]:
 
 def checksum_of(data: bytes) -> str:
     """Return the checksum that `record_files` has for a file that holds `data`."""
-    blocks = range(0, len(data), BLOCK_BYTES)
-    return _joined([zlib.crc32(data[start : start + BLOCK_BYTES]) for start in blocks])
+    return _combined(data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES))
 
 
 def sync_path(path: Path) -> None:
@@ -92,36 +80,18 @@ def sync_path(path: Path) -> None:
         os.close(fd)
 
 
-def _checksums(folder: Path, sizes: Mapping[str, int]) -> dict[str, str | OSError]:
-    """Return the checksum of each file, or the error if it cannot be read."""
-    with ThreadPoolExecutor(min(_MOST_THREADS, num_cores()), thread_name_prefix="checksums") as pool:
-        blocks = {
-            name: [pool.submit(_crc_of_block, folder / name, start) for start in range(0, size, BLOCK_BYTES)]
-            for name, size in sizes.items()
-        }
-        found: dict[str, str | OSError] = {}
-        for name, futures in blocks.items():
-            try:
-                found[name] = _joined([future.result() for future in futures])
-            except OSError as error:
-                found[name] = error
-        return found
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MOST_THREADS, num_cores()), thread_name_prefix="checksums")
 
 
-def _joined(blocks: list[int]) -> str:
-    """Combine the CRCs of blocks: a single one stays, several get a CRC of theirs, so that none can move
-    unseen.
-    """
-    if len(blocks) == 1:
-        return f"{blocks[0]:08x}"
-    return f"{zlib.crc32(b''.join(crc.to_bytes(4, 'little') for crc in blocks)):08x}"
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return _combined(iter(lambda: file.read(BLOCK_BYTES), b""))
 
 
-def _crc_of_block(path: Path, start: int) -> int:
-    crc, left = 0, BLOCK_BYTES
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        buffer = memoryview(bytearray(_READ_BYTES))
-        while left > 0 and (count := file.readinto(buffer)):
-            crc, left = zlib.crc32(buffer[:count], crc), left - count
-    return crc
+def _combined(blocks: Iterable[bytes]) -> str:
+    """Return the CRC of a single block; of several the CRC of their CRCs, so that none can move unseen."""
+    crcs = [zlib.crc32(block) for block in blocks]
+    if len(crcs) == 1:
+        return f"{crcs[0]:08x}"
+    return f"{zlib.crc32(b''.join(crc.to_bytes(4, 'little') for crc in crcs)):08x}"

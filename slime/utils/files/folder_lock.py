@@ -4,6 +4,7 @@ The filelock package is no replacement: it truncates the lock file when it opens
 the holder, and cannot check a lock in a folder that is read-only for the reader.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -13,6 +14,8 @@ import socket
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from slime.utils.errors import FolderTaken
 
@@ -25,8 +28,7 @@ _POLL_S = 0.1
 
 
 class FolderLock:
-    """A lock held until `release` or the end of the process; another process that wants it gets
-    `FolderTaken`.
+    """A lock held until `release` or the end of the process; others that want it get `FolderTaken`.
 
     `release` removes the file. A process that waited for it then holds a removed file, and tries again.
     """
@@ -56,8 +58,10 @@ class FolderLock:
 
     def _wait(self, fd: int, started: float) -> None:
         while not self._try(fd):
-            holder = _read(fd)
-            patience_s = _DEAD_HOLDER_S if _is_gone(holder) else _GRACE_S
+            holder = _read(os.pread(fd, 4096, 0))
+            pid = _pid_here(holder)
+            is_gone = pid is not None and not psutil.pid_exists(pid)  # only its children hold the lock
+            patience_s = _DEAD_HOLDER_S if is_gone else _GRACE_S
             if time.monotonic() - started > patience_s:
                 raise FolderTaken(
                     f"{self._flag} {self._folder} is in use by {_describe(holder)}: two runs in one folder "
@@ -88,29 +92,19 @@ def lock_file(folder: Path, flag: str) -> Path:
 
 def is_locked(folder: Path, flag: str) -> bool:
     """Return whether somebody holds the lock of a folder now."""
-    try:  # whoever looks need not be allowed to write there
-        fd = os.open(lock_file(folder, flag), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
+        with open(lock_file(folder, flag), "rb") as file:  # whoever checks need not be allowed to write
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
 def holder_here(folder: Path, flag: str) -> int | None:
     """Return the process that claims to hold the lock; None: it is on another machine, or unknown."""
-    try:
-        found = json.loads(lock_file(folder, flag).read_text())
-    except (OSError, ValueError):
-        return None
-    here = isinstance(found, dict) and found.get("host") == socket.gethostname()
-    return found["pid"] if here and isinstance(found.get("pid"), int) else None
+    with contextlib.suppress(OSError):
+        return _pid_here(_read(lock_file(folder, flag).read_bytes()))
+    return None
 
 
 def refuse_locked(folder: Path, flag: str) -> None:
@@ -127,31 +121,20 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _read(fd: int) -> dict[str, Any]:
+def _read(text: bytes) -> dict[str, Any]:
     """Return who holds the lock; empty while the holder is writing that."""
     try:
-        found = json.loads(os.pread(fd, 4096, 0))
+        found = json.loads(text)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _is_gone(holder: dict[str, Any]) -> bool:
-    """Return whether the holder has ended, so that only its children still hold the lock."""
-    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
-        return False
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
+def _pid_here(holder: dict[str, Any]) -> int | None:
+    pid = holder.get("pid")
+    return pid if holder.get("host") == socket.gethostname() and isinstance(pid, int) else None
 
 
 def _describe(holder: dict[str, Any]) -> str:
-    return (
-        f"process {holder['pid']} on {holder['host']}"
-        if {"pid", "host"} <= holder.keys()
-        else "another process"
-    )
+    known = {"pid", "host"} <= holder.keys()
+    return f"process {holder['pid']} on {holder['host']}" if known else "another process"

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import json
 import os
 import platform
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -35,17 +34,7 @@ RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
 LAST_MODEL = "model"  # a link in the folder of a run to the model that it saved last
 _RESERVE = ".run.json.room"  # written over, and renamed, where a full disk has no room for how a run ended
 _RESERVE_BYTES = 32 << 10  # beyond the size at the start: restarts, and why it ended
-_PACKAGES = (
-    "slime",
-    "torch",
-    "transformers",
-    "safetensors",
-    "numpy",
-    "ray",
-    "sglang",
-    "megatron-core",
-    "flash-attn",
-)
+_PACKAGES = "slime torch transformers safetensors numpy ray sglang megatron-core flash-attn"
 _FINISHED, _LOST = "finished", "lost: the process ended without a word"
 CLAIM = "claim"  # the name of a lock: a run that is about to start has chosen this folder
 _SECRET = "********"  # what stands for one in the settings
@@ -136,9 +125,10 @@ def is_used(folder: Path) -> bool:
 def choose_run_folder(base: str, resumption: Resumption | None) -> str:
     """Return the folder of the resumed run among `base`, `base-2`, ..., or else the first free one."""
     free: str | None = None
-    names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+    number = 0
     while True:
-        name = next(names)
+        number += 1
+        name = base if number == 1 else f"{base}-{number}"
         folder = Path(name)
         if is_used(folder):
             if resumption is not None and resumption.continues(read_run(folder)):
@@ -181,19 +171,8 @@ def _remove_empty(folder: Path) -> None:
 
 
 # Settings in which two starts of one run may differ.
-_OF_A_START = {
-    "load",
-    "run_dir",
-    "auto_resume",
-    "ckpt_step",
-    "log_level",
-    "quiet",
-    "dry_run",
-    "max_restarts",
-    "peer_copies",
-    "timeouts",
-    "elastic",
-}
+_OF_A_START = {"load", "run_dir", "auto_resume", "ckpt_step", "log_level", "quiet", "dry_run"}
+_OF_A_START |= {"max_restarts", "peer_copies", "timeouts", "elastic"}
 
 
 def is_unfinished(folder: Path, settings: dict[str, Any], save: str) -> bool:
@@ -203,9 +182,7 @@ def is_unfinished(folder: Path, settings: dict[str, Any], save: str) -> bool:
 
 
 def has_finished(folder: Path, settings: dict[str, Any], save: str) -> bool:
-    """Return whether a folder holds a run with these settings that saves there and finished, with
-    checkpoints.
-    """
+    """Return whether a folder holds a finished run with these settings that has checkpoints there."""
     record = read_run(folder)
     if record is None or record.last.exit != _FINISHED or not step_folders(save):
         return False
@@ -217,33 +194,28 @@ def other_settings(folder: Path, settings: dict[str, Any], save: str) -> dict[st
     record = read_run(folder)
     if record is None or not same_folder(record.last.checkpoints, save):
         return {}
-    return {name: (was, now) for name, was, now in _compared(record, settings) if not _same(was, now)}
-
-
-def _is_same(record: RunRecord, settings: dict[str, Any], save: str) -> bool:
-    if not same_folder(record.last.checkpoints, save):
-        return False
-    compared = _compared(record, settings)
-    return bool(compared) and all(_same(was, now) for _, was, now in compared)
-
-
-def _compared(record: RunRecord, settings: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the settings that two starts of one run must share: name, value in the record, value here."""
-    known = {name: entry["value"] for name, entry in record.last.settings.items()}
-    names = sorted((known.keys() & settings.keys()) - _OF_A_START)
-    return [(name, known[name], _as_written(settings[name])) for name in names]
+    return _differences(record.last, settings)
 
 
 def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
     """Return the settings that a resumed run changed, by name: the earlier value and the current one."""
     if not record.earlier:
         return {}
-    before, now = (
-        {name: _as_written(entry["value"]) for name, entry in start.settings.items()}
-        for start in (record.earlier[-1], record.last)
-    )
-    names = sorted((before.keys() & now.keys()) - _OF_A_START)
-    return {name: (before[name], now[name]) for name in names if not _same(before[name], now[name])}
+    now = {name: entry["value"] for name, entry in record.last.settings.items()}
+    return _differences(record.earlier[-1], now)
+
+
+def _is_same(record: RunRecord, settings: dict[str, Any], save: str) -> bool:
+    if not record.last.settings or not same_folder(record.last.checkpoints, save):
+        return False
+    return not _differences(record.last, settings)
+
+
+def _differences(start: Start, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that must be those of an earlier start and are not: its value and this one."""
+    names = sorted((start.settings.keys() & settings.keys()) - _OF_A_START)
+    pairs = {name: (start.settings[name]["value"], _as_written(settings[name])) for name in names}
+    return {name: pair for name, pair in pairs.items() if not _same(*pair)}
 
 
 def _same(was: Any, now: Any) -> bool:
@@ -309,9 +281,10 @@ def open_run_file(
     FolderTaken: the folder belongs to another run.
     """
     before, resumes = refuse_other_run(folder, resumption)
-    start = Start(_now(), settings, _versions(_PACKAGES), _machine(), checkpoints, resumed, inputs=inputs)
+    start = Start(_now(), settings, _versions(), _machine(), checkpoints, resumed, inputs=inputs)
     if resumes and before is not None:
-        record = replace(before, last=start, earlier=(*before.earlier, _as_ended(before.last)))
+        ended = replace(before.last, exit=before.last.exit or _LOST)
+        record = replace(before, last=start, earlier=(*before.earlier, ended))
     else:
         run_id = run_of_folder(folder, resumption) or secrets.token_hex(4)
         record = RunRecord(run_id, name_of_run(folder), start)
@@ -350,22 +323,17 @@ def read_run(folder: Path) -> RunRecord | None:
     try:
         data = json.loads((folder / RUN_FILE).read_bytes())
         earlier = tuple(Start(**entry) for entry in data.pop("earlier"))
-        names = {"id", "name"}
-        return RunRecord(
-            data["id"], data["name"], Start(**{k: v for k, v in data.items() if k not in names}), earlier
-        )
+        return RunRecord(data.pop("id"), data.pop("name"), Start(**data), earlier)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def no_run(folder: Path) -> str:
     """Return why there is no run in this folder; runs below it, such as those of a quick start, are named."""
-    if not folder.is_dir():
-        return (
-            f"{folder} is a file; give the folder of a run."
-            if folder.exists()
-            else f"{folder}: there is no such folder."
-        )
+    if not folder.exists():
+        return f"{folder}: there is no such folder."
+    if folder.is_file():
+        return f"{folder} is a file; give the folder of a run."
     text = f"{folder} is no folder of a run: run.json is missing or cannot be read"
     inside = [str(run) for run in runs_inside(folder)]
     if not inside:
@@ -399,10 +367,6 @@ def _as_json(record: RunRecord) -> str:
     return json.dumps(data, indent=1, default=str)
 
 
-def _as_ended(start: Start) -> Start:
-    return start if start.exit is not None else replace(start, exit=_LOST)
-
-
 def _cause(error: BaseException | None) -> str:
     if error is None:
         return _FINISHED
@@ -421,9 +385,9 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _versions(packages: Iterable[str]) -> dict[str, str]:
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in packages:
+    for package in _PACKAGES.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found

@@ -12,25 +12,22 @@ import gc
 import threading
 from collections.abc import Iterator
 
-_OF_PYTHON = (700, 10, 10)
-_SELDOM = (50_000, 10, 10)
+_DEFAULT = (700, 10, 10)  # Python's own thresholds
+_RARE = (50_000, 10, 10)
 _lock = threading.Lock()
-_num_blocks = 0  # of `searching_new_only` that are open: the outermost one counts
-_before = _OF_PYTHON  # that one
-_stands = False  # `search_new_only` was called: what is left out is left out for good
+_num_blocks = 0  # of `searching_new_only` that are open
+_before = _DEFAULT  # the thresholds before the first of them
 
 
 def search_seldom() -> None:
     """Collect rarely while modules load; call this at the start of a process of slime."""
-    gc.set_threshold(*_SELDOM)
+    gc.set_threshold(*_RARE)
 
 
 def search_new_only() -> None:
     """Exclude all current objects from collection for good; new cycles are found at the normal pace."""
-    global _stands
-    _stands = True
     gc.freeze()
-    gc.set_threshold(*_OF_PYTHON)
+    gc.set_threshold(*_DEFAULT)
 
 
 def search_no_more() -> None:
@@ -41,18 +38,14 @@ def search_no_more() -> None:
 
 @contextlib.contextmanager
 def searching_new_only() -> Iterator[None]:
-    """Collect rarely in a block that creates and drops many objects; the process may be the user's.
-
-    Blocks may be nested, and may run in several threads.
-    """
+    """Collect rarely in a block that creates and drops many objects; blocks may be nested, and in threads."""
     global _num_blocks, _before
     with _lock:
         _num_blocks += 1
         if _num_blocks == 1:
             _before = gc.get_threshold()
-            if not _stands:
-                gc.freeze()
-            gc.set_threshold(*_SELDOM)
+            gc.freeze()
+            gc.set_threshold(*_RARE)
     try:
         yield
     finally:
@@ -60,5 +53,4 @@ def searching_new_only() -> Iterator[None]:
             _num_blocks -= 1
             if _num_blocks == 0:
                 gc.set_threshold(*_before)
-                if not _stands:
-                    gc.unfreeze()
+                gc.unfreeze()

@@ -7,24 +7,16 @@ accepted when there is room.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import logging
-import math
 import resource
-import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-logger = logging.getLogger(__name__)
-
 _MOST = 1 << 16  # what a process of ours may ever need
 _KEPT_BACK = 128  # for weights, logs, probes and libraries
-_RETRY_AFTER_S = 1
-_LOG_EVERY_S = 30.0
 
 
 def raise_limit() -> int:
@@ -44,24 +36,6 @@ def most_requests(files_each: int = 1) -> int:
     return max(1, (places - min(_KEPT_BACK, places // 2)) // files_each)
 
 
-def log_scarcity(loop: asyncio.AbstractEventLoop) -> None:
-    """Log a lack of descriptors as one line now and then, not as a traceback for each waiting connection."""
-    before, last = loop.get_exception_handler(), -math.inf
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal last
-        if not str(context.get("message")).startswith("socket.accept() out of system resource"):
-            loop.default_exception_handler(context) if before is None else before(loop, context)
-        elif time.monotonic() - last > _LOG_EVERY_S:
-            last = time.monotonic()
-            logger.warning(
-                "No descriptor is free (ulimit -n is %d): new connections wait until others have ended.",
-                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            )
-
-    loop.set_exception_handler(handle)
-
-
 def refusing_too_many(
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]], files_each: int = 1
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -75,12 +49,10 @@ def refusing_too_many(
         nonlocal num_open
         most = most_requests(files_each)
         if num_open >= most:
-            text = (
-                f"{num_open} requests are open, as many as this process has files for: ask again later, or "
-                "raise its limit (ulimit -n)"
+            text = f"{num_open} requests are open, the limit of this process: retry, or raise it (ulimit -n)"
+            refused = web.json_response(
+                {"error": {"message": text}}, status=503, headers={"Retry-After": "1"}
             )
-            headers = {"Retry-After": str(_RETRY_AFTER_S)}
-            refused = web.json_response({"error": {"message": text}}, status=503, headers=headers)
             refused.force_close()
             return refused
         num_open += 1
