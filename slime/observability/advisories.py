@@ -59,8 +59,12 @@ class MetricHistory:
         """Return the last `count` values, or fewer at the beginning of a run."""
         return list(self.values.get(name, {}).values())[-count:]
 
-    def first(self, name: str, count: int = PATIENCE) -> list[float]:
-        return list(self.values.get(name, {}).values())[:count]
+    def grown(self, name: str) -> tuple[float, float] | None:
+        """Return the means of the first and the last values; None: there are too few."""
+        values = list(self.values.get(name, {}).values())
+        if len(values) < 2 * PATIENCE:
+            return None
+        return sum(values[:PATIENCE]) / PATIENCE, sum(values[-PATIENCE:]) / PATIENCE
 
     def streak(self, name: str, holds: Callable[[float], bool], count: int = PATIENCE) -> bool:
         """Return whether the last `count` values all satisfy a condition."""
@@ -109,12 +113,7 @@ def start_checks(facts: Facts) -> dict[str, tuple[str, str]]:
             "neither --save nor --save-hf is given: the trained weights are lost when the run ends",
             "give --save DIR --save-interval N for checkpoints, or --save-hf DIR for a model folder",
         )
-    if (
-        facts.by_rewards
-        and facts.context_len
-        and facts.max_response_len
-        and facts.max_response_len >= facts.context_len
-    ):
+    if facts.by_rewards and facts.context_len and (facts.max_response_len or 0) >= facts.context_len:
         found["no_room"] = (
             f"--rollout-max-response-len {facts.max_response_len} leaves no room for a prompt: the model's "
             f"context has {facts.context_len} tokens",
@@ -123,11 +122,11 @@ def start_checks(facts: Facts) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _zero_variance_share(history: MetricHistory, count: int = PATIENCE) -> float | None:
+def _zero_variance_share(history: MetricHistory) -> float | None:
     """Return the share of groups whose responses all have one reward; None: not known yet."""
     kept = history.values.get("rollout/groups/kept", {})
-    steps = list(kept)[-count:]
-    if len(steps) < count:
+    steps = list(kept)[-PATIENCE:]
+    if len(steps) < PATIENCE:
         return None
     equal = sum(
         values.get(step, 0.0)
@@ -204,11 +203,8 @@ def _answers_cut(history: MetricHistory, facts: Facts) -> tuple[str, str] | None
 
 @_check
 def _entropy_collapse(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
-    first, last = history.first("train/entropy_loss"), history.last("train/entropy_loss")
-    if len(history.values.get("train/entropy_loss", {})) < 2 * PATIENCE or not facts.by_rewards:
-        return None
-    before, now = sum(first) / PATIENCE, sum(last) / PATIENCE
-    if now > 0.1 * before or now > 0.1:
+    before, now = history.grown("train/entropy_loss") or (0.0, 1.0)
+    if now > 0.1 * before or now > 0.1 or not facts.by_rewards:
         return None
     return (
         f"the entropy of the policy fell from {before:.3g} to {now:.3g}",
@@ -231,11 +227,8 @@ def _kl_runaway(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
 
 @_check
 def _length_explodes(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
-    name = "rollout/response_len/mean"
-    if len(history.values.get(name, {})) < 2 * PATIENCE or not facts.max_response_len:
-        return None
-    before, now = sum(history.first(name)) / PATIENCE, sum(history.last(name)) / PATIENCE
-    if now < 3 * before or now < 0.5 * facts.max_response_len:
+    before, now = history.grown("rollout/response_len/mean") or (1.0, 0.0)
+    if now < 3 * before or not facts.max_response_len or now < 0.5 * facts.max_response_len:
         return None
     return (
         f"responses grew from {before:.0f} to {now:.0f} tokens, of at most {facts.max_response_len}",

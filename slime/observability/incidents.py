@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.utils.files.restricted import restricted
+
 INCIDENTS_FILE = "incidents.jsonl"
 _MOST = 1000  # of one start; driver.log has all
 _TEXT = 2000  # characters of one
+_SHOWN, _WIDTH = 5, 200  # on the terminal
 # Their warnings are about engines and workers that were lost or restarted.
 _OF_LOSSES = (
     "slime.engines.fleet",
@@ -43,12 +46,8 @@ class _Writer(logging.Handler):
             return
         self._num += 1
         entry = {"time": record.created, "level": record.levelname, "text": record.getMessage()[:_TEXT]}
-        with contextlib.suppress(OSError):  # a full disk is reported where it matters
-            fd = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
-            try:
-                os.write(fd, (json.dumps(entry) + "\n").encode())
-            finally:
-                os.close(fd)
+        with contextlib.suppress(OSError), open(self._file, "a", opener=restricted) as file:
+            file.write(json.dumps(entry) + "\n")  # a full disk is reported where it matters
 
 
 @contextlib.contextmanager
@@ -76,12 +75,12 @@ def read_incidents(run_dir: Path, since: float = 0.0) -> list[Incident]:
     return [incident for incident in found if incident.time >= since]
 
 
-def describe_incidents(incidents: list[Incident], most: int = 5, width: int = 200) -> list[str]:
+def describe_incidents(incidents: list[Incident]) -> list[str]:
     """Return lines for the terminal: the number of incidents and the first line of the last few."""
     if not incidents:
         return []
     lines = [f"evictions, restarts and errors: {len(incidents)} (all in logs/driver.log); the last:"]
-    for incident in incidents[-most:]:
+    for incident in incidents[-_SHOWN:]:
         clock = time.strftime("%H:%M:%S", time.localtime(incident.time))
-        lines.append(f"  {clock} {incident.level.lower()}: {incident.text.splitlines()[0][:width]}")
+        lines.append(f"  {clock} {incident.level.lower()}: {incident.text.splitlines()[0][:_WIDTH]}")
     return lines

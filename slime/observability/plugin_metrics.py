@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
-import statistics
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -14,11 +13,12 @@ from slime.catalog.estimators import ESTIMATORS
 from slime.observability.rollout_metrics import (
     distribution,
     has_repetition,
-    pass_at_k,
+    pass_rates,
     perf_metrics,
     sample_metrics,
     zero_std_counts,
 )
+from slime.utils.misc import group_by
 from slime.utils.types import Sample, flatten_samples
 
 __all__ = [
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 _COMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
-    "zlib": lambda data, level: zlib.compress(data, level),
-    "gzip": lambda data, level: gzip.compress(data, compresslevel=level),
-    "bz2": lambda data, level: bz2.compress(data, compresslevel=level),
+    "zlib": zlib.compress,
+    "gzip": gzip.compress,
+    "bz2": bz2.compress,
     "lzma": lambda data, level: lzma.compress(data, preset=level),
 }
 
@@ -70,7 +70,6 @@ def compute_pass_rate(
     """
     if group_size == 1:
         return {}
-    groups: dict[Hashable, list[float]] = {}
     if group_ids is None:
         expected = group_size * (len(flat_rewards) // group_size if num_groups is None else num_groups)
         if len(flat_rewards) != expected:
@@ -79,17 +78,8 @@ def compute_pass_rate(
                 "group_ids if groups differ in size."
             )
         group_ids = [position // group_size for position in range(expected)]
-    for group, reward in zip(group_ids, flat_rewards, strict=True):
-        groups.setdefault(group, []).append(reward)
-    counts = [(len(group), sum(reward == 1 for reward in group)) for group in groups.values()]
-    rates: dict[str, float] = {}
-    k = 1
-    while k <= group_size:
-        estimates = [pass_at_k(size, correct, k) for size, correct in counts if size >= k]
-        if estimates:
-            rates[f"pass@{k}"] = statistics.fmean(estimates)
-        k *= 2
-    return rates
+    groups = group_by(zip(group_ids, flat_rewards, strict=True), key=lambda pair: pair[0])
+    return pass_rates([[reward for _, reward in pairs] for pairs in groups.values()], group_size)
 
 
 def compression_ratio(

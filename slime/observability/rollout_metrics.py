@@ -100,10 +100,8 @@ def eval_metrics(args: MetricArgs, data: Mapping[str, Mapping[str, Any]]) -> dic
         samples = flatten_samples(result.get("samples") or [])
         metrics.update(_with_prefix(f"eval/{name}", sample_metrics(samples, args.log_reward_category)))
         if args.log_passrate and len(samples) == len(rewards):
-            pairs = zip(samples, rewards, strict=True)
-            by_group = group_by(
-                [(s, r) for s, r in pairs if r is not None], key=lambda pair: _group_key(pair[0])
-            )
+            scores = [pair for pair in zip(samples, rewards, strict=True) if pair[1] is not None]
+            by_group = group_by(scores, key=lambda pair: _group_key(pair[0]))
             rates = pass_rates([[reward for _, reward in pairs] for pairs in by_group.values()])
             metrics.update({f"eval/{name}-{key}": value for key, value in rates.items()})
     return metrics
@@ -158,14 +156,19 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def pass_rates(rewards_by_group: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Return pass@1, pass@2, pass@4, ... up to the smallest group, averaged; reward 1 is correct."""
-    groups = [group for group in rewards_by_group if group]
+def pass_rates(rewards_by_group: Iterable[Sequence[float]], largest: int | None = None) -> dict[str, float]:
+    """Return pass@1, pass@2, pass@4, ... as means over the groups that are large enough; reward 1 is correct.
+
+    `largest`: the last k; None: the size of the smallest group.
+    """
+    counts = [(len(group), sum(reward == 1 for reward in group)) for group in rewards_by_group if group]
+    largest = min((size for size, _ in counts), default=0) if largest is None else largest
     rates: dict[str, float] = {}
     k = 1
-    while groups and k <= min(map(len, groups)):
-        correct = [(len(group), sum(reward == 1 for reward in group)) for group in groups]
-        rates[f"pass@{k}"] = statistics.fmean(pass_at_k(n, c, k) for n, c in correct)
+    while k <= largest:
+        estimates = [pass_at_k(size, correct, k) for size, correct in counts if size >= k]
+        if estimates:
+            rates[f"pass@{k}"] = statistics.fmean(estimates)
         k *= 2
     return rates
 
@@ -192,12 +195,11 @@ def version_metrics(samples: Sequence[Sample], current_version: str | int | None
     weights: Counter[Any] = Counter()  # tokens by version
     wrote: list[int] = []  # number of versions in each sample
     for sample in samples:
-        spans = sample.version_spans
-        for version, start, end in spans:
+        for version, start, end in sample.version_spans:
             if end > start:
                 weights[version] += end - start
-        if spans:
-            wrote.append(1 if len(spans) == 1 else len({version for version, _, _ in spans}))
+        if sample.version_spans:
+            wrote.append(len({version for version, _, _ in sample.version_spans}))
     weights = weights or Counter(version for sample in samples for version in sample.weight_versions)
     by_number: Counter[int] = Counter()
     for version, weight in weights.items():
@@ -296,10 +298,8 @@ def _request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             for key, name in names.items():
                 if isinstance(span["about"].get(key), (int, float)):
                     seen.setdefault(name, []).append(span["about"][key])
-    metrics: dict[str, float] = {}
-    for name, values in seen.items():
-        metrics.update(_with_prefix(name, distribution(values)))
-    return metrics
+    each = (_with_prefix(name, distribution(values)) for name, values in seen.items())
+    return {key: value for metrics in each for key, value in metrics.items()}
 
 
 def _reward_categories(key: str, samples: Sequence[Sample]) -> dict[str, float]:
@@ -309,11 +309,8 @@ def _reward_categories(key: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the mean number of ids that a token was sampled from, where it is known."""
-    bounds = [
-        np.asarray(s.rollout_top_p_token_offsets)
-        for s in samples
-        if s.rollout_top_p_token_offsets is not None
-    ]
+    offsets = [s.rollout_top_p_token_offsets for s in samples if s.rollout_top_p_token_offsets is not None]
+    bounds = [np.asarray(of_sample) for of_sample in offsets]
     tokens = sum(int(np.count_nonzero(np.diff(b))) for b in bounds)
     return {"top_p_kept_vocab_per_token": sum(int(b[-1]) for b in bounds) / tokens} if tokens else {}
 

@@ -9,12 +9,13 @@ appends; where a step occurs twice, the later line is the one that counts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,10 @@ class Tracker:
         self._lock = threading.Lock()
         record = read_run(self.path.parent)
         self._origin = {"run": record.id, "start": record.num_starts} if record is not None else {}
-        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        _cut_torn_line(self._fd)
+        self._fd: int | None = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        content = self.path.read_bytes()
+        if not content.endswith(b"\n"):  # a power failure may leave an incomplete last line
+            os.ftruncate(self._fd, content.rfind(b"\n") + 1)
         options = tracker_options(args)
         self._feeds = [load_function(FEED)(name, self.path.parent.absolute(), options) for name in names]
 
@@ -61,7 +64,7 @@ class Tracker:
             if self._fd is None:
                 raise ValueError("this tracker is finished")
             # One write per line: lines of several processes never mix, and a crash cannot split one.
-            self._write(self._fd, (json.dumps(_finite(line), allow_nan=False) + "\n").encode())
+            self._write(self._fd, (json.dumps(line, allow_nan=False) + "\n").encode())
             for feed in self._feeds:
                 feed.check()
 
@@ -97,25 +100,31 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the complete lines of a metrics file, or of the one in a run folder."""
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
+    return [row for _, row in rows_after(path, 0)]
+
+
+def rows_after(path: Path, offset: int) -> Iterator[tuple[int, Row]]:
+    """Yield the rows after `offset`, each with the offset of its end.
+
+    A line that is being written is left for the next call, and what a full disk left damaged is skipped.
+    """
     with path.open("rb") as lines:
-        return whole_rows(lines)
-
-
-def whole_rows(lines: Iterable[bytes]) -> list[Row]:
-    """Parse complete lines; skip one that is being written, and what a full disk left damaged."""
-    parsed = (_parsed(line) for line in lines if line.endswith(b"\n"))
-    return [row for row in parsed if isinstance(row, dict)]
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        lines.seek(offset)
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    yield offset, row
 
 
 def plain_value(key: str, value: Any) -> Any:
-    """Convert a metric to a JSON value; 0-d tensors and arrays become numbers."""
+    """Convert a metric to a JSON value: 0-d tensors and arrays become numbers, NaN and infinity become text.
+
+    JSON has neither of these; `float()` reads them back.
+    """
     if hasattr(value, "item") and hasattr(value, "dtype"):
         try:
             value = value.item()
@@ -123,6 +132,8 @@ def plain_value(key: str, value: Any) -> Any:
             raise ValueError(
                 f"metric {key!r} is a {type(value).__name__} of several elements, not a number"
             ) from error
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -130,27 +141,3 @@ def plain_value(key: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain_value(key, item) for item in value]
     raise ValueError(f"metric {key!r} is a {type(value).__name__}: log numbers or text")
-
-
-def _finite(value: Any) -> Any:
-    """Write NaN and infinity as text, because JSON has neither; `float()` reads it back."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list) else value
-
-
-def _cut_torn_line(fd: int) -> None:
-    """Remove an incomplete last line, which a power failure may leave."""
-    size = os.fstat(fd).st_size
-    keep = size
-    while keep > 0:
-        start = max(0, keep - 65536)
-        newline = os.pread(fd, keep - start, start).rfind(b"\n")
-        if newline >= 0:
-            keep = start + newline + 1
-            break
-        keep = start
-    if keep < size:
-        os.ftruncate(fd, keep)

@@ -42,7 +42,6 @@ from slime.rollout.prompt_groups import (
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
-from slime.utils.machine.garbage import searching_new_only
 from slime.utils.misc import load_function
 
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
@@ -422,8 +421,7 @@ def generate_rollout_fully_async(
     """Make one batch from the pool (--rollout-function-path). Evaluation does not use the pool."""
     if evaluation:
         return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
-    with searching_new_only():
-        worker, collector = run(_collect(args, rollout_id, data_source))
+    worker, collector = run(_collect(args, rollout_id, data_source))
     sglang_rollout.call_batch_hooks(args, collector.kept, collector.decided, data_source)
     return RolloutFnTrainOutput(
         samples=collector.kept, metrics=collector.metrics(), cursor=run(_close(worker))

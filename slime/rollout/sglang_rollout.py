@@ -58,7 +58,6 @@ from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_r
 from slime.utils import http_utils
 from slime.utils.async_utils import all_or_none, run
 from slime.utils.errors import EpisodeEnded, RunStopped
-from slime.utils.machine.garbage import searching_new_only
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import Sample, flatten_samples
@@ -389,7 +388,6 @@ def generate_rollout(
     """Make one training batch, or evaluate; this is the default of --rollout-function-path."""
     if evaluation:
         return run(eval_rollout(args, rollout_id))
-    with searching_new_only():
-        output, decided = run(generate_rollout_async(args, rollout_id, data_source))
+    output, decided = run(generate_rollout_async(args, rollout_id, data_source))
     call_batch_hooks(args, output.samples, decided, data_source)
     return output

@@ -6,7 +6,6 @@ Such a function is recognised by its parameters: one is called `completions`, an
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,15 +39,6 @@ def needs_whole_group(group_rm: bool, path: str | None) -> bool:
 
 def takes_columns(function: Callable[..., Any]) -> bool:
     """Return whether a reward function has TRL's signature."""
-    try:
-        return _names_completions(function)
-    except TypeError:  # an object without a hash
-        return _names_completions.__wrapped__(function)
-
-
-@functools.lru_cache(maxsize=128)
-def _names_completions(function: Callable[..., Any]) -> bool:
-    """Cached: it is called for every sample."""
     names = list(_parameters(function))
     return "completions" in names and names[0] != "args"
 
@@ -101,9 +91,8 @@ def scores_of(values: Any) -> Any:
     """Return the scores of a call; None, TRL's "this does not apply", means that there is no score."""
     if not isinstance(values, (list, tuple)):
         return values
-    return [
-        invalid("the reward function returned None for it") if value is None else value for value in values
-    ]
+    failed = invalid("the reward function returned None for it")
+    return [failed if value is None else value for value in values]
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -4,6 +4,7 @@ Where a message begins and ends is found by rendering conversations and comparin
 known token ids, so a template of the same family with other special tokens works too.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,9 +52,9 @@ class MultiTurnLossMaskGenerator:
     def _check_nothing_dropped(self, messages: Messages, tools: Tools) -> None:
         dropped = find_dropped_message(messages, self._render(messages, tools))
         if dropped is not None:
+            role = messages[dropped]["role"]
             raise ValueError(
-                f"the chat template drops message {dropped}, whose role {messages[dropped]['role']!r} it "
-                "does not know; write a role it knows (system, user, assistant, tool)."
+                f"the chat template drops message {dropped}, whose role {role!r} it does not know"
             )
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
@@ -76,15 +77,9 @@ class MultiTurnLossMaskGenerator:
 
     def get_text_from_loss_mask(self, token_ids: list[int], loss_mask: list[int]) -> list[str]:
         """Return the trained stretches as text, for inspection."""
-        runs: list[list[int]] = []
-        previous = 0
-        for token, trained in zip(token_ids, loss_mask, strict=True):
-            if trained and not previous:
-                runs.append([])
-            if trained:
-                runs[-1].append(token)
-            previous = trained
-        return [self.tokenizer.decode(run) for run in runs]
+        pairs = zip(token_ids, loss_mask, strict=True)
+        stretches = itertools.groupby(pairs, key=lambda pair: bool(pair[1]))
+        return [self.tokenizer.decode([token for token, _ in run]) for trained, run in stretches if trained]
 
     # -- families --------------------------------------------------------------------------------------------
 
@@ -134,11 +129,8 @@ class MultiTurnLossMaskGenerator:
             )
         text = self._render(messages, tools)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = [
-            span
-            for span, m in zip(self._find_turns(text, messages), _turns(messages), strict=True)
-            if _is_trained(m)
-        ]
+        turns = zip(self._find_turns(text, messages), _turns(messages), strict=True)
+        spans = [span for span, message in turns if _is_trained(message)]
         mask = [int(any(a <= start < b for a, b in spans)) for start, _ in encoded["offset_mapping"]]
         return list(encoded["input_ids"]), mask
 
@@ -198,11 +190,8 @@ class MultiTurnLossMaskGenerator:
 
 
 def _check_messages(messages: Any) -> None:
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(m, dict) and "role" in m for m in messages)
-    ):
+    is_list = isinstance(messages, list) and bool(messages)
+    if not is_list or not all(isinstance(message, dict) and "role" in message for message in messages):
         raise ValueError(
             f"a supervised sample needs a list of messages with roles, found {type(messages).__name__}: "
             "set --input-key to the column that holds the conversation and leave --apply-chat-template off."
@@ -214,12 +203,9 @@ def _runs(messages: Messages) -> list[Messages]:
     results.
     """
     runs: list[Messages] = []
-    for message in messages:
-        alone = message["role"] == "assistant" or not runs or runs[-1][-1]["role"] == "assistant"
-        if alone:
-            runs.append([message])
-        else:
-            runs[-1].append(message)
+    for is_turn, together in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
+        found = list(together)
+        runs += [[turn] for turn in found] if is_turn else [found]
     return runs
 
 

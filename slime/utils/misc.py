@@ -10,16 +10,14 @@ import importlib.util
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from slime.utils.machine.ports import is_port_available
-
-if TYPE_CHECKING:
-    import torch
 
 
 @functools.cache
@@ -56,23 +54,18 @@ def _load_file(file: str) -> Any:
     resolved = Path(file).expanduser().resolve()
     if not resolved.is_file():
         raise FileNotFoundError(f"no such plug-in file: {file}")
+    name = plugin_module_name(resolved)
     with _loading:  # environments load from threads of their own: none sees a module that is half there
-        return _load_once(plugin_module_name(resolved), resolved)
-
-
-def _load_once(name: str, resolved: Path) -> Any:
-    if name in sys.modules:
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, resolved)
+            assert spec is not None and spec.loader is not None, f"Python has no loader for {resolved}"
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(sys.modules[name])
+            except BaseException:
+                del sys.modules[name]
+                raise
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    assert spec is not None and spec.loader is not None, f"Python has no loader for {resolved}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def is_installed(module: str) -> bool:
@@ -93,20 +86,12 @@ class SingletonMeta(type):
             SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
         return SingletonMeta._instances[cls]
 
-    @staticmethod
-    def clear_all_instances() -> None:
-        SingletonMeta._instances.clear()
 
-
+@dataclass(frozen=True)
 class Box:
     """Carries a reference without letting the transport resolve it."""
 
-    def __init__(self, inner: Any):
-        self._inner = inner
-
-    @property
-    def inner(self) -> Any:
-        return self._inner
+    inner: Any
 
 
 def group_by(items: Iterable[Any], key: Callable[[Any], Hashable]) -> dict[Hashable, list[Any]]:
@@ -132,23 +117,6 @@ def should_run_periodic_action(
         return True
     step = rollout_id + 1
     return step % interval == 0 or bool(num_rollout_per_epoch and step % num_rollout_per_epoch == 0)
-
-
-def chunk_named_params_by_size(
-    named_params: Iterable[tuple[str, torch.Tensor]], chunk_size: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield consecutive chunks of at most `chunk_size` bytes; a larger tensor is its own chunk."""
-    chunk: list[tuple[str, torch.Tensor]] = []
-    held = 0
-    for name, param in named_params:
-        nbytes = param.numel() * param.element_size()
-        if chunk and held + nbytes > chunk_size:
-            yield chunk
-            chunk, held = [], 0
-        chunk.append((name, param))
-        held += nbytes
-    if chunk:
-        yield chunk
 
 
 def exec_command(command: str, capture_output: bool = False) -> str | None:

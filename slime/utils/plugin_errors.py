@@ -16,8 +16,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from slime.utils.errors import EngineAnswerError, RunStopped
@@ -29,34 +28,18 @@ _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _OUTSIDE_WORLD = (OSError, TimeoutError, EOFError, MemoryError, EngineAnswerError)
-_NO_SUCH_FILE = (
-    FileNotFoundError,
-    NotADirectoryError,
-    IsADirectoryError,
-)  # as fixed as the path that is written there
-_MISTAKES = (
-    *(
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        NameError,
-        ArithmeticError,
-        AssertionError,
-        ImportError,
-    ),
-    *(SyntaxError, NotImplementedError, RecursionError),
+_NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # as fixed as the path in the code
+_MISTAKES: tuple[type[BaseException], ...] = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    NameError,
+    ArithmeticError,
+    AssertionError,
 )
-_MODULES_OF_THE_WORLD = {
-    "http",
-    "urllib",
-    "ssl",
-    "socket",
-    "subprocess",
-    "concurrent",
-    "asyncio",
-    "multiprocessing",
-}
+_MISTAKES += (ImportError, SyntaxError, NotImplementedError, RecursionError)
+_MODULES_OF_THE_WORLD = "http urllib ssl socket subprocess concurrent asyncio multiprocessing"
 _MAX_LINE = 160
 
 
@@ -77,45 +60,34 @@ def may_pass(error: BaseException) -> bool:
     if isinstance(error, _MISTAKES):
         return False
     module = type(error).__module__.partition(".")[0]
-    if module not in sys.stdlib_module_names or module in _MODULES_OF_THE_WORLD:
+    if module not in sys.stdlib_module_names or module in _MODULES_OF_THE_WORLD.split():
         return True
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return cause is not None and may_pass(cause)
 
 
-class plugin_call:  # used like a function: with plugin_call("--custom-rm-path", path)
+@contextlib.contextmanager
+def plugin_call(
+    option: str, path: str, subject: Callable[[], str] = str, *, keep: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Around a call of the function at `path`: its mistakes become a PluginError, the rest rises as it is.
 
     `subject` names what it was called for. `keep` are exceptions of slime that its functions may raise
-    through the user's. Most rewards take less time than a context manager of contextlib.
+    through the user's.
     """
-
-    __slots__ = ("_keep", "_option", "_path", "_subject")
-
-    def __init__(
-        self,
-        option: str,
-        path: str,
-        subject: Callable[[], str] = str,
-        *,
-        keep: tuple[type[Exception], ...] = (),
-    ) -> None:
-        self._option, self._path, self._subject, self._keep = option, path, subject, keep
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        descriptors.check(self._option, self._path)
-        if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-            return
+    try:
+        yield
+    except (asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            return  # of a person; in another thread the function made it, and it would end the event loop
-        passes = isinstance(error, (RunStopped, *self._keep)) or may_pass(error)
-        if not (isinstance(error, Exception) and passes):
-            raise PluginError(mistake(self._option, self._path, error, self._subject())) from error
+            raise  # of a person; in another thread the function made it, and it would end the event loop
+        passes = isinstance(error, (RunStopped, *keep)) or may_pass(error)
+        if isinstance(error, Exception) and passes:
+            raise
+        raise PluginError(mistake(option, path, error, subject())) from error
+    finally:
+        descriptors.check(option, path)
 
 
 def mistake(option: str, path: str, error: BaseException, subject: str = "") -> str:
@@ -168,17 +140,12 @@ def _function_of(path: str) -> Callable[..., Any] | None:
 
 
 def _file_of(path: str) -> str | None:
-    function = _function_of(path)
-    with contextlib.suppress(TypeError):
-        return inspect.getsourcefile(function) if function is not None else None
+    with contextlib.suppress(TypeError):  # there is no function, or it is not written in Python
+        return inspect.getsourcefile(_function_of(path))  # type: ignore[arg-type]
     return None
 
 
 def _definition_of(path: str) -> str:
-    function = _function_of(path)
-    if function is None:
-        return ""
-    try:
-        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]} (its definition)"
-    except (TypeError, OSError):
-        return ""
+    with contextlib.suppress(TypeError, OSError):  # as above
+        return f"{_file_of(path)}:{inspect.getsourcelines(_function_of(path))[1]} (its definition)"  # type: ignore[arg-type]
+    return ""

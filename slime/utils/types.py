@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, Self, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,19 @@ IntArray = npt.NDArray[np.int32]
 Tensors: TypeAlias = "list[torch.Tensor]"  # one for each sample of a batch
 
 
+class _Counters:
+    """Counters of engines, which are stored as plain numbers."""
+
+    def to_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, int]) -> Self:
+        return cls(**data)
+
+
 @dataclass
-class SpecInfo:
+class SpecInfo(_Counters):
     """Speculative-decoding counters, summed over the requests of one sample."""
 
     spec_accept_token_num: int = 0
@@ -69,16 +80,9 @@ class SpecInfo:
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 
-    def to_dict(self) -> dict[str, int]:
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, data: dict[str, int]) -> SpecInfo:
-        return cls(**data)
-
 
 @dataclass
-class PrefixCacheInfo:
+class PrefixCacheInfo(_Counters):
     """Prompt tokens that the engine found in its prefix cache, summed over the requests of one sample."""
 
     cached_tokens: int = 0
@@ -91,13 +95,6 @@ class PrefixCacheInfo:
     def add(self, meta_info: Mapping[str, Any]) -> None:
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
-
-    def to_dict(self) -> dict[str, int]:
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, data: dict[str, int]) -> PrefixCacheInfo:
-        return cls(**data)
 
 
 class SampleStatus(Enum):
@@ -145,16 +142,12 @@ class Sample:
     # (start, end, reward) of each turn of the policy in the response; None: only the whole has a reward
     turn_rewards: list[tuple[int, int, float]] | None = None
     weight_versions: list[str] = field(default_factory=list)  # one entry per engine answer, in order
-    version_spans: list[tuple[str, int, int]] = field(
-        default_factory=list
-    )  # (version, start, end) in the response
+    # (version, start, end) in the response
+    version_spans: list[tuple[str, int, int]] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
-    rollout_top_p_token_ids: torch.Tensor | list[int] | None = (
-        None  # int32, see slime.utils.top_p; None: not recorded
-    )
-    rollout_top_p_token_offsets: torch.Tensor | list[int] | None = (
-        None  # int32, one more than response tokens
-    )
+    # int32, see slime.utils.top_p; None: not recorded. There is one more offset than response tokens.
+    rollout_top_p_token_ids: torch.Tensor | list[int] | None = None
+    rollout_top_p_token_offsets: torch.Tensor | list[int] | None = None
     rollout_routed_experts: IntArray | None = None
     remove_sample: bool = False  # set by a sample filter: stays in the statistics, trains nothing
     teacher_log_probs: list[float] | None = None
@@ -195,12 +188,10 @@ class Sample:
         data["prefix_cache_info"] = PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
         if isinstance(data.get("reward_failure"), dict):
             data["reward_failure"] = RewardFailure(**data["reward_failure"])
-        data["version_spans"] = [tuple(span) for span in data.get("version_spans", [])]
         data["multimodal_inputs"] = from_plain(data.get("multimodal_inputs"))
-        if data.get("image_spans") is not None:
-            data["image_spans"] = [tuple(span) for span in data["image_spans"]]
-        if data.get("turn_rewards") is not None:
-            data["turn_rewards"] = [tuple(turn) for turn in data["turn_rewards"]]
+        for name in ("version_spans", "image_spans", "turn_rewards"):
+            if data.get(name) is not None:
+                data[name] = [tuple(entry) for entry in data[name]]
         names = {f.name for f in dataclasses.fields(cls)}
         sample = cls(**{k: v for k, v in data.items() if k in names})
         for key in data.keys() - names:
@@ -260,13 +251,9 @@ class Sample:
         if log_probs is not None and len(log_probs) != len(new):
             raise ValueError(f"{len(log_probs)} log-probs for {len(new)} new tokens in {self._name()}")
         if trainable and new and log_probs is None:
-            raise ValueError(
-                f"trainable tokens appended to {self._name()} without log-probs: pass the engine's"
-            )
+            raise ValueError(f"trainable tokens appended to {self._name()} without log-probs")
         if not trainable and log_probs is not None:
-            raise ValueError(
-                f"tokens that are not trained have no log-probs ({self._name()}): drop `log_probs`"
-            )
+            raise ValueError(f"tokens that are not trained have no log-probs ({self._name()})")
         recorded = len(self.rollout_log_probs or ())
         if trainable and new and recorded != self.response_length:
             raise ValueError(
@@ -319,22 +306,16 @@ class Sample:
 
     def _check_lengths(self) -> None:
         mask = self.loss_mask or []
+        tokens = f"for {self.response_length} response tokens in {self._name()}"
         if len(mask) != self.response_length:
-            raise ValueError(
-                f"loss_mask has {len(mask)} entries for {self.response_length} response tokens in "
-                f"{self._name()}: every appended token needs a mask value."
-            )
+            raise ValueError(f"loss_mask has {len(mask)} entries {tokens}")
         if self.rollout_log_probs is not None and len(self.rollout_log_probs) != self.response_length:
-            raise ValueError(
-                f"{len(self.rollout_log_probs)} log-probs for {self.response_length} response tokens in "
-                f"{self._name()}"
-            )
+            raise ValueError(f"{len(self.rollout_log_probs)} log-probs {tokens}")
         offsets = self.rollout_top_p_token_offsets
         if offsets is not None and len(offsets) != self.response_length + 1:
             raise ValueError(
-                f"{len(offsets)} top-p offsets for {self.response_length} response tokens in "
-                f"{self._name()}: pass the engine's meta_info with every answer, and ask for it with "
-                f"custom_params {{{top_p.REQUEST_FIELD!r}: True}}."
+                f"{len(offsets)} top-p offsets {tokens}: pass the engine's meta_info with every answer, and "
+                f"ask for it with custom_params {{{top_p.REQUEST_FIELD!r}: True}}."
             )
 
 
@@ -414,18 +395,6 @@ def is_score(value: Any) -> bool:
         return isinstance(value, (bool, int, float, np.number)) and math.isfinite(value)
     except OverflowError:
         return False
-
-
-@dataclass(frozen=True)
-class ParamInfo:
-    """Description of one parameter as it is sent between ranks."""
-
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-    attrs: dict[str, Any]
-    size: int
-    src_rank: int
 
 
 @dataclass(frozen=True)

@@ -356,7 +356,7 @@ def test_a_kill_at_any_point_of_completing_leaves_only_whole_checkpoints(tmp_pat
         for rollout_id in (3, 4, 5):  # 5 is replaced, 3 and 4 go
             write(folder, rollout_id)
         done = killed_at(point, *stage(folder, 5))
-        found = {step: read_step(path).damage(read=True) for step, path in step_folders(folder).items()}
+        found = {step: by_content(read_step(path)) for step, path in step_folders(folder).items()}
         assert found and not any(found.values()), (point, found)
         point += 1
     assert point > 20, "the test counts the points"

@@ -74,7 +74,7 @@ def test_a_flipped_bit_is_named_and_the_run_goes_on_from_the_checkpoint_before(w
     assert f"step_{LAST:07d} is damaged: {weights}: its content has changed" in ended.stderr
     assert f"Resuming from the checkpoint before it: {save}/step_{LAST - 1:07d}" in ended.stderr
     assert series(world, trainer, "train/grad_norm") == whole, "the step was taken again, bit for bit"
-    assert read_step(last.path).damage(read=True) == [] and (save / f"{last.path.name}.aside").is_dir()
+    assert by_content(read_step(last.path)) == [] and (save / f"{last.path.name}.aside").is_dir()
     flip(last.path / weights)
     chosen = replay(world, f"{trainer}-chosen", check=False, load=save, ckpt_step=LAST, train_backend=trainer)
     assert chosen.returncode == 2 and f"or try --ckpt-step {LAST - 1}, the one before it" in chosen.stderr

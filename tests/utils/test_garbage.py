@@ -36,21 +36,3 @@ def test_thresholds_come_back_after_a_failure():
     except KeyError:
         pass
     assert gc.get_threshold() == thresholds
-
-
-def test_a_block_within_another_changes_nothing():
-    # Counts of what is left out may fall by themselves, as whatever holds an object lets go of it.
-    thresholds = gc.get_threshold()
-    with searching_new_only():
-        inner = gc.get_threshold()
-        new = Node()
-        assert is_searched(new)
-        with searching_new_only():
-            assert is_searched(new)
-        assert is_searched(new) and gc.get_threshold() == inner
-    assert gc.get_threshold() == thresholds and gc.get_freeze_count() == 0
-
-
-def is_searched(thing: object) -> bool:
-    """Whether the search for cycles looks at `thing`; what it leaves out is not in its list."""
-    return any(other is thing for other in gc.get_objects())

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.observability.tracking import Row, whole_rows
+from slime.observability.tracking import Row, rows_after
 
 POLL_S = 0.4
 
@@ -19,14 +19,9 @@ class MetricsReader:
         self._offset = 0
 
     def new_records(self) -> list[Row]:
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            content = file.read()
-        complete = content[: content.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return whole_rows(complete.splitlines(keepends=True))
+        found = list(rows_after(self.path, self._offset)) if self.path.exists() else []
+        self._offset = found[-1][0] if found else self._offset
+        return [row for _, row in found]
 
 
 class Repeated:

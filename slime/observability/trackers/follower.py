@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -23,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from slime.observability.trackers.base import SampleTable, Service, TrackedRun, sample_tables
+from slime.observability.tracking import rows_after
 from slime.record import RecordError, open_record
 from slime.utils.files.run_file import METRICS_FILE, read_run
 from slime.utils.misc import load_function
 
 _POLL_S = 2.0
-_CHUNK_BYTES = 1 << 20
+_MOST_ROWS = 500  # of one step
 _LONGEST_PAUSE_S = 300.0  # between attempts to reach a service that fails
 _OF_THE_LINE = ("time", "run", "start", "step_key", "step")  # keys that are not metrics
 _LAST_S = 120.0  # limit for sending the rest once the run has ended
@@ -76,14 +78,16 @@ class Follower:
             self.progress = replace(self.progress, error=None, pid=os.getpid())
             self._save(self.progress)
         found = False
-        for offset, line in _new_lines(self._run.folder / METRICS_FILE, self.progress.offset):
-            report = partial(self._service.scalars, *_numbers(line), line.get("time", 0.0))
-            self._send(report, replace(self.progress, offset=offset))
-            found = True
+        file = self._run.folder / METRICS_FILE
+        rows = rows_after(file, self.progress.offset) if file.exists() else iter(())
+        for offset, line in itertools.islice(rows, _MOST_ROWS):
+            if "step_key" in line:
+                report = partial(self._service.scalars, *_numbers(line), line.get("time", 0.0))
+                self._send(report, replace(self.progress, offset=offset))
+                found = True
         for until, tables in self._new_tables():
-            self._send(
-                partial(_send_all, self._service, tables), replace(self.progress, rollouts_until=until)
-            )
+            send_all = partial(_send_all, self._service, tables)
+            self._send(send_all, replace(self.progress, rollouts_until=until))
             found = True
         if found:
             self._service.flush()
@@ -121,10 +125,8 @@ class Follower:
         max_rows = self._run.options.get("tracker_samples", 0)
         if not max_rows:
             return
-        with (
-            contextlib.suppress(RecordError),
-            open_record(self._run.folder) as record,
-        ):  # there is no record, or not yet
+        # RecordError: there is no record, or not yet.
+        with contextlib.suppress(RecordError), open_record(self._run.folder) as record:
             for row in record.rollouts(since=self.progress.rollouts_until):
                 yield row.time, list(sample_tables(record, row.kind, row.rollout_id, max_rows))
 
@@ -211,21 +213,6 @@ def _first_line() -> bytes:
     while not line.endswith(b"\n") and (part := os.read(0, 65536)):
         line += part
     return line
-
-
-def _new_lines(file: Path, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield complete lines after `offset`, each with the offset of its end; at most about a MiB."""
-    with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
-        lines.seek(offset)
-        start = offset
-        for line in lines:
-            if not line.endswith(b"\n") or offset - start > _CHUNK_BYTES:
-                return
-            offset += len(line)
-            with contextlib.suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict) and "step_key" in found:
-                    yield offset, found
 
 
 def _numbers(line: dict[str, Any]) -> tuple[dict[str, float], str, int]:

@@ -64,8 +64,9 @@ class FolderLock:
             patience_s = _DEAD_HOLDER_S if is_gone else _GRACE_S
             if time.monotonic() - started > patience_s:
                 raise FolderTaken(
-                    f"{self._flag} {self._folder} is in use by {_describe(holder)}: two runs in one folder "
-                    "would mix; wait for its end, or give another folder."
+                    f"{self._flag} {self._folder} is in use by process {holder.get('pid')} on "
+                    f"{holder.get('host')}: two runs in one folder would mix; wait for its end, or give "
+                    "another folder."
                 )
             time.sleep(_POLL_S)
 
@@ -77,11 +78,8 @@ class FolderLock:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            logger.warning(
-                "%s %s is on a file system without locks: nothing keeps a second run out of it",
-                self._flag,
-                self._folder,
-            )
+            message = "%s %s is on a file system without locks: nothing keeps a second run out of it"
+            logger.warning(message, self._flag, self._folder)
         return True
 
 
@@ -124,17 +122,10 @@ def _is_at(fd: int, path: Path) -> bool:
 def _read(text: bytes) -> dict[str, Any]:
     """Return who holds the lock; empty while the holder is writing that."""
     try:
-        found = json.loads(text)
-    except ValueError:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _pid_here(holder: dict[str, Any]) -> int | None:
-    pid = holder.get("pid")
-    return pid if holder.get("host") == socket.gethostname() and isinstance(pid, int) else None
-
-
-def _describe(holder: dict[str, Any]) -> str:
-    known = {"pid", "host"} <= holder.keys()
-    return f"process {holder['pid']} on {holder['host']}" if known else "another process"
+    return holder.get("pid") if holder.get("host") == socket.gethostname() else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -125,9 +126,7 @@ def is_used(folder: Path) -> bool:
 def choose_run_folder(base: str, resumption: Resumption | None) -> str:
     """Return the folder of the resumed run among `base`, `base-2`, ..., or else the first free one."""
     free: str | None = None
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count(1):
         name = base if number == 1 else f"{base}-{number}"
         folder = Path(name)
         if is_used(folder):
@@ -136,7 +135,9 @@ def choose_run_folder(base: str, resumption: Resumption | None) -> str:
         elif free is None and not is_locked(folder, "--run-dir") and not is_locked(folder, CLAIM):
             free = name
         if free is not None and not folder.exists():
-            return free
+            break
+    assert free is not None
+    return free
 
 
 @contextlib.contextmanager
@@ -177,16 +178,22 @@ _OF_A_START |= {"max_restarts", "peer_copies", "timeouts", "elastic"}
 
 def is_unfinished(folder: Path, settings: dict[str, Any], save: str) -> bool:
     """Return whether a folder holds a run with these settings that saves there and did not finish."""
-    record = read_run(folder)
-    return record is not None and record.last.exit != _FINISHED and _is_same(record, settings, save)
+    last = _start_with(folder, settings, save)
+    return last is not None and last.exit != _FINISHED
 
 
 def has_finished(folder: Path, settings: dict[str, Any], save: str) -> bool:
     """Return whether a folder holds a finished run with these settings that has checkpoints there."""
+    last = _start_with(folder, settings, save)
+    return last is not None and last.exit == _FINISHED and bool(step_folders(save))
+
+
+def _start_with(folder: Path, settings: dict[str, Any], save: str) -> Start | None:
+    """Return the last start of a folder's run if it has these settings and saves there."""
     record = read_run(folder)
-    if record is None or record.last.exit != _FINISHED or not step_folders(save):
-        return False
-    return _is_same(record, settings, save)
+    if record is None or not record.last.settings or not same_folder(record.last.checkpoints, save):
+        return None
+    return None if _differences(record.last, settings) else record.last
 
 
 def other_settings(folder: Path, settings: dict[str, Any], save: str) -> dict[str, tuple[Any, Any]]:
@@ -203,12 +210,6 @@ def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
         return {}
     now = {name: entry["value"] for name, entry in record.last.settings.items()}
     return _differences(record.earlier[-1], now)
-
-
-def _is_same(record: RunRecord, settings: dict[str, Any], save: str) -> bool:
-    if not record.last.settings or not same_folder(record.last.checkpoints, save):
-        return False
-    return not _differences(record.last, settings)
 
 
 def _differences(start: Start, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -330,10 +331,8 @@ def read_run(folder: Path) -> RunRecord | None:
 
 def no_run(folder: Path) -> str:
     """Return why there is no run in this folder; runs below it, such as those of a quick start, are named."""
-    if not folder.exists():
+    if not folder.is_dir():
         return f"{folder}: there is no such folder."
-    if folder.is_file():
-        return f"{folder} is a file; give the folder of a run."
     text = f"{folder} is no folder of a run: run.json is missing or cannot be read"
     inside = [str(run) for run in runs_inside(folder)]
     if not inside:
@@ -358,12 +357,8 @@ def write_run(folder: Path, record: RunRecord) -> None:
 
 
 def _as_json(record: RunRecord) -> str:
-    data = {
-        "id": record.id,
-        "name": record.name,
-        **asdict(record.last),
-        "earlier": [asdict(s) for s in record.earlier],
-    }
+    earlier = [asdict(start) for start in record.earlier]
+    data = {"id": record.id, "name": record.name, **asdict(record.last), "earlier": earlier}
     return json.dumps(data, indent=1, default=str)
 
 
@@ -394,9 +389,5 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "pid": os.getpid(),
-    }
+    place = {"host": socket.gethostname(), "platform": platform.platform()}
+    return {**place, "cpus": os.cpu_count(), "pid": os.getpid()}

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +50,9 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the manifest as JSON, with its own checksum."""
-        files = {
-            name: [record.num_bytes, record.checksum] for name, record in sorted((self.files or {}).items())
-        }
-        data: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "rollout_id": self.rollout_id,
-            "run_id": self.run_id,
-            "num_pushes": self.num_pushes,
-            "files": files,
-        }
-        if self.micro_batches is not None:
-            data["micro_batches"] = dict(self.micro_batches)
-        if self.inputs is not None:
-            data["inputs"] = dict(self.inputs)
+        files = {name: list(astuple(record)) for name, record in sorted((self.files or {}).items())}
+        data = {"format_version": FORMAT_VERSION, **asdict(self), "files": files}
+        data = {name: value for name, value in data.items() if value is not None}
         return json.dumps({**data, "checksum": _own_checksum(data)}, indent=1)
 
 
@@ -78,20 +67,17 @@ class StepFolder:
     def trainer(self) -> Path:
         return self.path / TRAINER
 
-    def damage(self, *, read: bool) -> list[str]:
-        """Return `file: why` for each file that differs from what was written; without `read` by size."""
-        return find_damage(self.path, self.manifest.files or {}, read=read)
-
 
 DamageOf = Callable[[StepFolder], list[str]]
 
 
 def by_size(folder: StepFolder) -> list[str]:
-    return folder.damage(read=False)
+    """Return `file: why` for each file that has another size than was written."""
+    return find_damage(folder.path, folder.manifest.files or {}, read=False)
 
 
 def by_content(folder: StepFolder) -> list[str]:
-    return folder.damage(read=True)
+    return find_damage(folder.path, folder.manifest.files or {})
 
 
 def step_folders(folder: str | Path) -> dict[int, Path]:
@@ -126,9 +112,8 @@ def find_step(
     A damaged one is logged, and the one before it is used, unless the step was chosen: then the error offers
     it. Checkpoints after `latest` are known to be damaged and skipped.
     """
-    steps = {
-        number: path for number, path in step_folders(folder).items() if latest is None or number <= latest
-    }
+    there = step_folders(folder)
+    steps = {number: path for number, path in there.items() if latest is None or number <= latest}
     if step is not None and step not in steps:
         found = ", ".join(map(str, sorted(steps))) or "none"
         raise ValueError(f"{flag} is {step}: {folder} has checkpoints of rollouts {found}")
@@ -183,9 +168,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         data = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{file.name}: the file is missing") from None
-    except OSError as error:
-        raise DamagedCheckpoint(f"{file.name}: it cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{file.name}: it is not JSON ({error})") from None
     if not isinstance(data, dict):
         raise DamagedCheckpoint(f"{file.name}: it holds a {type(data).__name__} instead of an object")
@@ -195,26 +178,17 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _manifest_of(data: dict[str, Any], path: Path) -> Manifest:
     """Read a manifest: unknown keys are ignored, required ones are checked for their types."""
     version = _field(data, "format_version", int)
-    intact = data.get("checksum") == _own_checksum({k: v for k, v in data.items() if k != "checksum"})
     if version > FORMAT_VERSION:
-        doubt = "" if intact else " (or its manifest has been changed: its checksum does not fit)"
         raise NewerCheckpoint(
-            f"{path} has checkpoint format {version}, this version of slime reads up to "
-            f"{FORMAT_VERSION}{doubt}"
+            f"{path} has checkpoint format {version}, this version of slime reads up to {FORMAT_VERSION}"
         )
+    intact = data.get("checksum") == _own_checksum({k: v for k, v in data.items() if k != "checksum"})
     if version > 1 and not intact:
         raise DamagedCheckpoint(f"{MANIFEST}: its content has changed (its checksum does not fit)")
     files = _files_of(_field(data, "files", dict)) if version > 1 else None
-    return Manifest(
-        *(
-            _field(data, "rollout_id", int),
-            _field(data, "run_id", str),
-            _field(data, "num_pushes", int),
-            files,
-        ),
-        micro_batches=_field(data, "micro_batches", dict) if "micro_batches" in data else None,
-        inputs=_field(data, "inputs", dict) if "inputs" in data else None,
-    )
+    numbers = _field(data, "rollout_id", int), _field(data, "run_id", str), _field(data, "num_pushes", int)
+    later = {name: _field(data, name, dict) for name in ("micro_batches", "inputs") if name in data}
+    return Manifest(*numbers, files, **later)
 
 
 def _files_of(entries: dict[str, Any]) -> dict[str, FileRecord]:

@@ -49,13 +49,10 @@ def find_iteration(path: str | Path, step: int | None = None) -> Path:
     chosen = folder / (_latest(folder) if step is None else f"iter_{step:07d}")
     if not chosen.is_dir():
         raise UnreadFolder(f"has no folder {chosen.name}")
+    if old := next(chosen.glob("mp_rank_*"), None):
+        raise UnreadFolder(f"is in Megatron's older format ({chosen.name}/{old.name}), not in torch_dist")
     if not (chosen / CONFIG).is_file():
-        old = next(chosen.glob("mp_rank_*"), None)
-        raise UnreadFolder(
-            f"is in Megatron's older format ({chosen.name}/{old.name}), not in torch_dist"
-            if old
-            else f"has no {chosen.name}/{CONFIG}"
-        )
+        raise UnreadFolder(f"has no {chosen.name}/{CONFIG}")
     try:
         kind = json.loads((chosen / CONFIG).read_text())["sharded_backend"]
     except (ValueError, OSError, KeyError, TypeError) as error:

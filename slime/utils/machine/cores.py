@@ -26,21 +26,13 @@ def _shares(groups: Path, mount: Path) -> Iterator[float]:
         return
     for line in lines:
         _, controllers, place = (*line.split(":", 2), "", "")[:3]
-        if not place.startswith("/"):
-            continue
-        if not controllers:  # version 2: one tree for everything
-            for folder in _upwards(mount, place):
-                yield from _quotient(folder / "cpu.max")
-        elif "cpu" in controllers.split(","):
-            for name in {controllers, "cpu"}:  # the kernel may say "cpuacct,cpu" of what is at "cpu,cpuacct"
-                for folder in _upwards(mount / name, place):
-                    yield from _quotient(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
-
-
-def _upwards(mount: Path, place: str) -> Iterator[Path]:
-    """Yield a group's folder and its parents. In a container the root may be the group itself."""
-    inside = PurePosixPath(place).relative_to("/")
-    yield from (mount / part for part in (inside, *inside.parents))
+        inside = PurePosixPath(place.lstrip("/"))
+        for part in (inside, *inside.parents):  # in a container the root may be the group itself
+            if not controllers:  # version 2: one tree for everything
+                yield from _quotient(mount / part / "cpu.max")
+            elif "cpu" in controllers.split(","):  # "cpu" is a link to "cpu,cpuacct"
+                folder = mount / "cpu" / part
+                yield from _quotient(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
 
 
 def _quotient(*files: Path) -> Iterator[float]:

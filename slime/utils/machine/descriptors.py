@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime.utils.files.restricted import restricted
+from slime.utils.machine.open_files import raise_limit
 
 _STDERR = 2
 _FAR_AWAY = 4000  # a number that loops over descriptors seldom reach
-_EXIT_CODE = 1
 
 
 class _Watched:
@@ -32,9 +31,8 @@ class _Watched:
 def watching(error_file: Path) -> Iterator[None]:
     """Watch the descriptors of this process; what a breach prints is also written to `error_file`."""
     reading, writing = os.pipe()
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    far = _FAR_AWAY if limit == resource.RLIM_INFINITY else max(3, min(_FAR_AWAY, limit - 64))
     with contextlib.suppress(OSError):  # without stderr nobody reads
+        far = min(_FAR_AWAY, raise_limit() - 64)
         _Watched.terminal = fcntl.fcntl(_STDERR, fcntl.F_DUPFD_CLOEXEC, far)
     _Watched.pipe, _Watched.error_file = (reading, os.fstat(reading).st_ino), error_file
     try:
@@ -58,15 +56,14 @@ def check(*name: str) -> None:
     text = (
         f"error: {' '.join(name)} closed file descriptors that are not its own (number {number} is one): "
         "they are the sockets, pipes and files of the run, which cannot continue. Close only what the "
-        "function opened itself; for a program that it starts, subprocess closes them without being asked. "
-        "A run with checkpoints continues from the last one.\n"
+        "function opened itself. A run with checkpoints continues from the last one.\n"
     )
     with contextlib.suppress(OSError):
         os.write(_Watched.terminal, text.encode(errors="replace"))
     if _Watched.error_file is not None:
         with contextlib.suppress(OSError), open(_Watched.error_file, "a", opener=restricted) as file:
             file.write(text)
-    os._exit(_EXIT_CODE)  # no cleanup works without descriptors; children end with the pipes to them
+    os._exit(1)  # no cleanup works without descriptors; children end with the pipes to them
 
 
 def _forget() -> None:

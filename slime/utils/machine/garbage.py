@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Iterator
 
 _DEFAULT = (700, 10, 10)  # Python's own thresholds
 _RARE = (50_000, 10, 10)
-_lock = threading.Lock()
-_num_blocks = 0  # of `searching_new_only` that are open
-_before = _DEFAULT  # the thresholds before the first of them
 
 
 def search_seldom() -> None:
@@ -38,19 +34,12 @@ def search_no_more() -> None:
 
 @contextlib.contextmanager
 def searching_new_only() -> Iterator[None]:
-    """Collect rarely in a block that creates and drops many objects; blocks may be nested, and in threads."""
-    global _num_blocks, _before
-    with _lock:
-        _num_blocks += 1
-        if _num_blocks == 1:
-            _before = gc.get_threshold()
-            gc.freeze()
-            gc.set_threshold(*_RARE)
+    """Collect rarely in a block that creates and drops many objects: the loop of the driver."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(*_RARE)
     try:
         yield
     finally:
-        with _lock:
-            _num_blocks -= 1
-            if _num_blocks == 0:
-                gc.set_threshold(*_before)
-                gc.unfreeze()
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -25,7 +25,4 @@ def _program() -> str:
 
 def _near(path: Path) -> str:
     """Return a path relative to the current folder, if it is below it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):  # elsewhere, or the folder is gone
-        return str(path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

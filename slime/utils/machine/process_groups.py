@@ -26,11 +26,11 @@ def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = 
     access control.
     """
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = listener.getsockname()[1]
-    patience: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    return TCPStore(
-        host, port, world_size, True, wait_for_workers=False, master_listen_fd=listener.detach(), **patience
-    )
+    options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.fileno()}
+    options |= {} if timeout is None else {"timeout": timeout}
+    store = TCPStore(host, listener.getsockname()[1], world_size, True, **options)
+    listener.detach()  # the store closes it
+    return store
 
 
 def network_environment(host: str) -> dict[str, str]:

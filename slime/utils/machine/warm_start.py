@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
-import importlib.util
 import os
 import pickle
 import re
@@ -26,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.machine.children import Child, import_environment, protect, thread_environment
+from slime.utils.misc import is_installed
 
 _MAIN = re.compile(r"from ([\w.]+) import main; main\(\)")
-_MAX_FILES = 64
 _is_running = False
 
 
@@ -41,7 +40,12 @@ def start(
     start_new_session: bool = False,
 ) -> Child:
     """Start a Python program that writes into `log` and reads nothing: forked where that is possible."""
-    child = fork(command, env, log.fileno(), pass_fds, start_new_session) or subprocess.Popen(
+    module = module_of(list(command)) if _is_running else None
+    if module is not None:
+        job = _Job(module, tuple(command[4:]), dict(env), os.getcwd(), start_new_session, (1, 2, *pass_fds))
+        with contextlib.suppress(OSError, EOFError):  # the fork server is gone
+            return protect(WarmChild(job, [log.fileno(), log.fileno(), *pass_fds], list(command)))
+    executed = subprocess.Popen(
         command,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -50,25 +54,7 @@ def start(
         pass_fds=pass_fds,
         start_new_session=start_new_session,
     )
-    return protect(child)
-
-
-def fork(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    log: int,
-    pass_fds: Sequence[int] = (),
-    start_new_session: bool = False,
-) -> WarmChild | None:
-    """Start the program from the fork server; None: there is none, or it cannot run this command."""
-    module = module_of(list(command))
-    if not _is_running or module is None or len(pass_fds) + 2 > _MAX_FILES:
-        return None
-    job = _Job(module, tuple(command[4:]), dict(env), os.getcwd(), start_new_session, (1, 2, *pass_fds))
-    try:
-        return WarmChild(job, [log, log, *pass_fds], list(command))
-    except (OSError, EOFError):  # the fork server is gone
-        return None
+    return protect(executed)
 
 
 @contextlib.contextmanager
@@ -96,21 +82,13 @@ def warm_starts(modules: Sequence[str]) -> Iterator[None]:
 
 
 def module_of(words: list[str]) -> str | None:
-    """Return the module whose `main` is the program; None: the command is of another kind."""
+    """Return the module whose `main` is the program; None: a single module, or a program of others."""
     match words:
-        case [sys.executable, "-P", "-m", package, *_] if _is_own_package(package):
-            return f"{package}.__main__"
+        case [sys.executable, "-P", "-m", package, *_] if package.startswith("slime."):
+            return f"{package}.__main__" if is_installed(f"{package}.__main__") else None
         case [sys.executable, "-P", "-c", code, *_] if found := _MAIN.fullmatch(code):
             return found[1]
     return None
-
-
-def _is_own_package(name: str) -> bool:
-    """Return whether a package of slime can be run; programs of others, and single modules, are executed."""
-    try:
-        return name.startswith("slime.") and importlib.util.find_spec(f"{name}.__main__") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 class WarmChild:

@@ -42,9 +42,8 @@ def open_picture(item: Any, *, folder: Path | None = None) -> Image:
         return _decode(_read(item, folder), _short(item))
     if isinstance(item, Path):
         return open_picture(str(item), folder=folder)
-    if hasattr(item, "convert") and hasattr(item, "mode"):
-        picture: Image = item
-        return picture
+    if _is_picture(item):
+        return item
     raise NotAnImage(
         f"{type(item).__name__} {_short(repr(item))} is no picture: give a path, bytes, an object with bytes "
         "or path, a data URL or an address"
@@ -77,14 +76,12 @@ def _read_file(path: Path, folder: Path | None) -> bytes:
     if folder is not None and not path.is_absolute() and not path.is_file():
         path = folder / path
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise NotAnImage(f"{path} has {path.stat().st_size} bytes: at most {_MAX_BYTES} are read")
-        return path.read_bytes()
+        if path.stat().st_size <= _MAX_BYTES:
+            return path.read_bytes()
     except (OSError, ValueError) as error:
-        if isinstance(error, NotAnImage):
-            raise
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise NotAnImage(f"the file {_short(str(path))} {reason}") from None
+    raise NotAnImage(f"{path} is longer than {_MAX_BYTES} bytes")
 
 
 def _read_data_url(text: str) -> bytes:
@@ -190,14 +187,16 @@ def to_plain(inputs: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain_picture(item: Any) -> Any:
-    if hasattr(item, "convert") and hasattr(item, "mode"):
-        return {"bytes": picture_bytes(item), "path": None}
-    return item
+    return {"bytes": picture_bytes(item), "path": None} if _is_picture(item) else item
 
 
-def from_plain(inputs: Any) -> Any:
+def _is_picture(item: Any) -> bool:
+    return hasattr(item, "convert") and hasattr(item, "mode")
+
+
+def from_plain(inputs: dict[str, Any] | None) -> dict[str, Any] | None:
     """Invert `to_plain`."""
-    if not isinstance(inputs, dict) or not isinstance(inputs.get("images"), (list, tuple)):
+    if inputs is None or not isinstance(inputs.get("images"), (list, tuple)):
         return inputs
     return {**inputs, "images": [_picture_of_plain(item) for item in inputs["images"]]}
 
