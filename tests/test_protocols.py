@@ -27,8 +27,8 @@ from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster import run_requests
 from slime.cluster.cluster import Cluster
-from slime.cluster.serving.endpoint import Rotations
 from slime.cluster.serving.engine_host import HostedEngine
+from slime.cluster.serving.served_model import Rotations
 from slime.engines.balancer import Balancer
 from slime.engines.embedded import weight_update as embedded_weights
 from slime.engines.engine_process import EngineServer

@@ -33,7 +33,6 @@ class Timeline:
         self._tracer, self._added = Tracer(LOOP), list[Span]()
         self._ended: _EndedStep | None = None
         if recording is not None:
-            waits.keep_ended()
             waits.drain_ended()  # waits of the start are no part of a step
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from slime.cluster.host_check import check_hosts
 from slime.cluster.residency import Residency
 from slime.cluster.restart.recovery import Recovery, Restart
 from slime.cluster.restart.replay import KeptBatches, ReplayLog, SafeState
-from slime.cluster.restart.restore import PeerCopies, Restorer
+from slime.cluster.restart.restore import PeerCopies, Restorer, TrainerRelease
 from slime.cluster.rollout_manager import RolloutFacts, RolloutManager, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import RunLog
@@ -31,7 +31,6 @@ from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.loaded_weights import begins_as_served
 from slime.cluster.serving.served_model import trains_on_every_gpu
 from slime.cluster.trainer import Trainer
-from slime.cluster.training.release import TrainerRelease
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import RankProcesses, Ranks, TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
@@ -174,7 +173,7 @@ class Parts:
             weight_push=push,
             saver=saver,
             copies=PeerCopies(args, shm_prefix, ranks, replay) if args.peer_copies and limit else None,
-            release=TrainerRelease(args, ranks, folder, prepare_again) if args.release_train else None,
+            release=TrainerRelease(restorer, folder) if args.release_train else None,
             canary=Canary(args, group, engines, residency, facts.probe) if compares else None,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.arguments import Args
@@ -14,12 +14,12 @@ from slime.observability.tracer import Span, forget_spans, spans_of_samples, spa
 from slime.record import RECORD_FILE, RecordError, RecordWriter, group_entries
 from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_answer
 from slime.record.additions import Advantage, PieceBook, write_advantages
+from slime.record.samples import Entry
 from slime.record.schema import open_for_reading
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.journal import Settled
 from slime.utils.machine.run_identity import Run
 from slime.utils.processing_utils import load_tokenizer
-from slime.utils.types import Sample
 
 
 class Recording:
@@ -36,7 +36,6 @@ class Recording:
             self._pieces = PieceBook(lambda ids: token_texts(load_tokenizer(tokenizer), ids))
         self.writer: RecordWriter | None = None
         if args.record_max_mib:
-            waits.keep_ended()
             self.writer = RecordWriter(
                 self._file,
                 run.run_id,
@@ -46,70 +45,62 @@ class Recording:
             )
 
     def rollout(
-        self,
-        rollout_id: int,
-        output: RolloutFnTrainOutput,
-        dropped: Sequence[Settled],
-        version: str | None,
+        self, rollout_id: int, output: RolloutFnTrainOutput, dropped: Sequence[Settled], version: str | None
     ) -> None:
         """Record the groups that are trained on, and the groups dropped while they were collected."""
-        if self.writer is not None:
-            entries = group_entries(output.samples, "trained")
-            for settled in dropped:
-                entries += group_entries([settled.group], settled.outcome, settled.reason)
-            self.writer.add("train", rollout_id, entries, version=version, reward_key=self._reward_key)
-            self._add_to_samples(rollout_id, [sample for entry in entries for sample in entry.samples])
+        entries = group_entries(output.samples, "trained")
+        for settled in dropped:
+            entries += group_entries([settled.group], settled.outcome, settled.reason)
+        self._add("train", rollout_id, entries, version, self._reward_key)
 
     def evaluation(self, rollout_id: int, output: RolloutFnEvalOutput, version: str | None) -> None:
-        if self.writer is not None:
-            entries = [
-                entry
-                for dataset, result in output.data.items()
-                for entry in group_entries(result.get("samples") or [], "evaluated", dataset=dataset)
-            ]
-            self.writer.add("eval", rollout_id, entries, version=version, reward_key=self._eval_reward_key)
-            self._add_to_samples(rollout_id, [sample for entry in entries for sample in entry.samples])
+        entries = [
+            entry
+            for dataset, result in output.data.items()
+            for entry in group_entries(result.get("samples") or [], "evaluated", dataset=dataset)
+        ]
+        self._add("eval", rollout_id, entries, version, self._eval_reward_key)
 
-    def _add_to_samples(self, rollout_id: int, samples: Sequence[Sample]) -> None:
-        """The text of tokens that are new, and when engines and rewards worked on each sample."""
-        assert self.writer is not None, "it is called behind the samples"
-        pieces, waited = self._pieces, spans_of_waits(rollout_id)
+    def _add(
+        self, kind: str, rollout_id: int, entries: list[Entry], version: str | None, reward_key: str | None
+    ) -> None:
+        """Record groups, the text of tokens that are new, and when engines and rewards worked on samples."""
+        if self.writer is None:
+            return
+        self.writer.add(kind, rollout_id, entries, version=version, reward_key=reward_key)
+        samples = [sample for entry in entries for sample in entry.samples]
+        waited = spans_of_waits(rollout_id)
 
         def write(connection: sqlite3.Connection) -> None:
             write_spans(connection, spans_of_samples(rollout_id, samples) + waited)
-            if pieces is not None:
+            if self._pieces is not None:
                 with contextlib.suppress(Exception):  # no tokenizer of ours: the page shows ids
-                    pieces.write(connection, samples)
+                    self._pieces.write(connection, samples)
 
-        self.writer.submit("spans and texts", write)
+        self._submit("spans and texts", write)
+
+    def _submit(self, what: str, write: Callable[[sqlite3.Connection], object]) -> None:
+        if self.writer is not None:
+            self.writer.submit(what, write)
 
     # -- what the driver tells; a run without a record has none of it
 
     def begin(self, start_rollout_id: int) -> None:
         """What an earlier start left open: steps that are made anew, and actions that nobody answered."""
-        if self.writer is not None:
-            waits.drain_ended()  # of the start, which is no part of a step
-            self.writer.submit("the start", lambda c: forget_spans(c, start_rollout_id))
-            self._refuse_open("the run had ended before it could answer")
+        waits.drain_ended()  # of the start, which is no part of a step
+        self._submit("the start", lambda c: forget_spans(c, start_rollout_id))
+        self._refuse_open("the run had ended before it could answer")
 
     def now(self, doing: str | None, since: float, rollout_id: int) -> None:
         """What the driver is doing, for whoever looks at a live run."""
-        if self.writer is not None:
-            text = json.dumps({"doing": doing, "since": since, "step": rollout_id})
-            self.writer.submit(
-                "what is done now",
-                lambda c: c.execute("INSERT OR REPLACE INTO meta VALUES ('now', ?)", (text,)),
-            )
+        text = json.dumps({"doing": doing, "since": since, "step": rollout_id})
+        insert = "INSERT OR REPLACE INTO meta VALUES ('now', ?)"
+        self._submit("what is done now", lambda c: c.execute(insert, (text,)))
 
     def step(self, rollout_id: int, spans: Sequence[Span], advantages: Sequence[Advantage]) -> None:
         """What is known of a step once it is over."""
-        if self.writer is not None:
-
-            def write(connection: sqlite3.Connection) -> None:
-                write_spans(connection, spans)
-                write_advantages(connection, rollout_id, advantages)
-
-            self.writer.submit("spans and advantages", write)
+        self._submit("spans", lambda c: write_spans(c, spans))
+        self._submit("advantages", lambda c: write_advantages(c, rollout_id, advantages))
 
     def actions(self, state: str | None = None) -> list[ActionRow]:
         """Return requested actions, oldest first; none where the record cannot be read just now.
@@ -126,9 +117,8 @@ class Recording:
         return [row for row in rows if row.state != ASKED or row.id not in self._answered]
 
     def answer(self, row: int, state: str, rollout_id: int, text: str) -> None:
-        if self.writer is not None:
-            self._answered.add(row)
-            self.writer.submit("an answer", lambda c: write_answer(c, row, state, rollout_id, text))
+        self._answered.add(row)
+        self._submit("an answer", lambda c: write_answer(c, row, state, rollout_id, text))
 
     def _refuse_open(self, why: str) -> None:
         for row in self.actions(ASKED):
@@ -140,10 +130,10 @@ class Recording:
             self.writer.flush()
 
     def close(self) -> None:
+        self.flush()  # an answer that is on its way is no open question
+        self._refuse_open("the run has ended")
+        self.now(None, 0.0, -1)
         if self.writer is not None:
-            self.writer.flush()  # an answer that is on its way is no open question
-            self._refuse_open("the run has ended")
-            self.now(None, 0.0, -1)
             self.writer.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from slime.arguments import Args
@@ -48,6 +49,17 @@ class RequestRefused(Exception):
     """Raised for an action that this run cannot do; the message gives the reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Boundary:
+    """The end of a step, at which requests are handled. `done`: what needs no second time at it."""
+
+    cluster: SteeredRun
+    rollout_id: int
+    rollout: Generated
+    in_flight: Future[Generated] | None
+    done: set[str] = field(default_factory=set)
+
+
 class Requests:
     """Reads requested actions from the record and does them. `recording` None: there are none."""
 
@@ -60,8 +72,8 @@ class Requests:
         self, cluster: SteeredRun, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None
     ) -> str | None:
         """Do all that was requested since the last step. Returns why the run is to end; None: it is not."""
-        done: set[str] = set()  # what needs no second time at one boundary
-        paused, stop = self._handle_asked(cluster, rollout_id, rollout, in_flight, done, paused=False)
+        end = _Boundary(cluster, rollout_id, rollout, in_flight)
+        paused, stop = self._handle_asked(end, paused=False)
         if stop or not paused:
             return stop
         started = time.monotonic()
@@ -70,36 +82,32 @@ class Requests:
                 cluster.trainer.check(rollout_id)
                 with waits.waiting("the next check for requests"):  # it ends: a paused run does not hang
                     time.sleep(_POLL_S)
-                paused, stop = self._handle_asked(cluster, rollout_id, rollout, in_flight, done, paused=True)
+                paused, stop = self._handle_asked(end, paused=True)
         cluster.log.leave_out(time.monotonic() - started)
         return stop
 
-    def _handle_asked(
-        self,
-        cluster: SteeredRun,
-        rollout_id: int,
-        rollout: Generated,
-        in_flight: Future[Generated] | None,
-        done: set[str],
-        *,
-        paused: bool,
-    ) -> tuple[bool, str | None]:
+    def _asked(self, state: str = ASKED) -> list[ActionRow]:
+        recording = self._recording
+        return [] if recording is None else recording.call_control(Recording.actions, state).result()
+
+    def _answer(self, row: ActionRow, state: str, rollout_id: int, text: str) -> None:
+        assert self._recording is not None, "it was asked for through the record"
+        self._recording.call_control(Recording.answer, row.id, state, rollout_id, text).result()
+
+    def _handle_asked(self, end: _Boundary, *, paused: bool) -> tuple[bool, str | None]:
         """Do what is asked for now; whether the run is paused afterwards, and why it is to end."""
-        stop, recording = None, self._recording
-        if recording is None:
-            return False, None
-        for row in recording.call_control(Recording.actions, ASKED).result():
+        stop = None
+        for row in self._asked():
             try:
-                answer = self._do(cluster, row, rollout_id, rollout, in_flight, done)
-                state = DONE
+                answer, state = self._do(end, row), DONE
             except RequestRefused as refusal:
                 answer, state = str(refusal), REFUSED
-            logger.info("Request by %s after rollout %d: %s: %s", row.who, rollout_id, row.name, answer)
-            recording.call_control(Recording.answer, row.id, state, rollout_id, answer).result()
+            logger.info("Request by %s after rollout %d: %s: %s", row.who, end.rollout_id, row.name, answer)
+            self._answer(row, state, end.rollout_id, answer)
             if state == DONE:
                 paused = row.name == "pause" or (paused and row.name != "resume")
                 if row.name == "stop":
-                    stop = f"stopped after step {rollout_id + 1}, as asked by {row.who}"
+                    stop = f"stopped after step {end.rollout_id + 1}, as asked by {row.who}"
         return paused, stop
 
     def before_training(self, cluster: SteeredRun, rollout_id: int) -> None:
@@ -112,10 +120,10 @@ class Requests:
     def restore_settings(self, cluster: SteeredRun) -> None:
         """Restore settings that were changed before a resume, unless their flags have changed since."""
         record = read_run(cluster.run.run_dir)
-        if self._recording is None or record is None or not record.earlier:
+        if record is None or not record.earlier:
             return
         changed: dict[str, float] = {}
-        for row in self._recording.call_control(Recording.actions, DONE).result():
+        for row in self._asked(DONE):
             setting = ACTIONS[row.name].setting if row.name in ACTIONS else None
             if setting and row.value is not None and (row.rollout_id or 0) < cluster.schedule.start:
                 changed[setting] = row.value
@@ -125,54 +133,46 @@ class Requests:
                 logger.info("--%s is %g, as it was changed before", setting.replace("_", "-"), value)
                 self._change(cluster, setting, value, cluster.schedule.start - 1, in_flight=False)
 
-    def _do(
-        self,
-        cluster: SteeredRun,
-        row: ActionRow,
-        rollout_id: int,
-        rollout: Generated,
-        in_flight: Future[Generated] | None,
-        done: set[str],
-    ) -> str:
+    def _do(self, end: _Boundary, row: ActionRow) -> str:
         """Do it and return what was done, in a sentence; RequestRefused: why not."""
-        action = ACTIONS.get(row.name)
+        cluster, rollout_id, action = end.cluster, end.rollout_id, ACTIONS.get(row.name)
         if action is None or action.wrong_value(row.value):
             raise RequestRefused("this version of slime does not know it, or not with this value")
         if action.setting is not None:
             assert row.value is not None, "a setting has a value"
-            return self._set(cluster, action.setting, row.value, rollout_id, in_flight is not None)
+            return self._set(end, action.setting, row.value)
         if row.name == "evaluate":
             if not cluster.args.eval_datasets:
                 raise RequestRefused("the run has nothing to evaluate on: give --eval-prompt-data")
-            if not cluster.schedule.eval_after(rollout_id) and "evaluate" not in done:
+            if not cluster.schedule.eval_after(rollout_id) and "evaluate" not in end.done:
                 cluster.evaluate(rollout_id)
-            done.add("evaluate")
+            end.done.add("evaluate")
             return f"evaluated after step {rollout_id + 1}"
         if row.name == "checkpoint" and cluster.args.save is None:
             raise RequestRefused("the run keeps no checkpoints: start it with --save")
         if row.name in ("checkpoint", "stop") and cluster.trainer.saver is not None:
-            if not cluster.schedule.save_after(rollout_id) and "checkpoint" not in done:
-                cluster.save(rollout_id, rollout, in_flight)
-            done.add("checkpoint")
+            if not cluster.schedule.save_after(rollout_id) and "checkpoint" not in end.done:
+                cluster.save(rollout_id, end.rollout, end.in_flight)
+            end.done.add("checkpoint")
             return f"saved after step {rollout_id + 1}"
         words = {"pause": "paused", "resume": "resumed", "stop": "ends here; without --save nothing is kept"}
         return words[row.name]
 
-    def _set(self, cluster: SteeredRun, setting: str, value: float, rollout_id: int, in_flight: bool) -> str:
-        args = cluster.args
-        if not cluster.trainer.group.ranks.handles:
+    def _set(self, end: _Boundary, setting: str, value: float) -> str:
+        args = end.cluster.args
+        if not end.cluster.trainer.group.ranks.handles:
             raise RequestRefused("nothing is trained in this run")
         if setting == "lr" and args.lr_decay_style in _MIN_LR_STYLES and value < args.min_lr:
             raise RequestRefused(f"it is below --min-lr {args.min_lr:g}, to which the rate decays")
         if setting == "rollout_temperature" and (args.partial_rollout or args.release_train):
             raise RequestRefused("it cannot change with --partial-rollout or --release-train")
         before = self._current.get(setting, getattr(args, setting))
-        self._change(cluster, setting, value, rollout_id, in_flight)
+        self._change(end.cluster, setting, value, end.rollout_id, in_flight=end.in_flight is not None)
         old = f"{before:g}" if isinstance(before, (int, float)) else "as --eps-clip"
-        return f"--{setting.replace('_', '-')} was {old} and is {value:g} from step {rollout_id + 2} on"
+        return f"--{setting.replace('_', '-')} was {old} and is {value:g} from step {end.rollout_id + 2} on"
 
     def _change(
-        self, cluster: SteeredRun, setting: str, value: float, rollout_id: int, in_flight: bool
+        self, cluster: SteeredRun, setting: str, value: float, rollout_id: int, *, in_flight: bool
     ) -> None:
         self._current[setting] = value
         if setting == "rollout_temperature":

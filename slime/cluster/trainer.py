@@ -16,10 +16,9 @@ from slime.cluster.driver_spans import Timeline
 from slime.cluster.residency import GENERATE, TRAIN, Residency
 from slime.cluster.restart.recovery import Recovery, headline
 from slime.cluster.restart.replay import ReplayEntry, ReplayLog, SafeState
-from slime.cluster.restart.restore import PeerCopies
+from slime.cluster.restart.restore import OF_THE_FIRST_START, PeerCopies, TrainerRelease
 from slime.cluster.rollout_manager import Generated
 from slime.cluster.training.rank_notes import RankNotes
-from slime.cluster.training.release import OF_THE_FIRST_START, TrainerRelease
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
@@ -90,9 +89,8 @@ class Trainer:
 
     def _train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
         with self.residency.phase(TRAIN), self.timeline.doing("training", rollout_id):
-            if self.release is not None and self.release.wake():
-                for name, value in self._changed.items():  # new processes have the flags' values
-                    self.group.ranks.call(TrainActor.change_setting, name, value)
+            if self.release is not None:
+                self.release.wake(self._changed)
             # The batch is kept while the ranks train: the driver has nothing else to do then.
             return self.group.train(rollout_id, batch, meanwhile=partial(self._keep, rollout_id, batch))
 

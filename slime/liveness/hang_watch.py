@@ -15,14 +15,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Protocol
 
+import psutil
+
 from slime.liveness import stacks, waits
-from slime.liveness.notes import Notes
-from slime.liveness.vital_signs import Signs, SilenceClock, family_of, signs_of
+from slime.liveness.notes import NotedWait, Notes
+from slime.liveness.vital_signs import Signs, SilenceClock, signs_of
 from slime.liveness.wait_table import WaitRow, chain_of_causes, row_of, rows_of_this_process, write_table
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.files.restricted import restricted
@@ -114,13 +116,18 @@ class HangWatch:
     def _judge(self, clock: SilenceClock, elapsed_s: float) -> None:
         notes = list(self._workers.notes().values())
         now = (waits.num_ended(), *(worker.moves for worker in notes))
-        if now != self._seen or _has_time_left(notes) or _is_debugged():
+        found: list[waits.Wait | NotedWait] = [*waits.active()]
+        found += [wait for worker in notes for wait in worker.waits]
+        # A wait within its own deadline is ended by that.
+        has_time = any(wait.deadline_s is not None and wait.age_s < wait.deadline_s for wait in found)
+        if now != self._seen or has_time or _is_debugged():
             self._seen = now
             clock.hear()
             return
         if time.monotonic() - self._signs_at > _CPU_LOOK_S:
             self._signs_at = time.monotonic()
-            self._signs = signs_of(family_of(os.getpid()))
+            family = psutil.Process().children(recursive=True)
+            self._signs = signs_of([os.getpid(), *(child.pid for child in family)])
         clock.miss(elapsed_s, self._signs)
         if clock.is_overdue:
             cause = clock.describe().replace("its process does nothing: it hangs", "no process does anything")
@@ -163,21 +170,7 @@ class HangWatch:
             os._exit(_EXIT_CODE)
 
 
-def _has_time_left(workers: Iterable[Notes]) -> bool:
-    """Return whether a wait is within its own deadline, which will end it."""
-    ages = [(wait.age_s, wait.deadline_s) for wait in waits.active()]
-    ages += [(wait.age_s, wait.deadline_s) for notes in workers for wait in notes.waits]
-    return any(deadline_s is not None and age_s < deadline_s for age_s, deadline_s in ages)
-
-
 def _is_debugged() -> bool:
     """Return whether a person is at a breakpoint in this process."""
-    return any(_is_in_debugger(frame) for frame in sys._current_frames().values())
-
-
-def _is_in_debugger(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if any(part in frame.f_code.co_filename for part in _DEBUGGERS):
-            return True
-        frame = frame.f_back
-    return False
+    frames = (frame for innermost in sys._current_frames().values() for frame, _ in walk_stack(innermost))
+    return any(part in frame.f_code.co_filename for frame in frames for part in _DEBUGGERS)

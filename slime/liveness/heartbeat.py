@@ -32,15 +32,12 @@ _MISSED_ROUNDS = 3  # before a member appears in the wait table
 
 
 class Beating(Protocol):
-    """A process that gives signs of life."""
+    """A process that gives signs of life. `name`: in the wait table; `title`: with its process, if known."""
 
     @property
-    def title(self) -> str:
-        """Its name, with its process where that is known."""
-
+    def name(self) -> str: ...
     @property
-    def wait_name(self) -> str:
-        """Its name in the wait table."""
+    def title(self) -> str: ...
 
     async def heard(self, timeout_s: float) -> bool | None:
         """Return whether it gave a sign of life since the last call; None: it owes none now."""
@@ -52,37 +49,14 @@ class Beating(Protocol):
 M = TypeVar("M", bound=Beating)
 
 
+@dataclass(eq=False, slots=True)
 class _Watched(Generic[M]):
     """A member with the clock of its silence."""
 
-    def __init__(self, member: M, limit_s: float, interval_s: float, warn_after_s: float):
-        self.member, self._limit_s = member, limit_s
-        self.clock = SilenceClock(limit_s, 3 * interval_s)
-        self._mark_after_s = _MISSED_ROUNDS * interval_s
-        self._warn_after_s = self._next_warning_s = warn_after_s
-        self.given_up = False
-
-    @property
-    def cause(self) -> str:
-        return f"{self.clock.silent_s:.0f} s: {self.clock.describe()}"
-
-    def hear(self) -> None:
-        waits.mark(self, None)
-        self.clock.hear()
-        self._next_warning_s = self._warn_after_s
-
-    def miss(self, elapsed_s: float) -> None:
-        """Count a silent round: enter the member in the wait table, and warn at doubling intervals."""
-        self.clock.miss(elapsed_s, self.member.signs())
-        silent_s = self.clock.silent_s
-        if silent_s >= self._mark_after_s:
-            what = f"{SIGN_OF_LIFE} ({self.clock.describe()})"
-            deadline_s = self.clock.allowed_s if self._limit_s < math.inf else None
-            started = time.monotonic() - silent_s
-            waits.mark(self, waits.Wait(what, "the watch", started, deadline_s, self.member.wait_name))
-        if silent_s >= self._next_warning_s and not self.clock.is_overdue:
-            self._next_warning_s *= 2
-            logger.warning("%s has not answered for %s", self.member.title, self.cause)
+    member: M
+    clock: SilenceClock
+    next_warning_s: float
+    given_up: bool = False
 
 
 class HeartbeatWatch(Generic[M]):
@@ -109,8 +83,9 @@ class HeartbeatWatch(Generic[M]):
         self._thread: threading.Thread | None = None
 
     def add(self, member: M) -> None:
+        clock = SilenceClock(self._limit_s, 3 * self._interval_s)
         with self._lock:
-            self._watched[id(member)] = _Watched(member, self._limit_s, self._interval_s, self._warn_after_s)
+            self._watched[id(member)] = _Watched(member, clock, self._warn_after_s)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
                 self._thread.start()
@@ -143,22 +118,38 @@ class HeartbeatWatch(Generic[M]):
         return await asyncio.gather(*(each.member.heard(self._interval_s) for each in members))
 
     def _judge(self, watched: _Watched[M], heard: bool | None, elapsed_s: float) -> None:
+        member, clock = watched.member, watched.clock
         if heard is not False:
             if heard and watched.given_up:
-                self._on_return(watched.member)
-            if heard and watched.clock.silent_s >= self._warn_after_s:
+                self._on_return(member)
+            if heard and clock.silent_s >= self._warn_after_s:
                 # Only now: whoever reads this line may call it.
-                logger.warning("%s answers again after %.0f s", watched.member.title, watched.clock.silent_s)
-            watched.given_up = False
-            watched.hear()
+                logger.warning("%s answers again after %.0f s", member.title, clock.silent_s)
+            watched.given_up, watched.next_warning_s = False, self._warn_after_s
+            waits.mark(watched, None)
+            clock.hear()
             return
         with self._lock:  # a member that is removed meanwhile leaves no row in the wait table
-            if self._closed.is_set() or id(watched.member) not in self._watched:
+            if self._closed.is_set() or id(member) not in self._watched:
                 return
-            watched.miss(elapsed_s)
-        if watched.clock.is_overdue and not watched.given_up:
+            self._miss(watched, elapsed_s)
+        if clock.is_overdue and not watched.given_up:
             watched.given_up = True
-            self._on_silence(watched.member, watched.cause)
+            self._on_silence(member, f"{clock.silent_s:.0f} s: {clock.describe()}")
+
+    def _miss(self, watched: _Watched[M], elapsed_s: float) -> None:
+        """Count a silent round: enter the member in the wait table, and warn at doubling intervals."""
+        member, clock = watched.member, watched.clock
+        clock.miss(elapsed_s, member.signs())
+        if clock.silent_s >= _MISSED_ROUNDS * self._interval_s:
+            what = f"{SIGN_OF_LIFE} ({clock.describe()})"
+            deadline_s = clock.allowed_s if self._limit_s < math.inf else None
+            started = time.monotonic() - clock.silent_s
+            waits.mark(watched, waits.Wait(what, "the watch", started, deadline_s, member.name))
+        if clock.silent_s >= watched.next_warning_s and not clock.is_overdue:
+            watched.next_warning_s *= 2
+            cause = clock.describe()
+            logger.warning("%s has not answered for %.0f s: %s", member.title, clock.silent_s, cause)
 
 
 class HttpServer(Protocol):
@@ -181,12 +172,10 @@ class HttpBeat:
     path: str = ENGINE_PATH
 
     @property
-    def title(self) -> str:
-        return self.wait_name
-
-    @property
-    def wait_name(self) -> str:
+    def name(self) -> str:
         return waits.known_as(self.server.url)
+
+    title = name
 
     async def heard(self, timeout_s: float) -> bool | None:
         if not self.is_watched():
@@ -207,15 +196,13 @@ def watch_servers(limit_s: float, on_silence: Callable[[HttpBeat, str], None]) -
 async def _answers(url: str, path: str, timeout_s: float) -> bool:
     """Return whether anything comes back, be it an error."""
     parts = urlsplit(url)
-    writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
-            return bool(await reader.read(1))
+            with contextlib.closing(writer):
+                writer.write(
+                    f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode()
+                )
+                return bool(await reader.read(1))
     except (OSError, TimeoutError):
         return False
-    finally:
-        if writer is not None:
-            with contextlib.suppress(OSError):
-                writer.close()

@@ -7,14 +7,12 @@ all others, and no deadline of asyncio reaches it. This module only logs the nam
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Coroutine, Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from slime.utils.machine import descriptors
@@ -25,28 +23,17 @@ SLOW_STEP_S = 5.0
 _LOOK_EVERY_S = 1.0
 
 
-@dataclass(eq=False, slots=True)
-class _Step:
-    """The work of one thread between two awaits of a user function."""
-
-    name: str
-    thread: int
-    started: float
-
-
 class LoopWatch:
-    """Knows the steps in progress, which its thread checks."""
+    """Knows the steps in progress, which its thread checks: the work of a thread between two awaits."""
 
     def __init__(self) -> None:
-        self._steps: set[_Step] = set()
+        self._steps: dict[object, tuple[str, int, float]] = {}  # name, thread and start
         self._reported: set[str] = set()  # names, each once
         self._thread: threading.Thread | None = None
 
     async def run(self, name: str, call: Awaitable[Any]) -> Any:
         """Await `call`, a coroutine of the function `name`; other awaitables are not watched."""
-        if not isinstance(call, Coroutine):
-            return await call
-        return await _Stepwise(call, functools.partial(self.step, name))
+        return await (_Stepwise(self, name, call) if isinstance(call, Coroutine) else call)
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -55,25 +42,28 @@ class LoopWatch:
             self._steps.clear()
             self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
             self._thread.start()
-        step = _Step(name, threading.get_ident(), time.monotonic())
-        self._steps.add(step)
+        key, started = object(), time.monotonic()
+        self._steps[key] = name, threading.get_ident(), started
         try:
             yield
         finally:
-            self._steps.discard(step)
+            self._steps.pop(key, None)
             descriptors.check(name)  # now: the loop itself cannot run without them
-            seconds = time.monotonic() - step.started
+            seconds = time.monotonic() - started
             if seconds > SLOW_STEP_S:
                 self._report(name, f"held up the event loop for {seconds:.1f} s")
 
     def _watch(self) -> None:
         while True:
             time.sleep(_LOOK_EVERY_S)
-            for step in list(self._steps):
-                seconds = time.monotonic() - step.started
-                if seconds > 2 * SLOW_STEP_S:
-                    where = _line_of(step.thread)
-                    self._report(step.name, f"has held up the event loop for {seconds:.0f} s so far{where}")
+            for name, thread, started in list(self._steps.values()):
+                seconds, frame = time.monotonic() - started, sys._current_frames().get(thread)
+                if seconds > 2 * SLOW_STEP_S and frame is not None:
+                    place = traceback.extract_stack(frame)[-1]
+                    where = f"{place.filename}:{place.lineno} in {place.name}"
+                    self._report(
+                        name, f"has held up the event loop for {seconds:.0f} s so far (now at {where})"
+                    )
 
     def _report(self, name: str, what: str) -> None:
         if name not in self._reported:
@@ -83,15 +73,15 @@ class LoopWatch:
 
 
 class _Stepwise:
-    """Awaits a coroutine, with every stretch between two of its awaits inside `step()`."""
+    """Awaits a coroutine, with every stretch between two of its awaits inside a step."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], step: Any):
-        self._coroutine, self._step = coroutine, step
+    def __init__(self, watch: LoopWatch, name: str, coroutine: Coroutine[Any, Any, Any]):
+        self._watch, self._name, self._coroutine = watch, name, coroutine
 
     def __await__(self) -> Generator[Any, Any, Any]:
         resume, value = self._coroutine.send, None
         while True:
-            with self._step():
+            with self._watch.step(self._name):
                 try:
                     awaited = resume(value)
                 except StopIteration as end:
@@ -103,14 +93,6 @@ class _Stepwise:
                 raise
             except BaseException as error:  # a cancellation, or the exception of what was awaited
                 resume, value = self._coroutine.throw, error
-
-
-def _line_of(thread: int) -> str:
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return ""
-    place = traceback.extract_stack(frame)[-1]
-    return f" (now at {place.filename}:{place.lineno} in {place.name})"
 
 
 loop_watch = LoopWatch()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from traceback import walk_stack
 from types import FrameType
 
 from slime.liveness import waits
@@ -38,14 +39,13 @@ class Notes:
     waits: list[NotedWait] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
-    """A call in progress in one thread."""
+    """A call in progress in one thread. `place`: its stack at the last heartbeat, which is so `since`."""
 
-    __slots__ = ("method", "place", "since")
-
-    def __init__(self, method: str):
-        self.method, self.since = method, time.monotonic()
-        self.place: object = None  # the stack at the last heartbeat
+    method: str
+    since: float = 0.0
+    place: object = None
 
 
 _calls: dict[int, _Call] = {}  # by thread
@@ -69,14 +69,13 @@ class Notebook:
         self._moves = 0
 
     def take(self) -> Notes:
-        now = time.monotonic()
+        now, frames = time.monotonic(), sys._current_frames()
         found = [NotedWait(wait.name, wait.target, wait.age_s, wait.deadline_s) for wait in waits.active()]
-        frames = sys._current_frames()
         for ident, call in list(_calls.items()):
             frame = frames.get(ident)
             if frame is None:
                 continue
-            place = [(id(each.f_code), each.f_lasti) for each in _stack_of(frame)]
+            place = [(id(each.f_code), each.f_lasti) for each, _ in walk_stack(frame)]
             if place != call.place:
                 call.place, call.since = place, now
                 self._moves += 1
@@ -86,17 +85,10 @@ class Notebook:
         return Notes(self._moves + waits.num_ended(), found)
 
 
-def _stack_of(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of a thread, innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _describe(innermost: FrameType) -> tuple[str, str]:
     """Return where a thread is stuck, with the line of slime that led there, and whom it waits for."""
     collective, caller = "", innermost
-    for depth, frame in enumerate(_stack_of(innermost)):
+    for depth, (frame, _) in enumerate(walk_stack(innermost)):
         file = frame.f_code.co_filename
         if "/slime/runtime/" in file:
             break

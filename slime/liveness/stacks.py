@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -30,11 +31,9 @@ _dependents: list[Callable[[], None]] = []
 
 def answer_signal() -> None:
     """Make this process write its stacks to stderr, its log, when it is asked."""
-    stderr = sys.__stderr__
-    if stderr is None or threading.current_thread() is not threading.main_thread():
-        return
-    with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation):  # a stderr that is no file
-        _install(stderr)
+    if sys.__stderr__ is not None and threading.current_thread() is threading.main_thread():
+        with contextlib.suppress(ValueError, OSError):  # a stderr that is no file
+            _install(sys.__stderr__)
 
 
 @contextlib.contextmanager
@@ -43,8 +42,8 @@ def answering(log: Path) -> Iterator[None]:
 
     Without a handler the signal would end the process.
     """
-    on_main = threading.current_thread() is threading.main_thread()
-    if not on_main or signal.getsignal(SIGNAL) != signal.SIG_DFL:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(SIGNAL) != signal.SIG_DFL:
         yield
         return
     with open(log, "a", opener=restricted) as file:
@@ -76,21 +75,13 @@ def ask(pids: Iterable[int]) -> list[int]:
     """Ask processes of this machine that handle the signal, which would end any other; return their pids."""
     asked = []
     for pid in pids:
-        if _answers(pid):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has ended
+            # psutil does not report who handles a signal.
+            caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+            if caught is not None and int(caught[1], 16) >> (SIGNAL - 1) & 1:
                 os.kill(pid, SIGNAL)
                 asked.append(pid)
     return asked
-
-
-def _answers(pid: int) -> bool:
-    """Return whether a process has a handler for the signal, which psutil does not report."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
 
 
 def write_own(file: IO[str]) -> None:
@@ -128,11 +119,8 @@ def _tasks() -> str:
     for loop in loops - {None}:
         tasks: list[asyncio.Task[Any]] = []
         with contextlib.suppress(RuntimeError):  # the set of tasks changed while it was read
-            tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+            tasks = list(asyncio.all_tasks(loop))
         out.write(f"asyncio tasks: {len(tasks)}\n")
         for task in tasks[:_MAX_TASKS]:
-            out.write(f"{task.get_name()} waits:\n")
-            for place in task.get_stack(limit=_TASK_FRAMES):
-                code = place.f_code
-                out.write(f"  File {code.co_filename}, line {place.f_lineno} in {code.co_qualname}\n")
+            task.print_stack(limit=_TASK_FRAMES, file=out)
     return out.getvalue()

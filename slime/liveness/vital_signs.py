@@ -1,8 +1,7 @@
 """Tells apart a silent process that is stopped, one that hangs, and one that only has much to do.
 
-On a loaded machine silence alone proves little. The operating system knows more: a hanging process uses no
-CPU, one that compiles does, and one that gets no turn on a crowded machine is runnable. So the patience with
-a silent process depends on what it is seen to do.
+On a loaded machine silence alone proves little: a hanging process uses no CPU, one that compiles does, and
+one that gets no turn is runnable. So the patience with a silent process depends on what it is seen to do.
 """
 
 from __future__ import annotations
@@ -56,22 +55,12 @@ def signs_of(pids: Iterable[int]) -> Signs | None:
 
 def signs_of_group(leader: int) -> Signs | None:
     """Return the signs of all processes in the process group of `leader`."""
-    return signs_of(pid for pid in psutil.pids() if _group_of(pid) == leader)
-
-
-def _group_of(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except OSError:  # it has ended
-        return None
-
-
-def family_of(pid: int) -> list[int]:
-    """Return a process and its descendants."""
-    try:
-        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except psutil.Error:
-        return [pid]
+    members = []
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getpgid(pid) == leader:
+                members.append(pid)
+    return signs_of(members)
 
 
 class SilenceClock:
@@ -104,10 +93,7 @@ class SilenceClock:
 
     @property
     def allowed_s(self) -> float:
-        if self._signs is None:
-            return self._limit_s * _UNSEEN_FACTOR
-        busy = self._computes(self._signs) or self._signs.held or self._waits_for_core
-        return self._limit_s * (_BUSY_FACTOR if busy and not self._signs.stopped else 1.0)
+        return self._limit_s * self._verdict()[0]
 
     @property
     def is_overdue(self) -> bool:
@@ -115,21 +101,19 @@ class SilenceClock:
 
     def describe(self) -> str:
         """Return what is known of the cause, to follow a text that names the process."""
-        if self._signs is None:
-            return "nothing is known of its process"
-        if self._signs.stopped:
-            return "its process is stopped (SIGSTOP; SIGCONT resumes it)"
-        if self._signs.held:
-            return "its process waits for a disk, or for a debugger"
-        if self._computes(self._signs):
-            return "its process computes and does not answer"
-        if self._waits_for_core:
-            return "its process waits for a core: too much else runs on its machine"
-        return "its process does nothing: it hangs"
+        return self._verdict()[1]
 
-    @property
-    def _waits_for_core(self) -> bool:
-        return self._num_runnable > _RUNNABLE_SHARE * self._num_checks
-
-    def _computes(self, signs: Signs) -> bool:
-        return signs.cpu_s - (self._first_cpu_s or 0.0) > _BUSY_SHARE * self.silent_s
+    def _verdict(self) -> tuple[float, str]:
+        """Return how many times the limit the silence may last, and the cause."""
+        signs = self._signs
+        if signs is None:
+            return _UNSEEN_FACTOR, "nothing is known of its process"
+        if signs.stopped:
+            return 1.0, "its process is stopped (SIGSTOP; SIGCONT resumes it)"
+        if signs.held:
+            return _BUSY_FACTOR, "its process waits for a disk, or for a debugger"
+        if signs.cpu_s - (self._first_cpu_s or 0.0) > _BUSY_SHARE * self.silent_s:
+            return _BUSY_FACTOR, "its process computes and does not answer"
+        if self._num_runnable > _RUNNABLE_SHARE * self._num_checks:
+            return _BUSY_FACTOR, "its process waits for a core: too much else runs on its machine"
+        return 1.0, "its process does nothing: it hangs"

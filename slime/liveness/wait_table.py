@@ -61,8 +61,10 @@ def row_of(owner: str, what: str, target: str, age_s: float, deadline_s: float |
 
 def rows_of_this_process(found: Iterable[waits.Wait] | None = None) -> list[WaitRow]:
     """Return rows of the given waits of this process; None: of those in progress."""
-    found = waits.active() if found is None else found
-    return [row_of(wait.owner, wait.name, wait.target, wait.age_s, wait.deadline_s) for wait in found]
+    return [
+        row_of(wait.owner, wait.name, wait.target, wait.age_s, wait.deadline_s)
+        for wait in (waits.active() if found is None else found)
+    ]
 
 
 def collapse(rows: Iterable[WaitRow]) -> list[WaitRow]:

@@ -13,11 +13,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +58,14 @@ _thread = threading.local()
 _process_name = "driver"
 _num_ended = 0
 _known_as: dict[str, str] = {}
-_ended: collections.deque[tuple[Wait, float]] | None = None  # None: nobody asks for them
-
-
-def keep_ended() -> None:
-    """Keep the waits of this process that took a while, for `drain_ended`."""
-    global _ended
-    _ended = _ended if _ended is not None else collections.deque(maxlen=_MAX_ENDED)
+_ended: collections.deque[tuple[Wait, float]] = collections.deque(maxlen=_MAX_ENDED)
 
 
 def drain_ended() -> list[tuple[Wait, float]]:
-    """Return the waits that ended since the last call, each with its end in seconds since 1970."""
+    """Return the longer waits that ended since the last call, each with its end in seconds since 1970."""
     with _lock:
-        found = list(_ended or ())
-        if _ended is not None:
-            _ended.clear()
+        found = list(_ended)
+        _ended.clear()
     return found
 
 
@@ -126,7 +116,7 @@ def waiting(
         with _lock:
             del _active[key]
             _num_ended += moves
-            if _ended is not None and moves and wait.age_s >= _SHORT_S:
+            if moves and wait.age_s >= _SHORT_S:
                 _ended.append((wait, time.time()))
 
 
@@ -164,20 +154,6 @@ async def limited(
             raise _breach(name, owner, deadline_s) from None
 
 
-async def within(
-    awaitable: Awaitable[T],
-    name: str,
-    deadline_s: float,
-    *,
-    owner: str = "",
-    target: str = "",
-    moves: bool = True,
-) -> T:
-    """Await one thing with a name and a deadline."""
-    async with limited(name, deadline_s, owner=owner, target=target, moves=moves):
-        return await awaitable
-
-
 def until(
     condition: Callable[[], bool],
     name: str,
@@ -185,10 +161,9 @@ def until(
     *,
     owner: str = "",
     interval_s: float = 0.05,
-    target: str = "",
 ) -> None:
     """Poll `condition` until it holds; it may raise to give up early with the cause."""
-    with waiting(name, owner=owner, deadline_s=deadline_s, target=target) as wait:
+    with waiting(name, owner=owner, deadline_s=deadline_s) as wait:
         while not condition():
             if wait.age_s > deadline_s:
                 raise _breach(name, owner, deadline_s)

@@ -297,9 +297,8 @@ async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int | N
         logger.info("rollout %s: aborting %d requests", rollout_id, len(rids))
     urls = await _worker_urls(args)
     try:
-        await waits.within(
-            _cancel(args, urls, scope.name, rids), "abort of surplus requests", ABORT_DEADLINE_S
-        )
+        async with waits.limited("abort of surplus requests", ABORT_DEADLINE_S):
+            await _cancel(args, urls, scope.name, rids)
     except (http_utils.HttpError, waits.WaitTimeout) as error:
         logger.warning("abort of %d requests: %s", len(rids), error)
 

@@ -203,10 +203,6 @@ class ProcessHandle(Handle[T]):
     def title(self) -> str:
         return f"{self.name} (pid {self.pid})"
 
-    @property
-    def wait_name(self) -> str:
-        return self.name
-
     async def heard(self, timeout_s: float) -> bool:
         heard, self._heard = self._heard, False
         return heard

@@ -27,10 +27,9 @@ from slime.liveness.vital_signs import Signs, signs_of
 from slime.runtime import reports
 from slime.runtime.base import Handle, P, R, T, WorkerSpec
 from slime.runtime.placement import Machine, Placement, Slot
-from slime.runtime.ray_folder import short_folder
 from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import CONTROL, WORK, invoke, make_object
-from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerSilent, WorkerWatch
+from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerSilent
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine.children import import_environment, last_lines, open_log
 from slime.utils.machine.cores import num_cores
@@ -41,8 +40,11 @@ logger = logging.getLogger(__name__)
 DEFAULT_HOST_TIMEOUT_S = 600.0
 _ANSWER_S = 30.0  # of a machine that is asked whether it is there
 _STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
+_SOCKET_BYTES = 107  # of its name, at most
+_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # below a folder of Ray's
 _PULSE, _FIRST_PULSE_S = "pulse", 10.0
 _LIFE = "life"
+_SENT = ("_run_dir", "_silence_limit_s", "_host_timeout_s", "_driver_node", "_nodes", "_gpu_ids")
 _Found = tuple[str, str, tuple[int, ...], int]  # node, its address, our devices on it, its cores
 _DEATHS = (
     ray.exceptions.RayActorError,
@@ -61,7 +63,7 @@ def _join_or_start() -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="warning",
-                _temp_dir=None if address else short_folder(),
+                _temp_dir=None if address else _short_folder(),
             )
             return
         except Exception as error:  # Ray has no class for it
@@ -70,6 +72,15 @@ def _join_or_start() -> None:
                 where = f"no Ray cluster answers at RAY_ADDRESS={address}" if address else "Ray did not start"
                 raise RunStopped(f"{where}: {error}") from error
             logger.warning("Ray did not start (%s); once more.", error)
+
+
+def _short_folder() -> str | None:
+    """Return a folder for Ray if TMPDIR is too long for the names of its sockets; None: Ray's own choice."""
+    chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    if len(os.fsencode(chosen)) + len(_SOCKET) <= _SOCKET_BYTES:
+        return None
+    logger.warning("Ray's files are in /tmp/ray: %s is too long for the names of its sockets.", chosen)
+    return "/tmp/ray"
 
 
 class _Actor:
@@ -212,10 +223,6 @@ class RayHandle(Handle[T]):
     def title(self) -> str:
         return f"{self.name} (pid {self._pid} on node {self._node})"
 
-    @property
-    def wait_name(self) -> str:
-        return self.name
-
     async def heard(self, timeout_s: float) -> bool:
         """Return whether it answered; it may be silent until its object exists, while torch is loaded."""
         if self._question is None:
@@ -264,7 +271,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
     ):
         self._owns_ray = not ray.is_initialized()
         super().__init__(run_dir, silence_limit_s)
-        self._silence_limit_s, self._host_timeout_s = silence_limit_s, host_timeout_s
+        self._host_timeout_s = host_timeout_s
         if self._owns_ray:
             _join_or_start()
         self._driver_node: str = ray.get_runtime_context().get_node_id()
@@ -274,10 +281,11 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out Ray and the devices: an actor that starts others owns only those."""
-        return {**self.__dict__, "_owns_ray": False, "_workers": [], "_group": None, "_watch": None}
+        return {name: value for name, value in self.__dict__.items() if name in _SENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _watch=WorkerWatch(state["_silence_limit_s"]))
+        super().__init__(state["_run_dir"], state["_silence_limit_s"])
+        self.__dict__.update(state, _owns_ray=False, _group=None)
 
     @property
     def num_machines(self) -> int:

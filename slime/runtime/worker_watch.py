@@ -41,65 +41,22 @@ class Worker(Beating, Protocol):
 W = TypeVar("W", bound=Worker)
 
 
-class WorkerWatch:
-    """`failure` gets the first worker that died, or is silent for too long.
+class RuntimeWithWorkers(Generic[W]):
+    """Holds and watches the worker processes that a runtime has started.
 
-    `limit_s` 0: silence is no failure. `on_silence`: called before the calls of a silent worker fail.
+    `failure` gets the first worker that died, or is silent for too long. `silence_limit_s` 0: silence is no
+    failure.
     """
 
-    def __init__(self, limit_s: float = DEFAULT_LIMIT_S):
-        self.on_silence: Callable[[WorkerSilent], None] = lambda error: None  # set by who can explain it
-        self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._limit_s, self._lock, self._closed = limit_s, threading.Lock(), False
-        self._heartbeats: HeartbeatWatch[Worker] = HeartbeatWatch(
-            limit_s or math.inf,
-            self._give_up,
-            lambda worker: worker.fail(None),
-            warn_after_s=(limit_s or math.inf) * _FIRST_WARNING,
-        )
-
-    def add(self, worker: Worker) -> None:
-        self._heartbeats.add(worker)
-        worker.end.add_done_callback(lambda end: self._see_end(worker, end.result()))
-
-    def forget_failure(self) -> None:
-        """Start over with a new `failure`: the lost worker has been replaced."""
-        with self._lock:
-            self.failure = concurrent.futures.Future()
-
-    def close(self) -> None:
-        self._closed = True
-        self._heartbeats.close()
-
-    def _give_up(self, worker: Worker, cause: str) -> None:
-        error = WorkerSilent(
-            f"{worker.title} has not answered for {cause} (--timeouts worker-silence={self._limit_s:g})"
-        )
-        logger.error("%s", error)
-        try:
-            self.on_silence(error)  # first: while all still wait, which shows for whom
-        except Exception:
-            logger.exception("The chain of causes cannot be reported.")
-        worker.fail(error)
-        self._fail(error)
-
-    def _see_end(self, worker: Worker, death: WorkerDied) -> None:
-        """Runs in the thread that saw the end, without waiting for the next heartbeat."""
-        self._heartbeats.remove(worker)
-        if not worker.ended_here and not self._closed:
-            self._fail(death)
-
-    def _fail(self, error: WorkerDied) -> None:
-        with self._lock:
-            if not self.failure.done():
-                self.failure.set_exception(error)
-
-
-class RuntimeWithWorkers(Generic[W]):
-    """Holds the worker processes that a runtime has started."""
-
     def __init__(self, run_dir: Path, silence_limit_s: float):
-        self._run_dir, self._workers, self._watch = run_dir, list[W](), WorkerWatch(silence_limit_s)
+        self._run_dir, self._silence_limit_s, self._workers = run_dir, silence_limit_s, list[W]()
+        self._explain: Callable[[WorkerSilent], None] = lambda error: None  # set by who can explain it
+        self._failure: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._lock, self._closed = threading.Lock(), False
+        limit_s = silence_limit_s or math.inf
+        self._heartbeats: HeartbeatWatch[W] = HeartbeatWatch(
+            limit_s, self._give_up, lambda worker: worker.fail(None), warn_after_s=limit_s * _FIRST_WARNING
+        )
 
     @property
     def log_folder(self) -> Path:
@@ -107,26 +64,51 @@ class RuntimeWithWorkers(Generic[W]):
 
     @property
     def failure(self) -> concurrent.futures.Future[None]:
-        return self._watch.failure
+        return self._failure
 
     def forget_failure(self) -> None:
-        self._watch.forget_failure()
+        with self._lock:
+            self._failure = concurrent.futures.Future()
 
     def before_silence(self, explain: Callable[[WorkerDied], None]) -> None:
-        self._watch.on_silence = explain
+        self._explain = explain
 
     def notes(self) -> dict[str, Notes]:
         return {worker.name: worker.notes for worker in self._living()}
 
     def close(self) -> None:
-        self._watch.close()
+        self._closed = True
+        self._heartbeats.close()
         workers, self._workers = self._workers, []
         for worker in reversed(workers):
             worker.kill()
 
     def _hold(self, worker: W) -> None:
-        self._watch.add(worker)
+        self._heartbeats.add(worker)
+        worker.end.add_done_callback(lambda end: self._see_end(worker, end.result()))
         self._workers.append(worker)
 
     def _living(self) -> list[W]:
         return [worker for worker in self._workers if not worker.end.done()]
+
+    def _give_up(self, worker: W, cause: str) -> None:
+        limit = f"--timeouts worker-silence={self._silence_limit_s:g}"
+        error = WorkerSilent(f"{worker.title} has not answered for {cause} ({limit})")
+        logger.error("%s", error)
+        try:
+            self._explain(error)  # first: while all still wait, which shows for whom
+        except Exception:
+            logger.exception("The chain of causes cannot be reported.")
+        worker.fail(error)
+        self._fail(error)
+
+    def _see_end(self, worker: W, death: WorkerDied) -> None:
+        """Runs in the thread that saw the end, without waiting for the next heartbeat."""
+        self._heartbeats.remove(worker)
+        if not worker.ended_here and not self._closed:
+            self._fail(death)
+
+    def _fail(self, error: WorkerDied) -> None:
+        with self._lock:
+            if not self._failure.done():
+                self._failure.set_exception(error)

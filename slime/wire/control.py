@@ -245,12 +245,8 @@ class EngineControl:
 
     async def _post(self, endpoint: str, payload: dict[str, Any]) -> Any:
         url = f"{self.url}/{endpoint}"
-        return await waits.within(
-            http_utils.post(url, payload, max_retries=0),
-            name=f"POST {url}",
-            deadline_s=self.deadline_s,
-            target=self.url,
-        )
+        async with waits.limited(f"POST {url}", self.deadline_s, target=self.url):
+            return await http_utils.post(url, payload, max_retries=0)
 
     async def _get_either(self, endpoint: str) -> Any:
         """Versions of SGLang differ in whether the name begins with `get_`."""
@@ -263,13 +259,9 @@ class EngineControl:
 
     async def _get(self, endpoint: str) -> Any:
         url = f"{self.url}/{endpoint}"
-        return await waits.within(
-            http_utils.get(url),
-            name=f"GET {url}",
-            deadline_s=self.deadline_s,
-            target=self.url,
-            moves=False,  # it is asked again and again, whatever the run does
-        )
+        # It is asked again and again, whatever the run does.
+        async with waits.limited(f"GET {url}", self.deadline_s, target=self.url, moves=False):
+            return await http_utils.get(url)
 
 
 def _accepted(answer: dict[str, Any], what: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tiny_vision import make_vision_folder
 
 from slime.arguments.groups.topology import plain_topology
-from slime.cluster.serving.engine_plan import plan_engines
+from slime.cluster.serving.served_model import plan_engines
 from slime.runtime.placement import Slot
 from slime.utils import http_utils
 from slime.utils.machine.run_identity import Run

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime.cluster.checkpoints.checkpoint import write_checkpoint
-from slime.cluster.checkpoints.in_flight import read_in_flight, report_differences, write_in_flight
+from slime.cluster.checkpoints.resume_point import read_in_flight, report_differences, write_in_flight
 from slime.cluster.rollout_manager import Generated
 from slime.runtime.base import Ready
 from slime.utils.files.step_folders import Manifest, StepFolder

@@ -13,7 +13,7 @@ from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES, Dialect, EngineKind
 from slime.catalog.transports import TRANSPORT_CHOICES, TRANSPORTS, TransportRow
 from slime.cluster.run_opening import Run
-from slime.cluster.serving.engine_plan import plan_engines
+from slime.cluster.serving.served_model import plan_engines
 from slime.runtime.placement import Slot
 from slime.utils.misc import load_function
 from slime.weight_sync import choose_transport, transport_of

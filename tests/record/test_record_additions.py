@@ -129,11 +129,10 @@ def test_answers_of_a_group_that_take_the_same_time_are_one_bar():
 
 
 def test_waits_that_took_a_while_have_a_lane_of_whoever_waited(monkeypatch):
-    monkeypatch.setattr(waits, "_ended", None)
     monkeypatch.setattr(waits, "_SHORT_S", 0.0)
     with waits.waiting("before anybody asked", owner="rollout"):
         pass
-    waits.keep_ended()
+    waits.drain_ended()
     waits.know_as("http://127.0.0.1:1", "engine-0")
     with waits.waiting("a group", owner="rollout"), waits.waiting("training", owner="run"):
         pass

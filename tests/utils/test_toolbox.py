@@ -89,8 +89,12 @@ def test_a_path_is_not_a_segment_name():
 
 
 def test_a_wait_that_is_overdue_says_what_who_and_how_long():
+    async def wait() -> None:
+        async with waits.limited("the moon", 0.1, owner="me"):
+            await asyncio.sleep(10)
+
     with pytest.raises(waits.WaitTimeout, match=r"the moon \(waited for by me\): not done after 0\.1 s"):
-        async_utils.run(waits.within(asyncio.sleep(10), "the moon", 0.1, owner="me"))
+        async_utils.run(wait())
     assert not active_of("me")
 
 

@@ -44,12 +44,6 @@ _DRIVER_FILES = (MANIFEST, ROLLOUT, IN_FLIGHT)
 _RANK = re.compile(r"(?:^|/)(?:__|rng_)(\d+)[_.][^/]*$")  # that wrote a file: __3_0.distcp, rng_3.pt
 
 
-def rollout_state(checkpoint: StepFolder) -> dict[str, Any] | None:
-    """Return the data source's state in a checkpoint; None: the source of that run keeps it by itself."""
-    state: dict[str, Any] | None = read_state(checkpoint.path / ROLLOUT)
-    return state
-
-
 def write_state(value: Any, path: Path) -> None:
     """Write rollout state into a checkpoint. ValueError: it contains something that cannot be stored."""
     try:

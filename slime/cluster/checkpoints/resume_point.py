@@ -1,4 +1,8 @@
-"""Finds where a run starts: at its first rollout, or after a checkpoint and the rollouts in the ledger."""
+"""Finds where a run starts: at its first rollout, or after a checkpoint and the rollouts in the ledger.
+
+A checkpoint holds the rollout that was in flight when it was written: the asynchronous loop trains on samples
+of the previous weights; generated again, the batch would come from weights one version later.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import Args
-from slime.cluster.checkpoints.checkpoint import resolve_load, rollout_state
-from slime.cluster.checkpoints.in_flight import read_in_flight, report_differences
-from slime.cluster.checkpoints.run_ledger import Resume, find_resume
+from slime.cluster.checkpoints.checkpoint import IN_FLIGHT, ROLLOUT, read_state, resolve_load, write_state
+from slime.cluster.checkpoints.run_ledger import Resume, find_resume, plain_of
 from slime.cluster.rollout_manager import Generated
+from slime.runtime.base import Future
 from slime.utils.files.checksums import FileRecord
 from slime.utils.files.step_folders import StepFolder
 from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
+
+_FULLY_ASYNC = "generate_rollout_fully_async"
 
 # Names the files of a checkpoint folder that are not as they were written.
 FindDamage = Callable[[Path, Mapping[str, FileRecord]], list[str]]
@@ -76,5 +82,60 @@ def find_resume_point(args: Args, run: Run, checkpoint: StepFolder | None, overl
     if restored:  # the data source continues after them
         state = restored[max(restored)].cursor
     else:
-        state = rollout_state(checkpoint) if checkpoint is not None else None
+        # None: the data source of that run keeps its state by itself.
+        state = read_state(checkpoint.path / ROLLOUT) if checkpoint is not None else None
     return ResumePoint(committed + 1, replace(resume, made={}), state, num_pushes, restored)
+
+
+def write_in_flight(folder: Path, rollout_id: int, future: Future[Generated] | None) -> None:
+    """Wait for rollout `rollout_id` and put it into a checkpoint. `future` None: nothing is being made."""
+    if future is None:
+        return
+    try:
+        generated = future.result()
+    except Exception as error:  # raised where the loop asks for the batch; what was trained before is saved
+        logger.warning("rollout %d failed (%s): the checkpoint is written without it", rollout_id, error)
+        return
+    try:
+        write_state({"rollout_id": rollout_id, **plain_of(generated)}, folder / IN_FLIGHT)
+    except ValueError as error:
+        logger.warning("%s A resumed run generates rollout %d again.", error, rollout_id)
+
+
+def read_in_flight(checkpoint: StepFolder) -> Generated | None:
+    """The batch of the rollout after the checkpoint's; None: it holds none."""
+    path = checkpoint.path / IN_FLIGHT
+    if not (path.is_file() or path.with_suffix(".pt").is_file()):
+        return None
+    data = read_state(path)
+    if data.pop("rollout_id") != checkpoint.manifest.rollout_id + 1:
+        raise ValueError(
+            f"{path} is not of the rollout after that of its checkpoint: restore it, or remove that file."
+        )
+    return Generated(**data)
+
+
+def report_differences(
+    args: Args, checkpoint: StepFolder, batch: Generated | None, *, overlapped: bool, ledgered: bool = False
+) -> None:
+    """Log each way in which this resumed run differs from the uninterrupted one.
+
+    `ledgered`: the rollout after the checkpoint comes from the ledger, so this loop made it.
+    """
+    following = checkpoint.manifest.rollout_id + 1
+    if following == args.num_rollout:
+        return  # nothing comes after it
+    reasons = []
+    if not overlapped and not ledgered and batch is not None:
+        reasons += [f"the asynchronous loop was generating rollout {following}, which starts again"]
+    if overlapped and batch is None:
+        reasons += [f"the checkpoint holds no rollout in flight: rollout {following} starts again"]
+    if overlapped and following % args.update_weights_interval:
+        reasons += [
+            "the checkpoint lies between two weight pushes; save at a multiple of "
+            f"--update-weights-interval {args.update_weights_interval} to resume exactly"
+        ]
+    if overlapped and args.rollout_function_path.endswith(_FULLY_ASYNC) and not args.deterministic_mode:
+        reasons += ["groups that were in flight in the pool start again"]
+    for reason in reasons:
+        logger.warning("resumed, but not bit for bit the same run (newer weights generate): %s.", reason)

@@ -16,8 +16,8 @@ from slime.cluster.checkpoints.checkpoint import (
     stage_checkpoint,
     write_state,
 )
-from slime.cluster.checkpoints.in_flight import write_in_flight
 from slime.cluster.checkpoints.published import CARD, Models
+from slime.cluster.checkpoints.resume_point import write_in_flight
 from slime.cluster.checkpoints.save_folder import naming_disk_errors
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.training.train_actor import TrainActor

@@ -21,22 +21,24 @@ from slime.cluster.checkpoints.save_folder import naming_disk_errors
 from slime.cluster.host_check import check_hosts
 from slime.cluster.residency import TRAIN, Residency
 from slime.cluster.restart.replay import ReplayLog, SafeState, UnreadableState
-from slime.cluster.training.release import OF_THE_FIRST_START
-from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_actor import Memory, TrainActor
 from slime.cluster.training.train_group import RankProcesses, TrainGroup
-from slime.liveness import waits
+from slime.liveness import phases, waits
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Slot
 from slime.utils.errors import RunStopped
 from slime.utils.files.checksums import FileRecord
 from slime.utils.files.machine_copies import CopyPlace
-from slime.utils.files.step_folders import DamagedCheckpoint, NewerCheckpoint, read_step
+from slime.utils.files.step_folders import TRAINER, DamagedCheckpoint, NewerCheckpoint, read_step, step_path
 from slime.utils.machine import shm
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 5.0
 _NAMED = 3  # files that a message lists
+
+# These flags concern the checkpoint of --load, which later processes do not load.
+OF_THE_FIRST_START = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,10 @@ class Restorer:
         self.processes.move(find_slots(self.args, self.runtime, self.slots))
         check_hosts(self.args, self.runtime, None)  # a host may be new
         self.processes.renew(state.args)
-        source = check_readable(state, self.processes)
+        self.load(state, check_readable(state, self.processes))
+
+    def load(self, state: SafeState, source: Path | CopyPlace | None) -> None:
+        """Load `source` into new ranks, and what it does not hold of `state`."""
         self.group.layouts = self.processes.load_again(source)
         self.prepare()
         ranks = self.group.ranks
@@ -68,6 +73,37 @@ class Restorer:
             ranks.call(TrainActor.remember, state.memories[0])
         for name, value in state.settings.items():
             ranks.call(TrainActor.change_setting, name, value)
+
+
+class TrainerRelease:
+    """Ends the ranks while engines generate (--release-train). `checkpoint`: what the run starts from.
+
+    Nothing is lost on the way: weights, optimizer, schedule and random state are in the checkpoint of the
+    rollout before, which is complete before the processes end; the rest is `Memory`.
+    """
+
+    def __init__(self, restorer: Restorer, checkpoint: Path | None):
+        self._restorer, self._args, self._checkpoint = restorer, restorer.args, checkpoint
+        self._memories: tuple[Memory, ...] = ()
+
+    def leave(self) -> None:
+        """End the processes after a push: engines have the weights, and nothing else needs the trainer."""
+        self._memories = tuple(self._restorer.group.ranks.call(TrainActor.memory))
+        self._restorer.processes.end()
+
+    def wake(self, settings: dict[str, float]) -> None:
+        """Start the processes again where they have left. `settings`: changed since the run started."""
+        if self._restorer.processes.away:
+            with phases.doing("starting the trainer"):
+                self._restorer.processes.renew(self._args)
+                state = SafeState(self._args, self._checkpoint, -1, self._memories, settings)
+                self._restorer.load(state, self._checkpoint)
+
+    def saved(self, rollout_id: int) -> None:
+        """Note a complete checkpoint: the next processes load it."""
+        assert self._args.save is not None, "the rules ask for --save"
+        self._checkpoint = step_path(self._args.save, rollout_id) / TRAINER
+        self._args = self._args.replace(**OF_THE_FIRST_START)
 
 
 class PeerCopies:

@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.arguments import Args
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.transports import TRANSPORTS
-from slime.cluster.serving.loaded_weights import LoadedWeights
+from slime.cluster.serving.loaded_weights import LifeKey, LoadedWeights
 from slime.engines.fleet import EngineFleet
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
@@ -56,7 +56,7 @@ class EngineWeights:
         self._args, self._shm_prefix, self._gpu_ids, self._fleet = args, shm_prefix, gpu_ids, fleet
         self._members: dict[str, Member] = {}
         self._released: frozenset[Tag] = frozenset()  # parts of their memory that engines hold no more
-        self._live: contextlib.ExitStack | None = None  # holds the membership during a live push
+        self._live: contextlib.ExitStack | None = None  # keeps the membership as it is in a live push
         self._current: set[str] = set()  # engines that a live push has brought to its version
         self._num_pushes = 0
         self._loaded = LoadedWeights()
@@ -78,8 +78,12 @@ class EngineWeights:
             self._members[url] = member
         return member.info
 
-    def _life(self, url: str) -> int:
-        return self._members[url].life if url in self._members else 0
+    def _key(self, url: str) -> LifeKey:
+        return url, self._members[url].life if url in self._members else 0
+
+    @property
+    def _alive(self) -> list[str]:
+        return [url for url in self._fleet.urls if self._fleet.is_alive(url)]
 
     def _control(self, url: str) -> EngineControl:
         return EngineControl(url, timeout_s(self._args, "update-weight"))
@@ -93,14 +97,14 @@ class EngineWeights:
         cause that persists therefore ends the run as engines that keep dying.
         """
         started = time.monotonic()
-        failures = 0
-        with self._membership() as urls:
+        with self._freeze():
             self.bundle = bundle  # whoever joins from now on gets this version
-            failures += self._on_each([url for url in urls if url not in self._current], self._take(bundle))
+            others = [url for url in self._alive if url not in self._current]
+            failures = self._on_each(others, self._take(bundle))
             checked = time.monotonic()
             if self._args.check_weight_update_equal:  # others were compared when they took the bundle
                 failures += self._on_each(sorted(self._current), self._compare_paused(bundle))
-            failures += self._check_deeply(bundle, [url for url in urls if self._fleet.is_alive(url)])
+            failures += self._check_deeply(bundle, self._alive)
             self._loaded.forget()
             self._current = set()
         self._num_pushes += 1
@@ -121,14 +125,18 @@ class EngineWeights:
         async def take(url: str, info: EngineInfo) -> None:
             control, transport = self._control(url), transport_of(bundle.transport)
             await transport.prepare(bundle, control)
-            await self._pause(control, info, keep=TRANSPORTS[bundle.transport].keeps_requests)
-            await self._loaded.overwrite(url, self._life(url), control)
+            await self._pause_for(bundle, url, info)
+            await self._loaded.overwrite(self._key(url), control)
             check_receipt(bundle, await transport.deliver(bundle, control, info), url)
             if self._args.check_weight_update_equal:
                 await self._compare(bundle, url, info)
             await control.resume()
 
         return take
+
+    async def _pause_for(self, bundle: WeightBundle, url: str, info: EngineInfo) -> None:
+        keep = TRANSPORTS[bundle.transport].keeps_requests
+        await self._pause(self._control(url), info, keep=keep)
 
     async def _pause(self, control: EngineControl, info: EngineInfo, *, keep: bool = True) -> None:
         """No request runs on, and no cached prefix of old weights is left for one that comes after."""
@@ -156,19 +164,17 @@ class EngineWeights:
 
     def begin_live(self) -> tuple[Target, ...]:
         """Pause the engines and open an update on each; return the ones that wait for the trainer."""
-        self._live = contextlib.ExitStack()
-        urls = self._live.enter_context(self._fleet.frozen())
+        self._live = self._freeze()
 
         async def begin(url: str, info: EngineInfo) -> None:
             control = self._control(url)
             await self._pause(control, info)
-            await self._loaded.overwrite(url, self._life(url), control)
+            await self._loaded.overwrite(self._key(url), control)
             if info.has_begin_end:
                 await control.begin_update()
 
-        self._on_each(urls, begin)
-        waiting = [url for url in urls if self._fleet.is_alive(url)]
-        members = {url: self._members[url] for url in waiting}
+        self._on_each(self._alive, begin)
+        members = {url: self._members[url] for url in self._alive}
         return tuple(Target(url, m.life, m.info.num_ranks, m.gpu_ids) for url, m in members.items())
 
     def abandon_live(self, targets: tuple[Target, ...]) -> None:
@@ -178,10 +184,8 @@ class EngineWeights:
             if info.has_begin_end:
                 await self._control(url).end_update()
 
-        self._on_each([target.url for target in targets], end)
-        live, self._live = self._live, None
-        if live is not None:
-            live.close()
+        with self._freeze():
+            self._on_each([target.url for target in targets], end)
 
     def finish_live(self, version: str, targets: tuple[Target, ...], report: LiveReport) -> dict[str, float]:
         """Let engines that were reached continue; the others stay paused until `receive` brings the copy."""
@@ -212,16 +216,20 @@ class EngineWeights:
     # -- memory
 
     def release(self, tags: frozenset[Tag]) -> None:
-        with self._fleet.frozen() as urls:
-            run(_all(EngineControl(url).release(tags) for url in urls))
-            self._released |= tags
-            self._fleet.asleep = True
+        self._change_memory(lambda control: control.release(tags), self._released | tags)
 
     def restore(self, tags: frozenset[Tag]) -> None:
+        self._change_memory(lambda control: control.restore(tags), self._released - tags)
+
+    def _change_memory(
+        self, act: Callable[[EngineControl], Coroutine[Any, Any, None]], released: frozenset[Tag]
+    ) -> None:
+        async def on_all(urls: list[str]) -> None:
+            await asyncio.gather(*(act(EngineControl(url)) for url in urls))
+
         with self._fleet.frozen() as urls:
-            run(_all(EngineControl(url).restore(tags) for url in urls))
-            self._released -= tags
-            self._fleet.asleep = bool(self._released)
+            run(on_all(urls))
+            self._released, self._fleet.asleep = released, bool(released)
 
     # -- verification
 
@@ -236,7 +244,7 @@ class EngineWeights:
             if not info.can_be_overwritten:
                 return
             try:
-                await self._loaded.note(url, self._life(url), self._control(url))
+                await self._loaded.note(self._key(url), self._control(url))
             except (HttpError, NoChecksums) as error:
                 logger.info("the first push to %s will be compared with files: %s", url, error)
 
@@ -251,7 +259,7 @@ class EngineWeights:
             return 0
         sums = run(_gather([self._control(url).checksums() for url in urls]))
         known = {url: held for url, held in zip(urls, sums, strict=True) if isinstance(held, Mapping)}
-        apart = {url: self._loaded.apart(url, self._life(url), known.get(url, {})) for url in urls}
+        apart = {url: self._loaded.apart(self._key(url), known.get(url, {})) for url in urls}
         if not known:
             logger.warning("weights are not compared over engines: %s", sums[0])
             return self._evict_overwritten(apart)
@@ -301,12 +309,12 @@ class EngineWeights:
             return "it is gone, or nothing was sent to it"
 
         async def compare() -> list[str]:
-            control, info = self._control(url), self.info(url)
-            await self._pause(control, info, keep=TRANSPORTS[bundle.transport].keeps_requests)
+            info = self.info(url)
+            await self._pause_for(bundle, url, info)
             try:
                 return await self._differing(bundle, url, info)
             finally:
-                await control.resume()
+                await self._control(url).resume()
 
         with self._fleet.frozen():
             [found] = run(_gather([compare()]))
@@ -314,27 +322,21 @@ class EngineWeights:
 
     def _compare_paused(self, bundle: WeightBundle) -> Act:
         async def compare(url: str, info: EngineInfo) -> None:
-            control = self._control(url)
-            await self._pause(control, info, keep=TRANSPORTS[bundle.transport].keeps_requests)
+            await self._pause_for(bundle, url, info)
             await self._compare(bundle, url, info)
-            await control.resume()
+            await self._control(url).resume()
 
         return compare
 
     # -- all engines
 
-    @contextlib.contextmanager
-    def _membership(self) -> Iterator[list[str]]:
-        """The engines that are alive; nobody joins meanwhile, nor since a live push began."""
-        if self._live is None:
-            with self._fleet.frozen() as urls:
-                yield urls
-            return
-        try:
-            yield [url for url in self._fleet.urls if self._fleet.is_alive(url)]
-        finally:
-            live, self._live = self._live, None
-            live.close()
+    def _freeze(self) -> contextlib.ExitStack:
+        """Let no engine join until the context is closed; a live push has begun so already."""
+        live, self._live = self._live, None
+        if live is None:
+            live = contextlib.ExitStack()
+            live.enter_context(self._fleet.frozen())
+        return live
 
     def _on_each(self, urls: list[str], act: Act) -> int:
         """Act on all at once and evict engines that fail; return how many did."""
@@ -373,7 +375,3 @@ def _shown(error: BaseException) -> str:
 async def _gather(tasks: Iterable[Coroutine[Any, Any, R]]) -> list[R | BaseException]:
     """Every answer, or what it raised."""
     return await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _all(tasks: Iterable[Coroutine[Any, Any, object]]) -> None:
-    await asyncio.gather(*tasks)

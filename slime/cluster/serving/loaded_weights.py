@@ -40,33 +40,33 @@ def begins_as_served(args: Args, checkpoint: Path | None) -> bool:
     )
 
 
+LifeKey = tuple[str, int]  # the address of an engine, and which of its processes this is
+
+
 class LoadedWeights:
-    """By address, the life of an engine and its checksums in that life before anything was pushed to it."""
+    """The checksums of engines before anything was pushed to them."""
 
     def __init__(self) -> None:
-        self._noted: dict[str, tuple[int, Mapping[str, str]]] = {}
+        self._noted: dict[LifeKey, Mapping[str, str]] = {}
 
-    async def note(self, url: str, life: int, control: EngineControl) -> None:
-        self._noted[url] = life, await control.checksums()
+    async def note(self, key: LifeKey, control: EngineControl) -> None:
+        self._noted[key] = await control.checksums()
 
-    async def overwrite(self, url: str, life: int, control: EngineControl) -> None:
+    async def overwrite(self, key: LifeKey, control: EngineControl) -> None:
         """Called on a paused engine: what the push leaves out cannot pass for what it brought. Else no-op."""
-        if not self._knows(url, life):
+        if key not in self._noted:
             return
         try:
             await control.overwrite_weights()
         except HttpError as error:
-            logger.warning("the first push to %s is compared with files instead: %s", url, error)
-            del self._noted[url]
+            logger.warning("the first push to %s is compared with files instead: %s", key[0], error)
+            del self._noted[key]
         await control.flush()  # gives back the memory that making noise took
 
-    def apart(self, url: str, life: int, held: Mapping[str, str]) -> list[str] | None:
+    def apart(self, key: LifeKey, held: Mapping[str, str]) -> list[str] | None:
         """Tensors that are not as they were loaded; None: the engine was not overwritten."""
-        return differing(self._noted[url][1], held) if self._knows(url, life) else None
+        return differing(self._noted[key], held) if key in self._noted else None
 
     def forget(self) -> None:
         """Pushes from now on bring other weights."""
         self._noted = {}
-
-    def _knows(self, url: str, life: int) -> bool:
-        return url in self._noted and self._noted[url][0] == life

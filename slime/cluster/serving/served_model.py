@@ -1,30 +1,127 @@
-"""One served model: its engines, the fleet that keeps them alive, and the addresses before them."""
+"""One served model: how its engines start, the fleet that keeps them alive, and the address before them."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from slime.arguments import Args
+from slime.arguments import Args, RunInfo, plugin_args
 from slime.arguments.groups.topology import ServedModel
+from slime.arguments.passthrough.router_flags import need_router_python
 from slime.catalog.deadlines import timeout_s
+from slime.catalog.engines import ENGINES
 from slime.catalog.limits import limit
-from slime.cluster.serving.endpoint import Endpoint, Rotations, join_router, open_endpoint
 from slime.cluster.serving.engine_host import host_engine
-from slime.cluster.serving.engine_plan import plan_engines
+from slime.engines.balancer import Balancer
+from slime.engines.engine_process import LaunchPlan
 from slime.engines.external import ExternalServer, discover, read_address
-from slime.engines.fleet import EngineFleet, FleetServer, WatchPolicy
-from slime.engines.launch_plan import place_engines, plan_router
+from slime.engines.fleet import EngineFleet, FleetServer, Rotation, WatchPolicy
+from slime.engines.launch_plan import EnginePlace, EngineSite, RouterPlan, place_engines, plan_router
+from slime.engines.sglang.router import SGLangRouter, router_command
+from slime.engines.sglang.router_registry import ExternalRouter
 from slime.runtime.base import Runtime, WorkerSpec
-from slime.runtime.placement import Placement, Slot
-from slime.utils.machine.run_identity import Run
+from slime.runtime.placement import Placement, Slot, cores_each
+from slime.utils.async_utils import run
+from slime.utils.http_utils import token_of
+from slime.utils.machine.children import import_environment, thread_environment
+from slime.utils.machine.run_identity import LOOPBACK, Run
+from slime.utils.misc import load_function
+from slime.weight_sync.fp8 import served_config
 
 logger = logging.getLogger(__name__)
 
 _RESTART_WINDOW_S = 600.0  # --limits engine-restarts counts the deaths of this long
 
 Address = tuple[str, int]  # host and port
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`port`: where requests go. Neither router nor balancer: to the single engine itself."""
+
+    servers: tuple[FleetServer, ...]
+    port: int
+    router: SGLangRouter | ExternalRouter | None = None
+    balancer: Balancer | None = None
+    host: str = LOOPBACK
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """Hears which engines leave and return; None: a single engine needs no telling."""
+        return self.router or self.balancer
+
+    @property
+    def failures(self) -> list[concurrent.futures.Future[None]]:
+        """Futures of which any ends the run."""
+        return [self.router.failure] if self.router is not None else []
+
+    def close(self) -> None:
+        if self.router is not None:
+            self.router.stop()
+
+    def close_last(self) -> None:
+        """Called after the engines were closed: the balancer holds requests that they still answer."""
+        if self.balancer is not None:
+            run(self.balancer.stop())
+
+
+def open_endpoint(
+    args: Args, run_: Run, plan: RouterPlan, servers: Sequence[FleetServer], name: str, port: int | None
+) -> Endpoint:
+    """Starts what stands before engines that serve. `name` is that of its log, `port` the one asked for."""
+    servers = tuple(servers)
+    if plan.kind == "sglang" or any(server.plan.worker_type != "regular" for server in servers):
+        words = (*plan.words, *args.router_options)
+        process = plan_router_process(args, run_, name, words)
+        router = SGLangRouter(process, port=port or 0, silence_limit_s=timeout_s(args, "engine-silence"))
+        for server in servers:
+            router.enroll(server)
+        return Endpoint(servers, router.start(), router=router)
+    asked = port is not None or args.router_middleware_paths
+    # An engine that asks for a token cannot be asked directly by code that has none: the balancer adds it.
+    here = servers[0].url.startswith(f"http://{LOOPBACK}:") and token_of(servers[0].url) is None
+    if len(servers) == 1 and not asked and here:
+        return Endpoint(servers, int(servers[0].url.rpartition(":")[2]))
+    seen = plugin_args(args, RunInfo(run_.run_id, str(run_.run_dir)))
+    balancer = Balancer(
+        [server.url for server in servers],
+        no_engine_timeout_s=timeout_s(args, "no-engine"),
+        middlewares=[load_function(path)(seen) for path in args.router_middleware_paths],
+    )
+    return Endpoint(servers, run(balancer.start(port=port or 0)), balancer=balancer)
+
+
+def join_router(args: Args, servers: Sequence[FleetServer]) -> Endpoint:
+    """Tells the router that --sglang-router-ip names which engines serve."""
+    assert args.sglang_router_ip is not None and args.sglang_router_port is not None, "the rules ask for both"
+    host, port = args.sglang_router_ip, args.sglang_router_port
+    router = ExternalRouter(host, port, patience_s=timeout_s(args, "no-engine"))
+    for server in servers:
+        router.enroll(server)
+    router.start()
+    return Endpoint(tuple(servers), port, router=router, host=host)
+
+
+class Rotations:
+    """Several endpoints before one fleet: each hears of its own engines."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]):
+        self._rotation_of = {
+            server.url: endpoint.rotation for endpoint in endpoints for server in endpoint.servers
+        }
+
+    def add(self, server: FleetServer) -> None:
+        rotation = self._rotation_of[server.url]
+        if rotation is not None:
+            rotation.add(server)
+
+    def remove(self, url: str) -> None:
+        rotation = self._rotation_of[url]
+        if rotation is not None:
+            rotation.remove(url)
 
 
 class ModelService:
@@ -113,6 +210,53 @@ def make_servers(
         spec = WorkerSpec(plan.name, slot=slot, near_driver=True)
         servers.setdefault(place.model, []).append(host_engine(runtime, plan, spec, timeout_s(args, "host")))
     return servers
+
+
+def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPlan]:
+    """One plan per slot, in the order of the topology."""
+    kind = ENGINES[args.rollout_engine]
+    cores = cores_each(slots)
+    # An engine with a Python of its own has its own modules, too.
+    imports = {} if kind.own_python else import_environment()
+    models = {model.name: model for model in args.engine_topology.models}
+
+    def site_of(place: EnginePlace, slot: Slot) -> EngineSite:
+        path, pushed = models[place.model].model_path, models[place.model].update_weights
+        if path is None:
+            raise ValueError("--hf-checkpoint is required: engines serve its model.")
+        quantization = served_config(path) if args.rollout_quantization == "fp8" and pushed else None
+        threads = args.engine_threads or kind.command.num_threads(Path(path), cores)
+        return EngineSite(path, pushed, place, slot.gpu_ids, slot.host, run.shm_prefix, threads, quantization)
+
+    def plan(place: EnginePlace, slot: Slot) -> LaunchPlan:
+        site = site_of(place, slot)
+        environment = {**thread_environment(site.threads), **imports}
+        return LaunchPlan(
+            name=place.name,
+            command=kind.command.run_command(args, site),
+            env={**environment, **kind.command.run_environment(args, site), **slot.env},
+            log_path=run.run_dir / "logs" / f"{place.name}.log",
+            start_timeout_s=timeout_s(args, "engine-start"),
+            worker_type=place.worker_type,
+            host=slot.host,
+            beside_trainer=slot.host == run.host,
+            token=run.engine_token.at(slot.host),
+        )
+
+    return [plan(place, slot) for place, slot in zip(place_engines(args.engine_topology), slots, strict=True)]
+
+
+def plan_router_process(args: Args, run: Run, name: str, words: Sequence[str]) -> LaunchPlan:
+    """SGLang's router before engines of one model; `words`: more of its own flags."""
+    python = need_router_python("--rollout-router sglang")
+    timeout = ("--request-timeout-secs", str(round(timeout_s(args, "router-request"))))
+    return LaunchPlan(
+        name=name,
+        command=router_command(python, "cache_aware", (*timeout, *words)),
+        env={},
+        log_path=run.run_dir / "logs" / f"{name}.log",
+        start_timeout_s=timeout_s(args, "engine-start"),
+    )
 
 
 def _policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:

@@ -25,7 +25,6 @@ from slime.cluster.checkpoints.checkpoint import files_of_rank
 from slime.cluster.training.rank_notes import RankNotes, notes_of
 from slime.cluster.training.rank_sender import RankSender
 from slime.cluster.training.warm_up import warm_up
-from slime.liveness import waits
 from slime.observability.logging_utils import configure_logger
 from slime.runtime.base import Ref, in_background
 from slime.step.agreement import Agreement, threshold_of
@@ -143,8 +142,6 @@ class TrainActor:
         self._version: int | None = None  # of the current weights; None: engines never got any
         self._agreement = Agreement()
         self._noted: TrainingStep | None = None  # the last step, until somebody asks for its notes
-        if args.record_max_mib:
-            waits.keep_ended()
 
     @property
     def layout(self) -> Layout:

@@ -143,9 +143,9 @@ async def ask_agent(agent_url: str, version: str, *, load: bool) -> dict[str, An
     url = f"{agent_url.rstrip('/')}/pull"
     http_utils.authorize(url, os.environ.get(http_utils.TOKEN_VARIABLE))
     payload = {"version": version, "exact": True, "load": load}
-    return await waits.within(
-        http_utils.post(url, payload, max_retries=0), name=f"POST {url}", deadline_s=_ASK_DEADLINE_S
-    )
+    async with waits.limited(f"POST {url}", _ASK_DEADLINE_S):
+        answer: dict[str, Any] = await http_utils.post(url, payload, max_retries=0)
+        return answer
 
 
 def publisher_app(folder: Path) -> web.Application:
