@@ -156,6 +156,7 @@ class Stand:
                 transport=self.transport,
                 engine_urls=(),
             )
+            push.open_senders()
             return [self._push(push) for _ in range(num_pushes)]
         finally:
             self._num_pushes += num_pushes

@@ -25,7 +25,6 @@ from slime.cluster.restart.restore import PeerCopies, Restorer, TrainerRelease
 from slime.cluster.rollout_manager import RolloutFacts, RolloutManager, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import RunLog
-from slime.cluster.run_opening import note_restart
 from slime.cluster.run_requests import Requests
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.loaded_weights import begins_as_served
@@ -41,6 +40,7 @@ from slime.observability.tracking import Tracker
 from slime.preflight.findings import Prediction
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background
 from slime.runtime.placement import Placement, plan_placement
+from slime.utils.files.run_file import add_restart
 from slime.utils.files.step_folders import StepFolder
 from slime.utils.machine.accelerator import device_count, has_bfloat16
 from slime.utils.machine.run_identity import Run
@@ -128,18 +128,17 @@ class Parts:
         """Put the trainer together with what restarts it; `folder`: the checkpoint it has loaded."""
         args = self.args
 
-        def expect_rollouts() -> None:
-            if args.num_rollout is None:
+        push = _choose_push(
+            args, self.run, placement, facts, group.ranks, engines, residency, point.num_pushes
+        )
+
+        def prepare() -> None:
+            if args.num_rollout is None:  # before senders are opened, which see the number, too
                 group.ranks.call(TrainActor.expect_rollouts, facts.num_rollout)
-
-        expect_rollouts()  # before senders are opened, which see the number, too
-        done = point.num_pushes
-        push = _open_push(args, self.run, placement, facts, group.ranks, engines, residency, done)
-
-        def prepare_again() -> None:
-            expect_rollouts()
             if push is not None:
                 push.open_senders()
+
+        prepare()
 
         def read_batch(rollout_id: int) -> RolloutBatch | None:
             return manager.call_control(RolloutManager.made_batch, rollout_id).result(_READ_DEADLINE_S)
@@ -152,7 +151,7 @@ class Parts:
             is_on=limit > 0,
             num_states=None if ledgered else 2,
         )
-        restorer = Restorer(args, self.runtime, placement.trainer, ranks, group, residency, prepare_again)
+        restorer = Restorer(args, self.runtime, placement.trainer, ranks, group, residency, prepare)
         saver = None
         if args.save is not None or (args.save_hf is not None and not args.debug_rollout_only):
             folder_ = Path(args.save) if args.save is not None else None
@@ -211,12 +210,15 @@ def _load_both(
 
 def _report_restart(run: Run, restart: Restart) -> None:
     """Write the restart to run.json, which `slime status` reads, and give advice the first time."""
-    note_restart(run, restart.rollout_id, restart.cause, restart.begins_from)
+    step, cause, begins_from = restart.rollout_id + 1, restart.cause, restart.begins_from
+    try:
+        add_restart(run.run_dir, {"step": step, "cause": cause, "begins_from": begins_from})
+    except OSError as failure:
+        logger.warning("%s: the restart was not recorded: %s", run.run_dir, failure)
     if restart.number == 1:
         advice = Advisory(
             "trainer_restarted",
-            f"the trainer was lost at step {restart.rollout_id + 1} ({restart.cause}) and restarts from "
-            f"{restart.begins_from}",
+            f"the trainer was lost at step {step} ({cause}) and restarts from {begins_from}",
             f"look into {run.run_dir}/logs for the cause; a smaller --save-interval costs fewer steps",
         )
         logger.warning("advice: %s", advice, extra={"advisory": advice})
@@ -239,7 +241,7 @@ def open_advisor(args: Args, overlapped: bool) -> Advisor:
     return advisor
 
 
-def _open_push(
+def _choose_push(
     args: Args,
     run: Run,
     placement: Placement,

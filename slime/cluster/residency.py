@@ -71,13 +71,12 @@ class Residency:
 
     def _drain_peak(self) -> int | None:
         """The peak memory of the device that was fullest since the last call; None on a CPU machine."""
-        if not self._has_device:
-            return None
-        try:
-            peaks = [peak for peak in self._ranks.call(TrainActor.drain_peak_memory) if peak is not None]
-        except WorkerDied:  # told to whoever needs the rank
-            return None
-        self._has_device = bool(peaks)
+        peaks: list[int] = []
+        if self._has_device:
+            with contextlib.suppress(WorkerDied):  # reported to whoever needs the rank
+                found = self._ranks.call(TrainActor.drain_peak_memory)
+                peaks = [peak for peak in found if peak is not None]
+                self._has_device = bool(peaks)
         return max(peaks, default=None)
 
     def _note_peak(self, name: str) -> None:

@@ -14,7 +14,6 @@ from slime.cluster.run_inputs import compare_inputs, digest_inputs
 from slime.record.schema import RECORD_FILE, RecordError, refuse_foreign
 from slime.utils.errors import FolderTaken
 from slime.utils.files.run_file import (
-    add_restart,
     changed_settings,
     claim_run_folder,
     close_run_file,
@@ -129,14 +128,6 @@ def nothing_left(args: Args) -> str | None:
                 f"{args.load} has {done} steps already. Give a larger --num-rollout to go on."
             )
     return None
-
-
-def note_restart(run: Run, rollout_id: int, cause: str, begins_from: str) -> None:
-    """Record in run.json that the trainer was lost."""
-    try:
-        add_restart(run.run_dir, {"step": rollout_id + 1, "cause": cause, "begins_from": begins_from})
-    except OSError as failure:
-        logger.warning("%s: the restart was not recorded: %s", run.run_dir, failure)
 
 
 def close_run(run: Run, error: BaseException | None, stopped: str | None = None) -> None:

@@ -37,7 +37,6 @@ class WeightPush:
         self._run_id, self._dtype, self._live = run_id, dtype, TRANSPORTS[transport].live
         self.num_pushes = done
         self._tracer = Tracer(PUSH)
-        self.open_senders()
 
     def open_senders(self) -> None:
         """The ranks learn how weights travel, and to whom."""

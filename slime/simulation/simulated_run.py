@@ -293,6 +293,7 @@ class Simulation:
                 transport="disk",
                 engine_urls=fleet.urls,
             )
+            push.open_senders()
             recovery, replay = self._recovery(args, point, trainer, residency, push, manager)
             saver = None
             if args.save:

@@ -13,8 +13,8 @@ import torch
 from slime.cluster.checkpoints.checkpoint import (
     ROLLOUT,
     files_of_rank,
+    read_state,
     resolve_load,
-    rollout_state,
     stage_checkpoint,
     write_checkpoint,
     write_state,
@@ -53,18 +53,18 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path):
     write(tmp_path, 3, {"offset": 7, "buffer": [{"tokens": [1, 2]}]})
     write(tmp_path, 11)
     assert find_step(tmp_path).manifest.rollout_id == 11
-    assert rollout_state(find_step(tmp_path, 3)) == {"offset": 7, "buffer": [{"tokens": [1, 2]}]}
+    assert read_state(find_step(tmp_path, 3).path / ROLLOUT) == {"offset": 7, "buffer": [{"tokens": [1, 2]}]}
 
 
 def test_a_data_source_that_keeps_its_own_state_leaves_none(tmp_path):
     checkpoint = write_checkpoint(tmp_path, Manifest(0, "run", 1), None, trainer_files, 0)
-    assert rollout_state(checkpoint) is None
+    assert read_state(checkpoint.path / ROLLOUT) is None
 
 
 def test_arrays_in_the_rollout_state_come_back_and_other_objects_are_refused_when_saved(tmp_path):
     pixels = np.arange(6, dtype=np.uint8).reshape(2, 3)
     state = {"buffer": [{"experts": np.ones(3, np.int32), "pixels": pixels, "score": np.float32(2)}]}
-    found = rollout_state(write(tmp_path, 0, state))["buffer"][0]
+    found = read_state(write(tmp_path, 0, state).path / ROLLOUT)["buffer"][0]
     assert (found["pixels"] == pixels).all() and found["score"] == 2
     with pytest.raises(
         ValueError,
@@ -270,7 +270,7 @@ def test_a_rollout_state_that_cannot_be_read_is_named_where_no_checksum_found_it
     path = write(tmp_path, 1).path / ROLLOUT
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(ValueError, match=r"rollout\.msgpack cannot be read"):
-        rollout_state(read_step(path.parent))
+        read_state(read_step(path.parent).path / ROLLOUT)
 
 
 def test_a_missing_step_names_those_there_are(tmp_path):

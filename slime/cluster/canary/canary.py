@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from slime.arguments import Args
-from slime.cluster.canary.probe import LogProbs, Reading, batch_of, compare, diagnose
+from slime.cluster.canary.probe import Reading, batch_of, compare, diagnose
 from slime.cluster.residency import GENERATE, SYNC, Residency
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.training.train_group import TrainGroup
-from slime.liveness import waits
 from slime.runtime.base import Handle
 
 logger = logging.getLogger(__name__)
 
 _SHOWN_TENSORS = 8
-_PATIENCE_S, _LOOK_S = 60.0, 0.2  # for an engine that serves
 _REPEAT = 10  # breaches after which the error is logged again
 
 
@@ -51,9 +49,14 @@ class Canary:
         with self._residency.phase(SYNC):
             trainer, tolerance = self._trainer.score(self._batch)
         with self._residency.phase(GENERATE):
-            answers = self._ask()
-            self._is_due = not answers
-            engines = self._known(answers, number)
+            answers = self._engines.call_control(EngineWeights.score, self._probe).result()
+            self._is_due = not answers  # made up for after the next push
+            refused = {name: why for name, why in answers.items() if isinstance(why, str)}
+            if refused and not self._told_why_not:
+                self._told_why_not = True
+                text = "Canary: %s did not score the fixed texts after push %d: %s. It is not compared."
+                logger.warning(text, next(iter(refused)), number, next(iter(refused.values())))
+            engines = {name: found for name, found in answers.items() if not isinstance(found, str)}
             if not engines:
                 return {}
             readings = compare(trainer, engines)
@@ -64,29 +67,6 @@ class Canary:
             "rollout/canary/max_abs_diff": max(reading.largest for reading in readings),
             "perf/canary_time": time.monotonic() - started,
         }
-
-    def _ask(self) -> dict[str, LogProbs | str]:
-        """Where all engines died in the push, the next that serves is waited for, like any rollout would."""
-        with waits.waiting("an engine that serves", owner="the canary", deadline_s=_PATIENCE_S) as wait:
-            while True:
-                answers = self._engines.call_control(EngineWeights.score, self._probe).result()
-                if answers or wait.age_s > _PATIENCE_S:
-                    return answers
-                time.sleep(_LOOK_S)
-
-    def _known(self, answers: Mapping[str, LogProbs | str], number: int) -> dict[str, LogProbs]:
-        """The scores of the engines that scored the probe; a text says why one did not."""
-        refused = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
-        if refused and not self._told_why_not:
-            self._told_why_not = True
-            name, why = next(iter(refused.items()))
-            logger.warning(
-                "Canary: %s did not score the fixed texts after push %d: %s. It is not compared.",
-                name,
-                number,
-                why,
-            )
-        return {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
 
     def _judge(self, readings: list[Reading], tolerance: float, number: int) -> None:
         apart = [reading for reading in readings if not reading.mean <= tolerance]  # a NaN is apart, too

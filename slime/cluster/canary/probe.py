@@ -93,33 +93,22 @@ def compare(trainer: LogProbs, engines: Mapping[str, LogProbs]) -> list[Reading]
 
 def pattern_of(reading: Reading, tolerance: float) -> str:
     """What the places of the differences point at, as a sentence."""
-    starts = [_starts_at(text, tolerance) for text in reading.gaps if _differs(text, tolerance)]
-    late = [start for start in starts if start is not None and start >= _AGREE_FIRST]
-    if late and len(late) == len(starts):
-        where = min(late) + 1
+    texts = [[not abs(gap) <= tolerance for gap in text] for text in reading.gaps]  # NaN is apart, too
+    firsts = [(apart.index(True), apart) for apart in texts if any(apart)]
+    if firsts and all(first >= _AGREE_FIRST and _share(apart[first:]) >= _SHARE for first, apart in firsts):
+        where = min(first for first, _ in firsts) + 1
         return (
             f"they agree up to a token and differ from it on (from token {where} of a text at the earliest): "
             "the engine's cache, its positions, or a template that one side puts into the text"
         )
-    apart = sum(_is_apart(gap, tolerance) for gap in reading.flat) / max(len(reading.flat), 1)
-    if apart >= _SHARE:
-        return f"{apart:.0%} of all tokens differ: other weights, or another precision"
-    return f"{apart:.0%} of the tokens differ, here and there: rounding that adds up, or a few tensors"
+    share = _share([is_apart for apart in texts for is_apart in apart])
+    if share >= _SHARE:
+        return f"{share:.0%} of all tokens differ: other weights, or another precision"
+    return f"{share:.0%} of the tokens differ, here and there: rounding that adds up, or a few tensors"
 
 
-def _is_apart(gap: float, tolerance: float) -> bool:
-    return not abs(gap) <= tolerance  # also what is no number
-
-
-def _differs(gaps: Sequence[float], tolerance: float) -> bool:
-    return any(_is_apart(gap, tolerance) for gap in gaps)
-
-
-def _starts_at(gaps: Sequence[float], tolerance: float) -> int | None:
-    """The place from which a text that differs does so for good; None: there is no such place."""
-    apart = [_is_apart(gap, tolerance) for gap in gaps]
-    first = apart.index(True)
-    return first if sum(apart[first:]) >= _SHARE * len(apart[first:]) else None
+def _share(apart: Sequence[bool]) -> float:
+    return sum(apart) / max(len(apart), 1)
 
 
 def diagnose(

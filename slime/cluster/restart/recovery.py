@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import re
 import time
@@ -85,6 +86,11 @@ class Recovery:
         self.cause = ""  # of the last loss
 
     @property
+    def failure(self) -> concurrent.futures.Future[None]:
+        """Receives the error of a process that is lost or silent."""
+        return self._runtime.failure
+
+    @property
     def is_on(self) -> bool:
         return self._budget.limit > 0
 
@@ -103,17 +109,11 @@ class Recovery:
     def guard(self, future: Future[R], rollout_id: int) -> GuardedFuture[R]:
         return GuardedFuture(future, self, rollout_id)
 
-    def watched(self, future: Future[R]) -> Future[R]:
-        """Return a future that also fails when a process is found to be silent."""
-        return FailFastFuture(future, self._runtime.failure)
-
     def check(self, rollout_id: int) -> None:
         """Notice a process that was lost while nobody waits for one."""
-        if self._runtime.failure.done():
-            try:
-                self._runtime.failure.result()
-            except Exception as error:
-                self.handle_loss(error, rollout_id)
+        error = self.failure.exception() if self.failure.done() else None
+        if isinstance(error, Exception):
+            self.handle_loss(error, rollout_id)
 
     def note_trained(self, rollout_id: int) -> None:
         """Reset the budget at a step that was never taken before: that is progress."""
@@ -123,9 +123,7 @@ class Recovery:
 
     def handle_loss(self, error: Exception, rollout_id: int) -> None:
         """Mark the trainer as lost; raises `error` unless a lost rank caused it and restarts are left."""
-        if not self.is_on or self._ranks.lost is not None:
-            raise error
-        cause = cause_of(error, self._ranks)
+        cause = cause_of(error, self._ranks) if self.is_on and self._ranks.lost is None else None
         if cause is None:
             raise error
         self.cause = cause
@@ -183,7 +181,7 @@ class GuardedFuture(Generic[R]):
     def result(self, deadline_s: float | None = None, /) -> R:
         while True:
             try:
-                return self._recovery.watched(self._inner).result(deadline_s)
+                return FailFastFuture(self._inner, self._recovery.failure).result(deadline_s)
             except Exception as error:
                 self._recovery.handle_loss(error, self._rollout_id)
 

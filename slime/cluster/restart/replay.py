@@ -68,27 +68,23 @@ class KeptBatches:
     ):
         self._read, self._most_bytes = read, most_bytes
         self._kept: dict[int, bytes] = {}
-        self._num_bytes = 0
         self._dropped: int | None = None  # the last one there was no room for: earlier ones are no use either
 
     def keep(self, rollout_id: int, batch: RolloutBatch) -> None:
         """Keep a batch until the trainer's state after it is safe, or there is no more room."""
         if self._read is not None or rollout_id in self._kept:  # the latter: the step was restarted
             return
-        data: bytes | None = None
         if self._dropped is None:
             with contextlib.suppress(codec.ForeignValue):  # a user's function may put any object into a batch
-                data = self._kept[rollout_id] = codec.encode(codec.with_rows(batch))
-                self._num_bytes += len(data)
-        if data is None or self._num_bytes > self._most_bytes:
-            self._kept, self._num_bytes, self._dropped = {}, 0, rollout_id
+                self._kept[rollout_id] = codec.encode(codec.with_rows(batch))
+        if rollout_id not in self._kept or sum(map(len, self._kept.values())) > self._most_bytes:
+            self._kept, self._dropped = {}, rollout_id
 
     def forget(self, up_to: int) -> None:
         """Drop the batches up to this rollout: the trainer's state after it is safe."""
         if self._dropped is not None and self._dropped <= up_to:
             self._dropped = None
         self._kept = {rollout_id: data for rollout_id, data in self._kept.items() if rollout_id > up_to}
-        self._num_bytes = sum(map(len, self._kept.values()))
 
     def get(self, rollout_id: int) -> RolloutBatch | None:
         """Return the batch of a rollout; None where it is not kept any more."""
@@ -114,10 +110,11 @@ class ReplayLog:
         num_states: int | None = None,
     ):
         self.batches, self.is_on, self._num_states = batches or KeptBatches(), is_on, num_states
-        self._states = [(safe, 0)]  # oldest first, with the number of entries that each covers
-        self._entries: list[ReplayEntry] = []
-        self._writing: tuple[SafeState, int] | None = None  # the state being written, and what it covers
-        self._position: int | None = None  # of the entry that is being replayed
+        self._states = [(safe, 0)]  # oldest first, each with the number of the first entry after it
+        self._entries: dict[int, ReplayEntry] = {}  # by number, in their order
+        self._next = 0
+        self._writing: tuple[SafeState, int] | None = None  # the state being written, as in `_states`
+        self._replaying: int | None = None
 
     @property
     def safe(self) -> SafeState:
@@ -131,18 +128,20 @@ class ReplayLog:
 
     def append(self, entry: ReplayEntry) -> None:
         """Append a completed operation, unless it is being replayed."""
-        if self.is_on and self._position is None:
-            self._entries.append(entry)
+        if self.is_on and self._replaying is None:
+            self._entries[self._next] = entry
+            self._next += 1
 
     def begin_save(self, state: SafeState) -> None:
         """Mark that a state is being written; once committed, it covers everything done until now.
 
         An older state in the same folder is overwritten by it.
         """
-        covered = len(self._entries) if self._position is None else self._position
-        safe, done = self._states[-1]
-        changed = dict(entry.setting for entry in self._entries[done:covered] if entry.setting is not None)
-        self._writing = replace(state, settings={**safe.settings, **changed}), covered
+        end = self._next if self._replaying is None else self._replaying
+        safe, first = self._states[-1]
+        done = [entry.setting for number, entry in self._entries.items() if first <= number < end]
+        changed = dict(setting for setting in done if setting is not None)
+        self._writing = replace(state, settings={**safe.settings, **changed}), end
         others = [pair for pair in self._states if pair[0].folder is None or pair[0].folder != state.folder]
         self._states = others or self._states
 
@@ -152,24 +151,16 @@ class ReplayLog:
         `copied`: the files, where it is a copy in memory.
         """
         if self._writing is not None and self._writing[0].rollout_id == rollout_id:
-            (state, covered), self._writing = self._writing, None
-            self._states.append((replace(state, copied=copied), covered))
-            if copied is None:
-                self._forget_before(len(self._states) - 1)
-            elif self._num_states is not None:
-                self._forget_before(max(0, len(self._states) - self._num_states))
-        for i in reversed(range(len(self._entries))):
-            saves = self._entries[i].saves
-            if saves is not None and saves <= rollout_id:
-                del self._entries[i]
-                self._states = [(state, covered - (i < covered)) for state, covered in self._states]
+            (state, first), self._writing = self._writing, None
+            self._states.append((replace(state, copied=copied), first))
+            most = 1 if copied is None else self._num_states or len(self._states)
+            self._states = self._states[-most:]
+        self._entries = {
+            number: entry
+            for number, entry in self._entries.items()
+            if number >= self._states[0][1] and (entry.saves is None or entry.saves > rollout_id)
+        }
         self.batches.forget(self.oldest.rollout_id)
-
-    def _forget_before(self, number: int) -> None:
-        """Drop the states before this one, and the entries that it covers."""
-        done = self._states[number][1]
-        self._entries = self._entries[done:]
-        self._states = [(state, covered - done) for state, covered in self._states[number:]]
 
     def fall_back(self) -> SafeState | None:
         """Drop the newest state, which cannot be read, and return the one before it; None: there is none."""
@@ -179,14 +170,13 @@ class ReplayLog:
         return self.safe
 
     def run(self) -> None:
-        """Replay all entries in their order. One of them may commit a state, which shortens the list."""
+        """Replay all entries in their order. One of them may commit a state, which removes others."""
         self._writing = None
-        position = self._states[-1][1]
         try:
-            while position < len(self._entries):
-                self._position, before = position, len(self._entries)
-                logger.info("The restarted trainer replays %s.", self._entries[position].name)
-                self._entries[position].again()
-                position += 1 - (before - len(self._entries))
+            for number, entry in list(self._entries.items()):
+                if number >= self._states[-1][1] and number in self._entries:
+                    self._replaying = number
+                    logger.info("The restarted trainer replays %s.", entry.name)
+                    entry.again()
         finally:
-            self._position = None
+            self._replaying = None

@@ -34,16 +34,8 @@ _LONG, _SHORT = 8192, 1024  # tokens of two micro-batches
 _PROMPT, _ANSWER = 128, 384  # tokens of a sample in them: prompts that are worth sharing
 # Flags that decide what a layer computes.
 _KEPT = (
-    "train_backend",
-    "dtype",
-    "activation_checkpointing",
-    "fp8_training",
-    "compile",
-    "share_prefix",
-    "lora_rank",
-    "lora_alpha",
-    "lora_target_modules",
-    "seed",
+    *("train_backend", "dtype", "activation_checkpointing", "fp8_training", "compile", "share_prefix"),
+    *("lora_rank", "lora_alpha", "lora_target_modules", "seed"),
 )
 
 # Of a number, of its two moments, of the number as it is pushed.
@@ -93,8 +85,14 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _compile_layers(args: Args, device: torch.device) -> None:
-    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[device]):
-        _train_one_layer(args, folder, device)
+    steps = logging.getLogger("slime.step")
+    level = steps.level
+    steps.setLevel(logging.ERROR)  # hints about a made-up step are nobody's
+    try:
+        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[device]):
+            _train_one_layer(args, folder, device)
+    finally:
+        steps.setLevel(level)
 
 
 def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
@@ -118,8 +116,7 @@ def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
     # A layer is compiled for shared prompts and for others, a narrow one for long and short micro-batches.
     for tokens, siblings in ((_LONG, 8), (_LONG, 1), (_SHORT, 1)):
         share = split_for_ranks(own, samples_to_batch(own, _samples(tokens, siblings)), 1)[0]
-        with _quiet():
-            TrainingStep(backend, own, 0, share).run()
+        TrainingStep(backend, own, 0, share).run()
 
 
 def _blocks_to_lock(args: Args) -> list[tuple[int, int]]:
@@ -161,15 +158,3 @@ def _samples(tokens: int, siblings: int) -> list[Sample]:
         sample.reward, sample.status = float(index % 2), Sample.Status.COMPLETED
         samples.append(sample)
     return samples
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hints about a made-up step are nobody's."""
-    steps = logging.getLogger("slime.step")
-    level = steps.level
-    steps.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        steps.setLevel(level)
