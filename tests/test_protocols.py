@@ -25,8 +25,6 @@ from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
 from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
-from slime.cluster import run_requests
-from slime.cluster.cluster import Cluster
 from slime.cluster.serving.engine_host import HostedEngine
 from slime.cluster.serving.served_model import Rotations
 from slime.engines.balancer import Balancer
@@ -106,7 +104,6 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Policy: [EnginePolicy],
     Environment: [ReasoningGym, TextArena, TextGymnasium],
     findings.Prediction: [RunPlan],
-    run_requests.SteeredRun: [Cluster],
     EngineCosts: [EngineCost],
     TrainerCosts: [TrainerCost],
     AnswerLengths: [LengthModel],

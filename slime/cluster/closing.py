@@ -27,15 +27,14 @@ class Closing:
     def __exit__(
         self, kind: type[BaseException] | None, cause: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failures: list[Exception] = []
+        first = cause
         for step in reversed(self._steps):
             try:
                 step()
-            except Exception as failure:  # told below
-                failures.append(failure)
-        first, told = (cause, failures) if cause is not None else (None, failures[1:])
-        for other in told:
-            if str(other) != str(first):  # a part that could not start says once more why
-                logger.warning("while the run ended: %s: %s", type(other).__name__, other)
-        if cause is None and failures:
-            raise failures[0]
+            except Exception as failure:
+                if first is None:
+                    first = failure
+                elif str(failure) != str(first):  # a part that could not start says once more why
+                    logger.warning("while the run ended: %s: %s", type(failure).__name__, failure)
+        if cause is None and first is not None:
+            raise first

@@ -1,20 +1,34 @@
-"""The run as the loop sees it: makes rollouts, trains on them, pushes weights, evaluates, saves, logs."""
+"""The run as the loop sees it: makes rollouts, trains on them, pushes weights, evaluates, saves, logs.
+
+Between two steps it handles requests of people: pause, save, stop, settings.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import time
+from dataclasses import dataclass, field
 
 from slime.arguments import Args
+from slime.catalog.actions import ACTIONS
 from slime.cluster.checkpoints.run_ledger import was_evaluated
 from slime.cluster.driver_spans import Timeline
+from slime.cluster.recording import Recording
 from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import RunLog
-from slime.cluster.run_requests import Requests
 from slime.cluster.trainer import Trainer
+from slime.liveness import phases, waits
+from slime.record.actions import ASKED, DONE, REFUSED, ActionRow
 from slime.runtime.base import Future, Handle, Ready
+from slime.utils.files.run_file import read_run
 from slime.utils.machine.run_identity import Run
 from slime.utils.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_MIN_LR_STYLES = ("linear", "cosine")
 
 
 @dataclass(kw_only=True)
@@ -102,3 +116,141 @@ class Cluster:
         if self.stopped is not None or not self.schedule.has_next(rollout_id):
             self.timeline.tell_step()
         return self.stopped is not None
+
+
+class RequestRefused(Exception):
+    """Raised for an action that this run cannot do; the message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Boundary:
+    """The end of a step, at which requests are handled. `done`: what needs no second time at it."""
+
+    cluster: Cluster
+    rollout_id: int
+    rollout: Generated
+    in_flight: Future[Generated] | None
+    done: set[str] = field(default_factory=set)
+
+
+class Requests:
+    """Reads requested actions from the record and does them. `recording` None: there are none."""
+
+    def __init__(self, recording: Handle[Recording] | None):
+        self._recording = recording
+        self._current: dict[str, float] = {}  # settings that were changed
+        self._for_trainer: list[tuple[int, str, float]] = []  # from which rollout on
+
+    def handle(
+        self, cluster: Cluster, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None
+    ) -> str | None:
+        """Do all that was requested since the last step. Returns why the run is to end; None: it is not."""
+        end = _Boundary(cluster, rollout_id, rollout, in_flight)
+        paused, stop = self._handle_asked(end, paused=False)
+        if stop or not paused:
+            return stop
+        started = time.monotonic()
+        with cluster.timeline.doing(phases.PAUSED, rollout_id):
+            while paused and not stop:
+                cluster.trainer.check(rollout_id)
+                with waits.waiting("the next check for requests"):  # it ends: a paused run does not hang
+                    time.sleep(_POLL_S)
+                paused, stop = self._handle_asked(end, paused=True)
+        cluster.log.leave_out(time.monotonic() - started)
+        return stop
+
+    def _asked(self, state: str = ASKED) -> list[ActionRow]:
+        recording = self._recording
+        return [] if recording is None else recording.call_control(Recording.actions, state).result()
+
+    def _answer(self, row: ActionRow, state: str, rollout_id: int, text: str) -> None:
+        assert self._recording is not None, "it was asked for through the record"
+        self._recording.call_control(Recording.answer, row.id, state, rollout_id, text).result()
+
+    def _handle_asked(self, end: _Boundary, *, paused: bool) -> tuple[bool, str | None]:
+        """Do what is asked for now; whether the run is paused afterwards, and why it is to end."""
+        stop = None
+        for row in self._asked():
+            try:
+                answer, state = self._do(end, row), DONE
+            except RequestRefused as refusal:
+                answer, state = str(refusal), REFUSED
+            logger.info("Request by %s after rollout %d: %s: %s", row.who, end.rollout_id, row.name, answer)
+            self._answer(row, state, end.rollout_id, answer)
+            if state == DONE:
+                paused = row.name == "pause" or (paused and row.name != "resume")
+                if row.name == "stop":
+                    stop = f"stopped after step {end.rollout_id + 1}, as asked by {row.who}"
+        return paused, stop
+
+    def before_training(self, cluster: Cluster, rollout_id: int) -> None:
+        """Apply settings that changed how this batch was sampled, before the trainer uses it."""
+        due = [entry for entry in self._for_trainer if entry[0] <= rollout_id]
+        self._for_trainer = [entry for entry in self._for_trainer if entry[0] > rollout_id]
+        for _, name, value in due:
+            cluster.trainer.change_setting(name, value, rollout_id)
+
+    def restore_settings(self, cluster: Cluster) -> None:
+        """Restore settings that were changed before a resume, unless their flags have changed since."""
+        record = read_run(cluster.run.run_dir)
+        if record is None or not record.earlier:
+            return
+        changed: dict[str, float] = {}
+        for row in self._asked(DONE):
+            setting = ACTIONS[row.name].setting if row.name in ACTIONS else None
+            if setting and row.value is not None and (row.rollout_id or 0) < cluster.schedule.start:
+                changed[setting] = row.value
+        before, now = record.earlier[-1].settings, record.last.settings
+        for setting, value in changed.items():
+            if before.get(setting, {}).get("value") == now.get(setting, {}).get("value"):
+                logger.info("--%s is %g, as it was changed before", setting.replace("_", "-"), value)
+                self._change(cluster, setting, value, cluster.schedule.start - 1, in_flight=False)
+
+    def _do(self, end: _Boundary, row: ActionRow) -> str:
+        """Do it and return what was done, in a sentence; RequestRefused: why not."""
+        cluster, rollout_id, action = end.cluster, end.rollout_id, ACTIONS.get(row.name)
+        if action is None or action.wrong_value(row.value):
+            raise RequestRefused("this version of slime does not know it, or not with this value")
+        if action.setting is not None:
+            assert row.value is not None, "a setting has a value"
+            return self._set(end, action.setting, row.value)
+        if row.name == "evaluate":
+            if not cluster.args.eval_datasets:
+                raise RequestRefused("the run has nothing to evaluate on: give --eval-prompt-data")
+            if not cluster.schedule.eval_after(rollout_id) and "evaluate" not in end.done:
+                cluster.evaluate(rollout_id)
+            end.done.add("evaluate")
+            return f"evaluated after step {rollout_id + 1}"
+        if row.name == "checkpoint" and cluster.args.save is None:
+            raise RequestRefused("the run keeps no checkpoints: start it with --save")
+        if row.name in ("checkpoint", "stop") and cluster.trainer.saver is not None:
+            if not cluster.schedule.save_after(rollout_id) and "checkpoint" not in end.done:
+                cluster.save(rollout_id, end.rollout, end.in_flight)
+            end.done.add("checkpoint")
+            return f"saved after step {rollout_id + 1}"
+        words = {"pause": "paused", "resume": "resumed", "stop": "ends here; without --save nothing is kept"}
+        return words[row.name]
+
+    def _set(self, end: _Boundary, setting: str, value: float) -> str:
+        args = end.cluster.args
+        if not end.cluster.trainer.group.ranks.handles:
+            raise RequestRefused("nothing is trained in this run")
+        if setting == "lr" and args.lr_decay_style in _MIN_LR_STYLES and value < args.min_lr:
+            raise RequestRefused(f"it is below --min-lr {args.min_lr:g}, to which the rate decays")
+        if setting == "rollout_temperature" and (args.partial_rollout or args.release_train):
+            raise RequestRefused("it cannot change with --partial-rollout or --release-train")
+        before = self._current.get(setting, getattr(args, setting))
+        self._change(end.cluster, setting, value, end.rollout_id, in_flight=end.in_flight is not None)
+        old = f"{before:g}" if isinstance(before, (int, float)) else "as --eps-clip"
+        return f"--{setting.replace('_', '-')} was {old} and is {value:g} from step {end.rollout_id + 2} on"
+
+    def _change(
+        self, cluster: Cluster, setting: str, value: float, rollout_id: int, *, in_flight: bool
+    ) -> None:
+        self._current[setting] = value
+        if setting == "rollout_temperature":
+            # On the work lane: after a rollout in flight, which was started with the old one.
+            cluster.rollout.call(RolloutManager.change_setting, setting, value)
+            self._for_trainer.append((rollout_id + (2 if in_flight else 1), setting, value))
+        else:
+            cluster.trainer.change_setting(setting, value, rollout_id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.cluster.recording import Recording
-from slime.cluster.training.rank_notes import RankNotes
+from slime.cluster.training.train_actor import RankNotes
 from slime.liveness import phases, waits
 from slime.observability.tracer import LOOP, Span, Tracer, spans_of_waits
 from slime.runtime.base import Future, Handle, gather

@@ -15,7 +15,7 @@ from slime.cluster.checkpoints.published import Models
 from slime.cluster.checkpoints.resume_point import ResumePoint, find_resume_point, verify_checkpoint
 from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.closing import Closing
-from slime.cluster.cluster import Cluster
+from slime.cluster.cluster import Cluster, Requests
 from slime.cluster.driver_spans import Timeline
 from slime.cluster.host_check import check_hosts
 from slime.cluster.residency import Residency
@@ -25,7 +25,6 @@ from slime.cluster.restart.restore import PeerCopies, Restorer, TrainerRelease
 from slime.cluster.rollout_manager import RolloutFacts, RolloutManager, RolloutProcess
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import RunLog
-from slime.cluster.run_requests import Requests
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.loaded_weights import begins_as_served
 from slime.cluster.serving.served_model import trains_on_every_gpu

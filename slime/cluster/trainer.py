@@ -18,8 +18,7 @@ from slime.cluster.restart.recovery import Recovery, headline
 from slime.cluster.restart.replay import ReplayEntry, ReplayLog, SafeState
 from slime.cluster.restart.restore import OF_THE_FIRST_START, PeerCopies, TrainerRelease
 from slime.cluster.rollout_manager import Generated
-from slime.cluster.training.rank_notes import RankNotes
-from slime.cluster.training.train_actor import TrainActor
+from slime.cluster.training.train_actor import RankNotes, TrainActor
 from slime.cluster.training.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.liveness import phases
@@ -91,10 +90,10 @@ class Trainer:
         with self.residency.phase(TRAIN), self.timeline.doing("training", rollout_id):
             if self.release is not None:
                 self.release.wake(self._changed)
-            # The batch is kept while the ranks train: the driver has nothing else to do then.
             return self.group.train(rollout_id, batch, meanwhile=partial(self._keep, rollout_id, batch))
 
     def _keep(self, rollout_id: int, batch: RolloutBatch | None) -> None:
+        """Keep the batch while the ranks train: the driver has nothing else to do then."""
         if batch is not None and self.recovery.is_on:
             self.replay.batches.keep(rollout_id, batch)
 

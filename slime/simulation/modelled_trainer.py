@@ -15,8 +15,7 @@ from slime.backends.base import Layout
 from slime.batch.flops import sample_sizes
 from slime.batch.split import split_for_ranks
 from slime.cluster.checkpoints.checkpoint import files_of_rank
-from slime.cluster.training.rank_notes import RankNotes
-from slime.cluster.training.train_actor import Memory
+from slime.cluster.training.train_actor import Memory, RankNotes
 from slime.cluster.training.train_group import Ranks, RankState, TrainGroup
 from slime.runtime.base import Future
 from slime.simulation.clock import Clock, ModelledHandle

@@ -20,7 +20,7 @@ from slime.cluster.checkpoints.checkpoint import resolve_load
 from slime.cluster.checkpoints.resume_point import ResumePoint, find_resume_point
 from slime.cluster.checkpoints.run_ledger import open_ledger
 from slime.cluster.checkpoints.saving import Saver
-from slime.cluster.cluster import Cluster
+from slime.cluster.cluster import Cluster, Requests
 from slime.cluster.driver_spans import Timeline
 from slime.cluster.recording import Recording
 from slime.cluster.residency import TRAIN, Residency
@@ -29,7 +29,6 @@ from slime.cluster.restart.replay import KeptBatches, ReplayLog, SafeState
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import RunLog
-from slime.cluster.run_requests import Requests
 from slime.cluster.trainer import Trainer
 from slime.cluster.weight_push import WeightPush
 from slime.observability.counters import Counters

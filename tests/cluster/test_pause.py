@@ -2,9 +2,9 @@
 
 import types
 
-from slime.cluster import run_requests
+from slime.cluster import cluster as cluster_module
+from slime.cluster.cluster import Requests
 from slime.cluster.driver_spans import Timeline
-from slime.cluster.run_requests import Requests
 from slime.liveness import phases, waits
 from slime.record.actions import ActionRow
 
@@ -35,8 +35,8 @@ def test_a_pause_is_one_wait_and_its_seconds_are_no_part_of_a_step(monkeypatch):
         seen.append([(wait.name, round(wait.age_s)) for wait in phases.active()])
         ended.append(waits.num_ended())
 
-    monkeypatch.setattr(run_requests.time, "sleep", sleep)
-    monkeypatch.setattr(run_requests.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(cluster_module.time, "sleep", sleep)
+    monkeypatch.setattr(cluster_module.time, "monotonic", lambda: clock[0])
     cluster = types.SimpleNamespace(
         timeline=Timeline(None),
         trainer=types.SimpleNamespace(check=lambda rollout_id: None),

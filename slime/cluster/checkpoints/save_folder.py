@@ -13,8 +13,7 @@ from pathlib import Path
 
 from slime.arguments import Args
 from slime.cluster.checkpoints.checkpoint import resolve_load
-from slime.cluster.run_inputs import compare_inputs, digest_inputs
-from slime.cluster.run_opening import refuse_taken
+from slime.cluster.run_opening import compare_inputs, digest_inputs, refuse_taken
 from slime.preflight.findings import Finding, error_of
 from slime.utils.errors import FolderTaken, RunStopped
 from slime.utils.files.folder_lock import FolderLock, refuse_locked

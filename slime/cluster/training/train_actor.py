@@ -8,8 +8,10 @@ import logging
 import resource
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -22,10 +24,11 @@ from slime.backends.shared.old_policy import old_policy_of
 from slime.batch.split import RankData
 from slime.catalog.deadlines import timeout_s
 from slime.cluster.checkpoints.checkpoint import files_of_rank
-from slime.cluster.training.rank_notes import RankNotes, notes_of
 from slime.cluster.training.rank_sender import RankSender
 from slime.cluster.training.warm_up import warm_up
 from slime.observability.logging_utils import configure_logger
+from slime.observability.tracer import TRAINER, Span, spans_of_waits
+from slime.record.additions import Advantage
 from slime.runtime.base import Ref, in_background
 from slime.step.agreement import Agreement, threshold_of
 from slime.step.profiling import StepProfiler
@@ -39,6 +42,8 @@ from slime.utils.machine.run_identity import Run
 from slime.weight_sync import WeightBundle
 
 logger = logging.getLogger(__name__)
+
+_MAX_TOKENS = 200_000  # of a step whose advantages are kept token by token
 
 
 class RankProcess:
@@ -102,6 +107,16 @@ class RankProcess:
     def actor(self) -> TrainActor:
         assert self._actor is not None, "the rank is not loaded"
         return self._actor
+
+
+@dataclass(frozen=True, slots=True)
+class RankNotes:
+    """What a rank reports for the record of one step: its spans and the advantages it used.
+
+    Example: RankNotes([Span(3, "trainer-0", "train", 10.0, 12.0)], [Advantage(25, 0.7)])."""
+
+    spans: list[Span] = field(default_factory=list)
+    advantages: list[Advantage] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +209,7 @@ class TrainActor:
     def drain_notes(self) -> RankNotes:
         """Return the notes of the last step for the record; a second call has none."""
         step, self._noted = self._noted, None
-        return RankNotes() if step is None else notes_of(step, self._rank, self.layout)
+        return RankNotes() if step is None else _notes_of(step, self._rank, self.layout)
 
     def change_setting(self, name: str, value: float) -> None:
         """Change a setting from the next step on, also for plug-ins."""
@@ -292,3 +307,28 @@ class TrainActor:
         for path in self._copies:  # the driver cleans up its own machine alone
             shutil.rmtree(path, ignore_errors=True)
         dist.destroy_process_group()
+
+
+def _notes_of(step: TrainingStep, rank: int, layout: Layout) -> RankNotes:
+    """Collect them. Of the ranks that share samples, one reports the advantages."""
+    spans = step.tracer.drain(lane=TRAINER.format(rank=rank)) + spans_of_waits(step.rollout_id)
+    tells = layout.tp_rank == layout.cp_rank == layout.pp_rank == 0
+    return RankNotes(spans, _advantages(step) if tells else [])
+
+
+def _advantages(step: TrainingStep) -> list[Advantage]:
+    batch = step.batch
+    lists, indices = batch.get("advantages"), batch.get("sample_indices")
+    if not lists or not indices:
+        return []
+    by_token = sum(len(values) for values in lists) <= _MAX_TOKENS
+    found = []
+    for index, row, mask in zip(indices, lists, batch["loss_masks"], strict=True):
+        values = row.tolist()  # in Python: a few numbers each, of hundreds of samples
+        trained = list(compress(values, mask.tolist())) if len(mask) == len(values) else values
+        if index is None or not trained:
+            continue
+        low, high = min(trained), max(trained)
+        mean = low if high == low else fmean(trained)
+        found.append(Advantage(int(index), mean, values if by_token and high - low > 1e-6 else None))
+    return found

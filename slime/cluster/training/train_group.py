@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,11 +93,10 @@ class RankProcesses:
         handles = self._processes.handles
         if not handles:  # such a run reads the driver's own files alone
             return find_damage(folder, {name: record for name, record in files.items() if "/" not in name})
-        by_size = sorted(files, key=lambda name: files[name].num_bytes, reverse=True)
-        calls = []
-        for rank, handle in enumerate(handles):
-            share = {name: files[name] for name in by_size[rank :: len(handles)]}
-            calls.append(handle.call(RankProcess.find_damage, folder, share))
+        by_size = sorted(files.items(), key=lambda file: file[1].num_bytes, reverse=True)
+        shares = (dict(by_size[rank :: len(handles)]) for rank in range(len(handles)))
+        pairs = zip(handles, shares, strict=True)
+        calls = [handle.call(RankProcess.find_damage, folder, share) for handle, share in pairs]
         return [damage for found in gather(calls) for damage in found]
 
     @property
@@ -108,13 +108,12 @@ class RankProcesses:
         """Join the ranks into process groups; a second call does nothing."""
         if self._processes.handles and not self._joined:
             with phases.starting("trainer"):
-                gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
-            self._joined = True
+                self._join()
 
     def warm_up(self) -> None:
         """Let ranks do what is possible before there is room for their model."""
         self.join()
-        gather(self._processes.begin(RankProcess.warm_up), _START_DEADLINE_S)
+        self._call(RankProcess.warm_up)
 
     def load(self, checkpoint: Path | None) -> TrainGroup:
         """Join the ranks, then build and load the model."""
@@ -122,14 +121,21 @@ class RankProcesses:
         self.join()
         if self._processes.handles:
             with phases.starting("model") as told:
-                layouts = gather(self._processes.begin(RankProcess.load, checkpoint), _START_DEADLINE_S)
+                layouts = self.load_again(checkpoint)
                 told.note = f"from {checkpoint or self._args.hf_checkpoint}"
         return TrainGroup(self._args, self._runtime, self.actors, layouts)
 
-    def _meet(self) -> int:
-        """Wait for the processes; return the port where they join each other."""
-        gather(self._processes.begin(RankProcess.is_loaded), _START_DEADLINE_S)
-        return self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
+    def _call(
+        self, method: Callable[Concatenate[RankProcess, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        return gather(self._processes.begin(method, *args, **kwargs), _START_DEADLINE_S)
+
+    def _join(self) -> None:
+        """Wait for the processes, which then join each other at a port of the first."""
+        self._call(RankProcess.is_loaded)
+        port = self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
+        self._call(RankProcess.join, port)
+        self._joined = True
 
     @property
     def away(self) -> bool:
@@ -146,12 +152,11 @@ class RankProcesses:
         calls = [handle.call_control(RankProcess.is_loaded) for handle in handles]
         deadline, found = time.monotonic() + _ASK_S, []
         for call in calls:
-            try:
-                call.result(max(0.0, deadline - time.monotonic()))
-            except WorkerDied as error:
-                found.append(error)
-            except Exception:  # it is there: whatever it says is not asked for here
-                continue
+            with contextlib.suppress(Exception):  # it is there: whatever it says is not asked for here
+                try:
+                    call.result(max(0.0, deadline - time.monotonic()))
+                except WorkerDied as error:
+                    found.append(error)
         return found
 
     def lose(self, cause: str) -> None:
@@ -179,10 +184,10 @@ class RankProcesses:
         for rank, handle in enumerate(self._renewable[: len(self._slots)]):
             handle.renew(self._spawn(rank, settings))
         self._state.away = False
-        gather(self._processes.begin(RankProcess.join, self._meet()), _START_DEADLINE_S)
+        self._join()
 
     def load_again(self, source: Path | CopyPlace | None) -> list[Layout]:
-        return gather(self._processes.begin(RankProcess.load, source), _START_DEADLINE_S)
+        return self._call(RankProcess.load, source)
 
     def copy_place(self, folder: Path) -> CopyPlace:
         """Where a copy of that name is, for the ranks that are there now."""
@@ -190,8 +195,7 @@ class RankProcesses:
 
     def complete_copy(self, place: CopyPlace, files: Mapping[str, FileRecord]) -> list[str]:
         """Let machines exchange missing files; return what none of them has."""
-        found = self._processes.begin(RankProcess.complete_copy, place, dict(files))
-        return gather(found, _START_DEADLINE_S)[0]
+        return self._call(RankProcess.complete_copy, place, dict(files))[0]
 
     def describe(self) -> str:
         """Describe how far `load` is."""
