@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import socket
 from collections.abc import Iterable
 
@@ -42,6 +43,20 @@ def is_known_host(header: str, known: frozenset[str]) -> bool:
 
 def _plain(name: str) -> str:
     return name.strip().strip("[]").rstrip(".").lower()
+
+
+def token_guard(token: str, but: str | None = None) -> Middleware:
+    """Return a middleware that asks every request for the token; `but`: not those of such a path."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        is_open = but is not None and request.path.startswith(but)
+        if not is_open and not secrets.compare_digest(given, f"Bearer {token}".encode()):
+            return web.json_response({"error": "Unauthorized: a token is needed"}, status=401)
+        return await handler(request)
+
+    return guard
 
 
 def browser_guard(*, known: frozenset[str] | None, json_only: bool = True) -> Middleware:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from slime.liveness import stacks
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
-from slime.utils.machine import garbage
+from slime.utils.machine import children, garbage, shm
 from slime.utils.machine.open_files import raise_limit
 
 if TYPE_CHECKING:
@@ -26,36 +26,24 @@ _TAKEN_AT_ONCE = 64  # of them; asyncio tries as many times again when there is 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="slime.engines.embedded", description=__doc__)
-    parser.add_argument("--model-path", required=True, help="folder of a Hugging Face checkpoint")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: the system chooses; see --ready-file")
-    parser.add_argument("--ready-file", help='where to write {"port", "pid"} once requests are served')
-    parser.add_argument(
-        "--life-fd", type=int, help="inherited pipe; the process ends when it reads end-of-file"
-    )
-    parser.add_argument(
-        "--shm-prefix", help="shared-memory segments with this prefix are removed on the parent's death"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    parser.add_argument("--threads", type=int, help="CPU threads of the model (default: torch's)")
-    parser.add_argument("--max-running-requests", type=int, default=256)
-    parser.add_argument(
-        "--max-total-tokens", type=int, help="size of the KV pool (default: derived from memory)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seeds the seeds of requests that bring none")
-    parser.add_argument(
-        "--await-weights", action="store_true", help="answer 503 to /generate until weights arrive"
-    )
-    parser.add_argument(
-        "--fp8-block",
-        type=int,
-        nargs=2,
-        metavar=("ROWS", "COLUMNS"),
-        help="weights arrive as FP8 in such blocks",
-    )
-    parser.add_argument("--weight-version", default="default")
-    parser.add_argument("--log-level", default="info")
+    add = parser.add_argument
+    add("--model-path", required=True, help="folder of a Hugging Face checkpoint")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=0, help="0: the system chooses; see --ready-file")
+    add("--ready-file", type=Path, help='where to write {"port", "pid"} once requests are served')
+    add("--life-fd", type=int, help="inherited pipe; the process ends when it reads end-of-file")
+    add("--shm-prefix", help="shared-memory segments with this prefix are removed on the parent's death")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    add("--threads", type=int, help="CPU threads of the model (default: torch's)")
+    add("--max-running-requests", type=int, default=256)
+    add("--max-total-tokens", type=int, help="size of the KV pool (default: derived from memory)")
+    add("--seed", type=int, default=0, help="seeds the seeds of requests that bring none")
+    add("--await-weights", action="store_true", help="answer 503 to /generate until weights arrive")
+    fp8_help = "rows and columns: weights arrive as FP8 in such blocks"
+    add("--fp8-block", type=int, nargs=2, help=fp8_help)
+    add("--weight-version", default="default")
+    add("--log-level", default="info")
     return parser.parse_args(argv)
 
 
@@ -70,7 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     stacks.answer_signal()
     garbage.search_seldom()
     if args.life_fd is not None:
-        _die_with_parent(args)
+        children.watch_parent(
+            args.life_fd, lambda: shm.unlink_prefix(args.shm_prefix) if args.shm_prefix else None
+        )
     # Small tensor operations give up the interpreter lock hundreds of times per step; with the default of 5
     # ms every one of them could wait that long behind the HTTP thread.
     sys.setswitchinterval(2e-4)
@@ -79,13 +69,6 @@ def main(argv: list[str] | None = None) -> None:
 
         torch.set_num_threads(args.threads)
     asyncio.run(_serve(args))
-
-
-def _die_with_parent(args: argparse.Namespace) -> None:
-    from slime.utils.machine import children, shm  # late: --help stays fast
-
-    prefix = args.shm_prefix
-    children.watch_parent(args.life_fd, (lambda: shm.unlink_prefix(prefix)) if prefix else None)
 
 
 def _make_server(args: argparse.Namespace) -> "Server":
@@ -133,19 +116,15 @@ async def _serve(args: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     port = listener.getsockname()[1]
     if args.ready_file:
-        _write_atomically(Path(args.ready_file), json.dumps({"port": port, "pid": os.getpid()}))
+        part = args.ready_file.with_suffix(".part")
+        part.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+        part.rename(args.ready_file)
     logging.getLogger(__name__).info("serving %s on http://%s:%d", args.model_path, args.host, port)
     await stop.wait()
     sys.stdout.flush()
     # Here and not after the event loop, which would wait for its threads: one may wait for minutes for a
     # process group that never comes. The engine thread is inside torch, which is not torn down under it.
     os._exit(0)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ other than linear ones, and the variants of LoRA that its config can ask for.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,38 +25,33 @@ from slime.wire.protocol import shown
 _PREFIX = "base_model.model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 # What would change the meaning of the factors; peft's neutral values.
-_NEUTRAL = {
+_NEUTRAL: dict[str, Any] = {
     "use_rslora": False,
     "use_dora": False,
     "bias": "none",
     "fan_in_fan_out": False,
     "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
 }
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """The part of peft's config that decides what the factors mean."""
-
-    scale: float
-
-    @classmethod
-    def from_json(cls, config: Any) -> "AdapterConfig":
-        if not isinstance(config, Mapping) or config.get("peft_type") != "LORA":
-            raise BadWeights("config_dict must be the adapter_config.json of a LORA adapter")
-        for name, neutral in {**_NEUTRAL, "alpha_pattern": {}, "modules_to_save": None}.items():
-            if config.get(name, neutral) not in (neutral, None):
-                raise BadWeights(
-                    f"the adapter's {name} is {shown(config[name])}: the embedded engine takes {neutral!r} "
-                    "only"
-                )
-        try:
-            scale = float(config["lora_alpha"]) / int(config["r"])
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise BadWeights(f"config_dict needs numbers r and lora_alpha: {shown(str(error))}") from error
+def scale_of(config: Any) -> float:
+    """Return what the factors' product is multiplied with, from peft's config."""
+    if not isinstance(config, Mapping) or config.get("peft_type") != "LORA":
+        raise BadWeights("config_dict must be the adapter_config.json of a LORA adapter")
+    for name, neutral in _NEUTRAL.items():
+        if config.get(name) not in (neutral, None):
+            raise BadWeights(
+                f"the adapter's {name} is {shown(config[name])}: the embedded engine takes {neutral!r} only"
+            )
+    try:
+        scale = float(config["lora_alpha"]) / int(config["r"])
         if not math.isfinite(scale):
-            raise BadWeights(f"config_dict: lora_alpha / r is {scale}; it must be finite")
-        return cls(scale)
+            raise ValueError(f"lora_alpha / r is {scale}")
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise BadWeights(f"config_dict needs numbers r and lora_alpha: {shown(str(error))}") from error
+    return scale
 
 
 class AdaptedWeights:
@@ -101,7 +95,7 @@ class AdaptedWeights:
             refuse_non_finite(name, tensor, torch.float32)
 
     @torch.no_grad()
-    def apply(self, source: Source, config: AdapterConfig, name: str) -> tuple[int, int]:
+    def apply(self, source: Source, scale: float, name: str) -> tuple[int, int]:
         """Replace the adapters; returns (tensors, bytes). Call `check` first: this must not fail half-way."""
         factors = {key: tensor.clone() for key, tensor in source.tensors()}
         weights = {_split(key)[0] for key in factors}
@@ -112,8 +106,9 @@ class AdaptedWeights:
             parameter = parameters[weight]
             value = base.to(parameter.device)
             if weight in weights:
-                a, b = (factors[_join(weight, factor)].to(parameter.device).float() for factor in _FACTORS)
-                value = value.float() + config.scale * (b @ a)
+                layer = _PREFIX + weight.removesuffix(".weight")
+                a, b = (factors[layer + factor].to(parameter.device).float() for factor in _FACTORS)
+                value = value.float() + scale * (b @ a)
                 refuse_non_finite(f"{weight} with its adapter", value, parameter.dtype)
             parameter.copy_(value)
         self._factors, self.name = factors, name
@@ -121,24 +116,14 @@ class AdaptedWeights:
 
     def differing(self, source: Source) -> list[str]:
         """Names of factors whose bytes differ from the source's, or that only one side has."""
-        given = dict(source.tensors())
-        names = given.keys() | self._factors.keys()
-        return sorted(
-            name
-            for name in names
-            if name not in given
-            or name not in self._factors
-            or not same_bytes(self._factors[name], given[name])
-        )
+        given, own = dict(source.tensors()), self._factors
+        changed = {name for name in given.keys() & own.keys() if not same_bytes(own[name], given[name])}
+        return sorted(changed | (given.keys() ^ own.keys()))
 
     def checksums(self, of_weights: Mapping[str, int]) -> dict[str, int]:
         """Checksums of the plain weights and the factors: equal on any machine; products need not be."""
-        base = {name: byte_checksum(tensor_bytes(tensor)) for name, tensor in self._base.items()}
-        return {
-            **of_weights,
-            **base,
-            **{name: byte_checksum(tensor_bytes(t)) for name, t in self._factors.items()},
-        }
+        own = {**self._base, **self._factors}
+        return {**of_weights, **{name: byte_checksum(tensor_bytes(t)) for name, t in own.items()}}
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -147,7 +132,3 @@ def _split(name: str) -> tuple[str, str]:
         if name.startswith(_PREFIX) and name.endswith(factor):
             return name.removeprefix(_PREFIX).removesuffix(factor) + ".weight", factor
     raise BadWeights(f"tensor {name} is no factor of a low-rank adapter")
-
-
-def _join(weight: str, factor: str) -> str:
-    return _PREFIX + weight.removesuffix(".weight") + factor

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -25,10 +26,8 @@ async def read_json(request: web.Request) -> dict[str, Any]:
             raw = await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the body did not come within {_BODY_DEADLINE_S:g} s\n") from None
-    if not raw:
-        return {}
     try:
-        body = json.loads(raw, parse_constant=_refuse_constant)
+        body = json.loads(raw or b"{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {shown(str(error))}") from error
     if not isinstance(body, dict):
@@ -40,6 +39,13 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
+def text_of(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"{name} is {shown(value)}: expected a string that is not empty")
+    return value
+
+
 async def read_manifest(data: Any) -> WeightManifest:
     """Read on another thread: that of a large model has tens of thousands of entries."""
     try:
@@ -48,10 +54,8 @@ async def read_manifest(data: Any) -> WeightManifest:
         raise BadRequest(str(error)) from error
 
 
-def read_tags(body: dict[str, Any]) -> list[str]:
-    tags = body.get("tags")
-    if tags is None:
-        return list(TAGS)
+def read_tags(body: Mapping[str, Any]) -> list[str]:
+    tags = list(TAGS) if body.get("tags") is None else body["tags"]
     if not isinstance(tags, list) or any(tag not in TAGS for tag in tags):
         raise BadRequest(f"tags is {shown(tags)}: expected a list out of {TAGS}")
     return tags

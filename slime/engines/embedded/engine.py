@@ -5,19 +5,20 @@ them needs a lock and none of them sees a half-done step. An exception in a step
 no others.
 """
 
+import contextlib
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
+from slime.engines.embedded.adapter import AdaptedWeights
 from slime.engines.embedded.kv_cache import BlockAllocator
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.sampler import Draws, sample
-from slime.engines.embedded.scheduler import Pass, Scheduler
+from slime.engines.embedded.scheduler import Scheduler
 from slime.engines.embedded.sequence import ABORTED, Sequence, failure
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weight_update import BadWeights, Source, WeightStore
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 NOT_FINITE = "NotFinite"
 # Of one request that asks which ids each token was drawn from: 64 MiB, and as much again in the answer.
 MAX_KEPT_IDS = 1 << 24
-_NARROWER = "too many to tell; lower top_p or top_k, the temperature or max_new_tokens"
 _PREFILL_BUDGET = {"cpu": 2048, "cuda": 8192}  # tokens of prompts in one pass
 # A pass with a prompt in it is launched kernel by kernel, and takes as long as several that are replayed.
 _RECORDED_PASSES = 16
@@ -121,33 +121,32 @@ class Engine:
         if work is None:
             return []
         try:
-            tokens = self._compute(work)
+            with self._forward_timed():
+                logits = self.runner.forward(work.plan)
+                draws = sample(logits, work.rows) if work.samplers else Draws([], [])
+            self.scheduler.commit(work, draws)
             heard = self._settle(work.samplers)
         except Exception as error:
             return self._fail(work.sequences, error)
-        self.num_generated_tokens += tokens
+        self.num_generated_tokens += len(draws.tokens)
         return heard
 
-    def _compute(self, work: Pass) -> int:
-        """Run one pass and return the number of new tokens."""
+    @contextlib.contextmanager
+    def _forward_timed(self) -> Iterator[None]:
         started = time.perf_counter()
-        logits = self.runner.forward(work.plan)
-        draws = sample(logits, work.rows) if work.samplers else Draws([], [])
+        yield
         self.forward_s += time.perf_counter() - started
-        self.scheduler.commit(work, draws)
-        return len(draws.tokens)
 
     def _score(self, sequence: Sequence) -> list[Sequence]:
-        started = time.perf_counter()
         try:
-            scores = self.runner.score(sequence)
+            with self._forward_timed():
+                scores = self.runner.score(sequence)
         except Exception as error:
             return self._fail([sequence], error)
-        self.forward_s += time.perf_counter() - started
         sequence.input_log_probs = [None, *scores]
-        sound = math.isfinite(sum(scores))
-        sequence.finish = {"type": "length", "length": 0} if sound else self._not_finite()
-        if not sound:
+        sequence.finish = {"type": "length", "length": 0}
+        if not math.isfinite(sum(scores)):
+            sequence.finish = self._not_finite()
             self._wipe_cache()
         return [sequence]
 
@@ -159,7 +158,10 @@ class Engine:
                 self.scheduler.release(sequence)
             if sequence.finish is not None or sequence.has_event:
                 heard.append(sequence)
-        if any(s.failed and s.finish and s.finish["err_type"] == NOT_FINITE for s in heard):
+        if any(
+            sequence.finish is not None and sequence.finish.get("err_type") == NOT_FINITE
+            for sequence in heard
+        ):
             self._wipe_cache()
         return heard
 
@@ -194,20 +196,16 @@ class Engine:
         self.runner.wipe_pool()
 
     def _not_finite(self) -> dict[str, Any]:
-        weights = f"(weights {self.version}): no token can be drawn"
-        message = f"the model's probabilities are not finite numbers {weights}"
-        return failure(422, message, NOT_FINITE)
+        why = f"the model's probabilities are not finite numbers (weights {self.version})"
+        return failure(422, f"{why}: no token can be drawn", NOT_FINITE)
 
     def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
         count, token, sampling = len(sequence.output), sequence.output[-1], sequence.sampling
         if not math.isfinite(sequence.log_probs[-1]):
             return self._not_finite()
         if sequence.num_kept_ids > MAX_KEPT_IDS:
-            return failure(
-                422,
-                f"its {count} tokens were drawn from more than {MAX_KEPT_IDS} ids: {_NARROWER}",
-                "TooWide",
-            )
+            many = f"its {count} tokens were drawn from more than {MAX_KEPT_IDS} ids"
+            return failure(422, f"{many}: lower top_p, top_k, the temperature or max_new_tokens", "TooWide")
         if token in sequence.stop_ids and count >= sampling.min_new_tokens:
             return {"type": "stop", "matched": token}
         if sampling.stop and count >= sampling.min_new_tokens:
@@ -270,13 +268,11 @@ class Engine:
         names.update(source.shapes)
         return counts if self.weights.missing(names) else self._change_weights(lambda: counts, version)
 
-    def update_adapter(
-        self, source: Source, config: AdapterConfig, name: str, version: str
-    ) -> tuple[int, int]:
+    def update_adapter(self, source: Source, scale: float, name: str, version: str) -> tuple[int, int]:
         """Replace the adapters that are added to the weights the model was loaded with, or was last given."""
         self._refuse_without_memory()
         self.adapters.check(source)
-        return self._change_weights(lambda: self.adapters.apply(source, config, name), version)
+        return self._change_weights(lambda: self.adapters.apply(source, scale, name), version)
 
     def _refuse_without_memory(self) -> None:
         if "weights" in self.released:

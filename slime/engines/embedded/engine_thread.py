@@ -5,15 +5,17 @@ one wake-up per step, however many sequences it concerns.
 """
 
 import asyncio
+import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from slime.engines.embedded.engine import Engine
-from slime.engines.embedded.sequence import Sequence, failure
+from slime.engines.embedded.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -25,17 +27,17 @@ class Listener:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
-        self._news: list[Sequence] = []
+        self._news: dict[Sequence, None] = {}
 
     def notify(self, sequence: Sequence) -> None:
-        self._news.append(sequence)
+        self._news[sequence] = None
         self._event.set()
 
     async def wait(self) -> list[Sequence]:
         await self._event.wait()
         self._event.clear()
-        news, self._news = self._news, []
-        return news
+        news, self._news = self._news, {}
+        return list(news)
 
 
 class EngineLoop:
@@ -56,34 +58,39 @@ class EngineLoop:
 
     # -- asyncio thread --------------------------------------------------------------------------------------
 
-    def submit(self, sequences: list[Sequence]) -> Listener:
-        """Queue all sequences of a request, one behind the other."""
+    @contextlib.contextmanager
+    def submit(self, sequences: list[Sequence]) -> Iterator[Listener]:
+        """Queue all sequences of a request. Those that are not finished at the end are aborted."""
         listener = Listener()
-        for sequence in sequences:
-            self._listeners[sequence] = listener
-        self._post(lambda: self._add_all(sequences))
-        return listener
+        self._listeners |= dict.fromkeys(sequences, listener)
+        self._post(lambda: self._add(sequences))
+        try:
+            yield listener
+        finally:
+            for sequence in sequences:
+                del self._listeners[sequence]
+            if not all(sequence.done for sequence in sequences):
+                self._post(lambda: self._abort(sequences))
 
-    def forget(self, sequence: Sequence) -> None:
-        """Nobody listens any more (the answer is sent, or the client has gone: then it is aborted)."""
-        self._listeners.pop(sequence, None)
-        if not sequence.done:
-            self._post(lambda: self._abort_one(sequence))
+    async def finish(self, sequences: list[Sequence]) -> None:
+        """Queue all sequences of a request and wait until each has finished."""
+        with self.submit(sequences) as listener:
+            while not all(sequence.done for sequence in sequences):
+                await listener.wait()
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run `function` on the engine thread between two steps."""
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def work() -> None:
-            try:
-                result = function(*arguments)
-            except Exception as error:  # the caller gets it: a refused update must not end the engine
-                self._loop.call_soon_threadsafe(_set_exception, future, error)
-            else:
-                self._loop.call_soon_threadsafe(_set_result, future, result)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*arguments))
+                except Exception as error:  # the caller gets it: a refused update must not end the engine
+                    future.set_exception(error)
 
         self._post(work)
-        return await future
+        return await asyncio.wrap_future(future)
 
     async def call_and_tell(self, function: Callable[..., list[Sequence]], *arguments: Any) -> None:
         """Like `call`, for functions that end sequences: their listeners hear of it."""
@@ -96,9 +103,8 @@ class EngineLoop:
 
     def _tell(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            listener = self._listeners.get(sequence)
-            if listener is not None:
-                listener.notify(sequence)
+            if sequence in self._listeners:
+                self._listeners[sequence].notify(sequence)
 
     # -- engine thread ---------------------------------------------------------------------------------------
 
@@ -106,20 +112,13 @@ class EngineLoop:
         if heard:
             self._loop.call_soon_threadsafe(self._tell, heard)
 
-    def _add_all(self, sequences: list[Sequence]) -> None:
-        self._tell_later([heard for sequence in sequences for heard in self._add(sequence)])
+    def _add(self, sequences: list[Sequence]) -> None:
+        self._tell_later([heard for sequence in sequences for heard in self.engine.add(sequence)])
 
-    def _add(self, sequence: Sequence) -> list[Sequence]:
-        try:
-            return self.engine.add(sequence)
-        except Exception as error:  # the request's, not the engine's
-            logger.exception("a request could not be queued")
-            sequence.finish = failure(500, f"not queued: {type(error).__name__}: {error}", "NotQueued")
-            return [sequence]
-
-    def _abort_one(self, sequence: Sequence) -> None:
-        if not sequence.done:
-            self.engine.abort_sequence(sequence)
+    def _abort(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if not sequence.done:
+                self.engine.abort_sequence(sequence)
 
     def _run(self) -> None:
         try:
@@ -138,13 +137,3 @@ class EngineLoop:
                 self._wake.wait()
         while self._inbox:
             self._inbox.popleft()()
-
-
-def _set_result(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -11,7 +11,7 @@ from slime.engines.embedded.request_images import BadImage, ImagePrompt, ImageRe
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.utils import top_p
-from slime.wire.protocol import SamplingParams, shown
+from slime.wire.protocol import SamplingParams, shown, wrong_token_id
 
 FIELDS = (
     *("input_ids", "text", "image_data", "sampling_params", "return_logprob", "logprob_start_len"),
@@ -70,37 +70,44 @@ class RequestReader:
         self.detokenizer = detokenizer
         self._random = random.Random(seed)
 
-    def read(self, body: Any) -> tuple[list[Sequence], bool]:
+    def read(self, body: Mapping[str, Any]) -> tuple[list[Sequence], bool]:
         """The sequences (prompt-major, n per prompt) and whether the answer is a list."""
-        if not isinstance(body, Mapping):
-            raise BadRequest("the body must be a JSON object")
         _refuse_other_fields(body)
         prompts, is_batch = self._prompts(body)
         pictured = self._pictured(prompts, body.get("image_data"), is_batch)
-        prompts = [prompt.ids for prompt in pictured]
-        raws = _per_prompt(
-            "sampling_params", body.get("sampling_params"), len(prompts), (Mapping, type(None))
-        )
-        samplings = [(self._sampling(raw), None if raw is None else raw.get("sampling_seed")) for raw in raws]
-        _check_count(sum(sampling.n for sampling, _ in samplings))
-        rids = _per_prompt("rid", body.get("rid"), len(prompts), (str, type(None)))
-        stream = _flag(body, "stream")
-        return_logprob = _flag(body, "return_logprob")
+        samplings = _per_prompt("sampling_params", body, len(prompts), Mapping)
+        read = [self._sampling(raw) for raw in samplings]
+        _check_count(sum(sampling.n for sampling in read))
+        stream, return_logprob = read_flag(body, "stream"), read_flag(body, "return_logprob")
+        if stream and any(sampling.n > 1 for sampling in read):
+            raise BadRequest("stream is true: it takes n = 1")
         scored = _wants_score(body)
         sequences = []
-        for prompt, pictures, (sampling, seed), rid in zip(prompts, pictured, samplings, rids, strict=True):
-            rid = rid or secrets.token_hex(16)
+        for prompt, sampling, rid in zip(
+            pictured, read, _per_prompt("rid", body, len(prompts), str), strict=True
+        ):
             if scored:
-                self._check_scored(prompt, sampling, return_logprob)
+                self._check_scored(prompt.ids, sampling, return_logprob)
+            room, wanted = self.limits.max_tokens - len(prompt.ids), sampling.max_new_tokens
+            wanted = room if wanted is None else min(wanted, room)
+            rid = rid or secrets.token_hex(16)  # of all n samples: one abort ends them all
             for index in range(sampling.n):
-                # all n samples share the id: one abort ends them all
-                made = self._sequence(rid, prompt, sampling, seed, index, return_logprob, stream, scored)
-                made.pictures = pictures if pictures.images else None
+                seed = sampling.sampling_seed
+                seed = self._random.getrandbits(63) if seed is None else seed
+                made = Sequence(
+                    rid=rid,
+                    prompt=prompt.ids,
+                    sampling=sampling,
+                    seed=seed_of_copy(seed, index),
+                    max_new_tokens=wanted,
+                    stop_ids=self._stop_ids(sampling),
+                    return_logprob=return_logprob,
+                    stream=stream,
+                    scored=scored,
+                    pictures=prompt if prompt.images else None,
+                )
                 sequences.append(made)
-        is_list = is_batch or len(sequences) > 1
-        if stream and any(sampling.n > 1 for sampling, _ in samplings):
-            raise BadRequest("stream is true: it takes n = 1")
-        return sequences, is_list
+        return sequences, is_batch or len(sequences) > 1
 
     def _prompts(self, body: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
         ids, text = body.get("input_ids"), body.get("text")
@@ -108,9 +115,7 @@ class RequestReader:
             raise BadRequest("give exactly one of input_ids and text")
         if ids is None:
             return [self.encode(text)], False
-        if not isinstance(ids, list) or not ids:
-            raise BadRequest("input_ids must be a list of token ids, or a list of such lists, and not empty")
-        is_batch = isinstance(ids[0], list)
+        is_batch = isinstance(ids, list) and ids != [] and isinstance(ids[0], list)
         prompts = ids if is_batch else [ids]
         _check_count(len(prompts))
         for prompt in prompts:
@@ -140,10 +145,7 @@ class RequestReader:
             raise BadRequest(f"{name} must be a string that is not empty")
         if self.detokenizer.tokenizer is None:
             raise BadRequest(f"{name} needs a tokenizer and the model folder has none: send token ids")
-        if len(text) > self.limits.max_tokens * self.detokenizer.longest_token:
-            raise BadRequest(
-                f"The input ({len(text)} characters) is longer than {self._bound} whatever its tokens"
-            )
+        self._check_length(len(text) / self.detokenizer.longest_token)
         try:
             prompt = self.detokenizer.encode(text, special=special)
         except (TypeError, ValueError, UnicodeError) as error:  # half a character, say
@@ -151,23 +153,24 @@ class RequestReader:
         self._check_prompt(prompt)
         return prompt
 
-    @property
-    def _bound(self) -> str:
-        """What a prompt must be shorter than, in words."""
-        if self.limits.max_tokens < self.limits.context_len:
-            return f"the size of the KV pool ({self.limits.max_tokens} tokens)"
-        return f"the model's context length ({self.limits.context_len} tokens)"
+    def _check_length(self, least: float) -> None:
+        """`least`: how many tokens an input has, or cannot be less than."""
+        if least >= self.limits.max_tokens:
+            short = self.limits.max_tokens < self.limits.context_len
+            bound = "the size of the KV pool" if short else "the model's context length"
+            raise BadRequest(
+                f"The input ({least:.0f} tokens) is longer than {bound} ({self.limits.max_tokens} tokens)"
+            )
 
     def _check_prompt(self, prompt: Any) -> None:
-        if not isinstance(prompt, list) or not prompt or any(type(i) is not int for i in prompt):
+        if not isinstance(prompt, list) or not prompt:
             raise BadRequest("input_ids must be a non-empty list of integers, or a list of such lists")
-        if min(prompt) < 0 or max(prompt) >= self.limits.vocab_size:
-            bad = next(i for i in prompt if not 0 <= i < self.limits.vocab_size)
+        wrong = wrong_token_id(prompt, self.limits.vocab_size)
+        if wrong is not None:
             raise BadRequest(
-                f"input_ids has token id {shown(bad)}: the vocabulary is 0..{self.limits.vocab_size - 1}"
+                f"input_ids has token id {wrong}: the vocabulary is 0..{self.limits.vocab_size - 1}"
             )
-        if len(prompt) >= self.limits.max_tokens:
-            raise BadRequest(f"The input ({len(prompt)} tokens) is longer than {self._bound}")
+        self._check_length(len(prompt))
 
     def _sampling(self, raw: Any) -> SamplingParams:
         try:
@@ -183,10 +186,6 @@ class RequestReader:
                 f"stop_token_ids {shown(sampling.stop_token_ids)}: the vocabulary is "
                 f"0..{self.limits.vocab_size - 1}"
             )
-        self._check_stops(sampling)
-        return sampling
-
-    def _check_stops(self, sampling: SamplingParams) -> None:
         if sampling.stop and self.detokenizer.tokenizer is None:
             raise BadRequest("stop needs a tokenizer and the model folder has none: use stop_token_ids")
         if len(sampling.stop) > MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in sampling.stop):
@@ -197,6 +196,7 @@ class RequestReader:
             raise BadRequest(
                 "every token of the vocabulary stops, and min_new_tokens forbids that: none could be drawn"
             )
+        return sampling
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
         eos = frozenset() if sampling.ignore_eos else self.limits.eos_token_ids
@@ -213,33 +213,6 @@ class RequestReader:
             raise BadRequest(
                 f"logprob_start_len = 0: the embedded engine scores inputs of up to {longest} tokens"
             )
-
-    def _sequence(
-        self,
-        rid: str,
-        prompt: list[int],
-        sampling: SamplingParams,
-        seed: int | None,
-        index: int,
-        return_logprob: bool,
-        stream: bool,
-        scored: bool,
-    ) -> Sequence:
-        room = self.limits.max_tokens - len(prompt)
-        wanted = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
-        if seed is None:
-            seed = self._random.getrandbits(63)
-        return Sequence(
-            rid=rid,
-            prompt=prompt,
-            sampling=sampling,
-            seed=seed_of_copy(seed, index),
-            max_new_tokens=wanted,
-            stop_ids=self._stop_ids(sampling),
-            return_logprob=return_logprob,
-            stream=stream,
-            scored=scored,
-        )
 
 
 def _check_count(count: int) -> None:
@@ -260,9 +233,10 @@ def _refuse_other_fields(body: Mapping[str, Any]) -> None:
             raise BadRequest(f"unknown field `{name[:64]}`, expected one of {FIELDS}")
 
 
-def _per_prompt(name: str, value: Any, count: int, kinds: tuple[type, ...]) -> list[Any]:
+def _per_prompt(name: str, body: Mapping[str, Any], count: int, kind: type) -> list[Any]:
+    value = body.get(name)
     values = value if isinstance(value, list) else [value] * count
-    if len(values) != count or not all(isinstance(v, kinds) for v in values):
+    if len(values) != count or not all(v is None or isinstance(v, kind) for v in values):
         raise BadRequest(f"{name} must be one value, or a list of one per prompt ({count})")
     return values
 
@@ -277,10 +251,10 @@ def _wants_score(body: Mapping[str, Any]) -> bool:
     return start == 0
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def read_flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false, got {shown(value)}")
+        raise BadRequest(f"{name} is {shown(value)}: expected true or false")
     return bool(value)
 
 

@@ -11,7 +11,6 @@ moves either makes a new `DecodeGraphs`.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,15 +35,6 @@ def decides_on_host(config: Any) -> bool:
     return any(values.get(name) for name in _EXPERT_COUNTS) or bool(kinds & set(_ROPES_BY_LENGTH))
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A pass over a number of rows, and where its logits are after a replay. None: it is computed anew."""
-
-    plan: BatchPlan
-    graph: torch.cuda.CUDAGraph | None
-    logits: torch.Tensor | None
-
-
 class DecodeGraphs:
     """`forward` computes a plan. Elsewhere than on a GPU it runs on the same buffers, without a record."""
 
@@ -57,7 +47,8 @@ class DecodeGraphs:
         self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
         self._table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self._order = torch.arange(rows, device=device)
-        self._recorded: dict[int, Recorded] = {}
+        # By number of rows: what computes the logits from the buffers.
+        self._replays: dict[int, Callable[[], torch.Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def run(self, plan: BatchPlan) -> torch.Tensor | None:
@@ -66,16 +57,13 @@ class DecodeGraphs:
         assert isinstance(group, PagedGroup), "a padded group has another shape in every pass"
         size = bucket_of(group.count)
         self._fill(plan, group, size)
-        recorded = self._recorded.get(size)
-        if recorded is None:
-            recorded = self._record(size)
-            if recorded is None:
+        if size not in self._replays:
+            try:
+                self._replays[size] = self._record(size)
+            except Exception as error:  # it runs kernel by kernel, as a pass with a prompt does
+                logger.warning("decoding is not recorded as CUDA graphs: %s: %s", type(error).__name__, error)
                 return None
-            self._recorded[size] = recorded
-        if recorded.graph is None or recorded.logits is None:
-            return self.forward(recorded.plan)[: group.count]
-        recorded.graph.replay()
-        return recorded.logits[: group.count]
+        return self._replays[size]()[: group.count]
 
     def _fill(self, plan: BatchPlan, group: PagedGroup, size: int) -> None:
         count = group.count
@@ -88,7 +76,7 @@ class DecodeGraphs:
             self._write_rows[count:size].zero_()
             self._lengths[count:size].fill_(1)
 
-    def _record(self, size: int) -> Recorded | None:
+    def _record(self, size: int) -> Callable[[], torch.Tensor]:
         plan = BatchPlan(
             token_ids=self._ids[None, :size],
             positions=self._positions[None, :size],
@@ -98,14 +86,7 @@ class DecodeGraphs:
             prefill=(),
         )
         if self.device.type != "cuda":
-            return Recorded(plan, None, None)
-        try:
-            return self._capture(plan)
-        except Exception as error:  # it runs kernel by kernel, as a pass with a prompt does
-            logger.warning("decoding is not recorded as CUDA graphs: %s: %s", type(error).__name__, error)
-            return None
-
-    def _capture(self, plan: BatchPlan) -> Recorded:
+            return lambda: self.forward(plan)
         # Once without a record: kernels are compiled and libraries get their workspaces. It writes the keys
         # that the replay will write again.
         current, aside = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
@@ -116,7 +97,12 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits = self.forward(plan)
-        return Recorded(plan, graph, logits)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return logits
+
+        return replay
 
 
 def bucket_of(count: int) -> int:

@@ -3,8 +3,6 @@
 import asyncio
 import functools
 import json
-import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from slime.catalog.engines import ENGINES
-from slime.engines.embedded.adapter import AdaptedWeights, AdapterConfig
-from slime.engines.embedded.body_reading import MAX_BODY_BYTES, read_json, read_manifest, read_tags
+from slime.engines.embedded.adapter import AdaptedWeights, scale_of
+from slime.engines.embedded.body_reading import MAX_BODY_BYTES, read_json, read_manifest, read_tags, text_of
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.engine_thread import EngineLoop
 from slime.engines.embedded.generate_json import (
@@ -38,7 +36,7 @@ from slime.engines.embedded.weight_update import (
     Source,
     WeightStore,
 )
-from slime.utils.browser_guard import browser_guard, names_of_this_machine
+from slime.utils.browser_guard import browser_guard, names_of_this_machine, token_guard
 from slime.utils.machine.open_files import refusing_too_many
 from slime.utils.media.image_tokens import encoder_of
 from slime.utils.processing_utils import load_processor
@@ -46,15 +44,10 @@ from slime.wire.control import PAUSE_MODES
 from slime.wire.openai_shapes import error_json, model_list
 from slime.wire.protocol import shown
 
-logger = logging.getLogger(__name__)
-_as_json = json.JSONEncoder(check_circular=False).encode  # `json.dumps` makes one for each call
-
 _DIALECT = ENGINES["embedded"].dialect
 
-_SMALL_BODY_BYTES = 1 << 18  # requests of up to so many bytes, and without text, are read where they come in
-
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Control = Callable[[dict[str, Any]], Awaitable[Any]]  # the body of a request -> that of the answer
 
 
 class Server:
@@ -63,33 +56,30 @@ class Server:
     Each lets the engine's thread do the work; what takes long before that (text, weights) has threads too.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        static_info: dict[str, Any],
-        seed: int,
-        token: str | None = None,
-        host: str = "127.0.0.1",
-    ):
+    def __init__(self, engine: Engine, static_info: dict[str, Any], seed: int, token: str | None, host: str):
         self.engine, self._token, self._host = engine, token, host
-        self.static_info = static_info
-        eos = engine.runner.eos_token_ids
+        self.static_info, self.model_path = static_info, static_info["model_path"]
+        runner = engine.runner
+        eos = runner.eos_token_ids
         if engine.detokenizer.eos_token_id is not None:
             eos |= {engine.detokenizer.eos_token_id}
-        limits = RequestLimits(engine.runner.vocab_size, engine.runner.context_len, engine.max_tokens, eos)
-        images = _image_reader(engine, static_info["model_path"])
+        limits = RequestLimits(runner.vocab_size, runner.context_len, engine.max_tokens, eos)
+        processor = load_processor(self.model_path) if runner.vision is not None else None
+        images = None if processor is None else ImageReader(encoder_of(processor), runner.model.config)
         self.reader = RequestReader(limits, engine.detokenizer, seed, images)
-        self.groups = UpdateGroups(engine.runner.device)
-        self.model_path = static_info["model_path"]
+        self.groups = UpdateGroups(runner.device)
         self.loop = EngineLoop(engine)
         # Of its own: whoever waits for weights takes a thread for long, and requests must not wait for that.
         self._reading = ThreadPoolExecutor(1, "requests")
 
     def make_app(self) -> web.Application:
         known = names_of_this_machine([self._host]) if self._token is None else None
-        guards = [browser_guard(known=known), self._ask_for_token, _errors_as_json]
+        guards = [browser_guard(known=known), _errors_as_json]
+        if self._token is not None:
+            guards.insert(1, token_guard(self._token, but="/health"))
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=guards)
-        both: dict[str, Handler] = {
+        openai = OpenAIApi(self.loop, OpenAIReader(self.reader, self._reading, self.model_path), self._accept)
+        questions: dict[str, Control] = {
             "/health": self.health,
             "/health_generate": self.health_generate,
             "/flush_cache": self.flush_cache,
@@ -101,11 +91,13 @@ class Server:
             "/v1/loads": self.loads,
             "/v1/models": self.models,
         }
-        openai = OpenAIApi(self.loop, OpenAIReader(self.reader, self._reading, self.model_path), self._accept)
-        post: dict[str, Handler] = {
-            "/generate": refusing_too_many(self.generate),
-            "/v1/chat/completions": refusing_too_many(openai.chat),
-            "/v1/completions": refusing_too_many(openai.completions),
+        generates: dict[str, Handler] = {
+            "/generate": self.generate,
+            "/v1/chat/completions": openai.chat,
+            "/v1/completions": openai.completions,
+        }
+        controls: dict[str, Control] = {
+            "/flush_cache": self.flush_cache,
             "/abort_request": self.abort_request,
             "/pause_generation": self.pause_generation,
             "/continue_generation": self.continue_generation,
@@ -120,67 +112,36 @@ class Server:
             "/release_memory_occupation": self.release_memory,
             "/resume_memory_occupation": self.resume_memory,
         }
-        for path, handler in both.items():
-            app.router.add_get(path, handler)
-        app.router.add_post("/flush_cache", self.flush_cache)
-        for path, handler in post.items():
-            app.router.add_post(path, handler)
+        for path, question in questions.items():
+            app.router.add_get(path, _as_handler(question))
+        for path, handler in generates.items():
+            app.router.add_post(path, refusing_too_many(handler))
+        for path, control in controls.items():
+            app.router.add_post(path, _as_handler(control))
         return app
-
-    @web.middleware
-    async def _ask_for_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Asks everybody for the token, as SGLang does with its --api-key, but for the probes."""
-        if self._token is not None and not request.path.startswith("/health"):
-            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not secrets.compare_digest(given, f"Bearer {self._token}".encode()):
-                return web.json_response({"error": "Unauthorized"}, status=401)
-        return await handler(request)
 
     # -- generation ------------------------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        sequences, is_list = await self._accept(request, await read_json(request))
+        sequences, is_list = await self._accept(await read_json(request))
         if sequences[0].stream:
             return await self._stream(request, sequences, is_list)
-        answers = await self._finish(sequences)
+        await self.loop.finish(sequences)
+        raise_failure(sequences)
+        answers = [answer_json(sequence, self.engine.detokenizer) for sequence in sequences]
         return web.json_response(answers if is_list else answers[0])
 
-    async def _accept(self, request: web.Request, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
+    async def _accept(self, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
         """The sequences that a body of /generate asks for; RequestFailed where none can be served now."""
         if self.engine.awaiting_weights:
             raise RequestFailed(503, "the engine waits for its first weights")
         if self.engine.released:
             released = sorted(self.engine.released)
             raise RequestFailed(503, f"memory is released ({released}): call /resume_memory_occupation")
-        self._check_adapter(body.pop("lora_path", None))
-        return await self._read(body, request.content_length)
-
-    async def _read(self, body: dict[str, Any], nbytes: int | None) -> tuple[list[Sequence], bool]:
-        if (
-            "text" not in body
-            and not body.get("image_data")
-            and nbytes is not None
-            and nbytes <= _SMALL_BODY_BYTES
-        ):
-            return self.reader.read(body)
+        adapter, held = body.pop("lora_path", None), self.engine.adapters.name
+        if adapter is not None and adapter != held:
+            raise BadRequest(f"lora_path is {shown(adapter)}: this engine has {held or 'no adapters'}")
         return await asyncio.get_running_loop().run_in_executor(self._reading, self.reader.read, body)
-
-    def _check_adapter(self, wanted: Any) -> None:
-        """A request may name the adapters that all requests get, and no others."""
-        if wanted is not None and wanted != self.engine.adapters.name:
-            held = self.engine.adapters.name or "no adapters"
-            raise BadRequest(f"lora_path is {shown(wanted)}: this engine has {held}")
-
-    async def _finish(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
-        listener = self.loop.submit(sequences)
-        try:
-            while not all(sequence.done for sequence in sequences):
-                await listener.wait()
-            raise_failure(sequences)
-            return [answer_json(sequence, self.engine.detokenizer) for sequence in sequences]
-        finally:
-            for sequence in sequences:
-                self.loop.forget(sequence)
 
     async def _stream(
         self, request: web.Request, sequences: list[Sequence], is_list: bool
@@ -193,16 +154,15 @@ class Server:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         waiting = {sequence: {"index": place} if is_list else {} for place, sequence in enumerate(sequences)}
-        listener = self.loop.submit(sequences)
-        try:
+        with self.loop.submit(sequences) as listener:
             while waiting:
                 chunks = []
-                for sequence in dict.fromkeys(await listener.wait()):
+                for sequence in await listener.wait():
                     if sequence.failed:
                         waiting.pop(sequence, None)
                     elif sequence in waiting:
                         chunk = answer_json(sequence, self.engine.detokenizer) | waiting[sequence]
-                        chunks.append(f"data: {_as_json(chunk)}\n\n")
+                        chunks.append(f"data: {json.dumps(chunk)}\n\n")
                         if chunk["meta_info"]["finish_reason"] is not None:
                             del waiting[sequence]
                 if not chunks and waiting:
@@ -217,39 +177,33 @@ class Server:
                     return response
                 data = "".join(chunks).encode()
                 await (response.write(data) if waiting else response.write_eof(data + b"data: [DONE]\n\n"))
-        finally:
-            for sequence in sequences:
-                self.loop.forget(sequence)
         return response
 
-    async def abort_request(self, request: web.Request) -> web.Response:
-        body = await read_json(request)
-        rid, prefix = body.get("rid"), body.get("prefix", False)
-        if not isinstance(prefix, bool):
-            raise BadRequest(f"prefix is {shown(prefix)}: expected true or false")
-        if not body.get("abort_all") and (not isinstance(rid, str) or (prefix and not rid)):
+    async def abort_request(self, body: dict[str, Any]) -> web.Response:
+        rid, prefix = (None, False) if body.get("abort_all") else (body.get("rid"), body.get("prefix", False))
+        is_rid = isinstance(rid, str) and isinstance(prefix, bool) and (rid or not prefix)
+        if not is_rid and not body.get("abort_all"):
             raise BadRequest('give "rid": string, not empty with "prefix": true, or "abort_all": true')
-        chosen = None if body.get("abort_all") else rid
-        await self.loop.call_and_tell(functools.partial(self.engine.abort, prefix=prefix), chosen)
+        await self.loop.call_and_tell(functools.partial(self.engine.abort, prefix=prefix), rid)
         return web.Response()
 
-    async def pause_generation(self, request: web.Request) -> web.Response:
-        mode = (await read_json(request)).get("mode", "abort")
+    async def pause_generation(self, body: dict[str, Any]) -> Any:
+        mode = body.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise BadRequest(f"mode is {shown(mode)}: expected one of {PAUSE_MODES}")
         await self.loop.call_and_tell(self.engine.pause, mode)
-        return web.json_response({"status": "ok"})
+        return {"status": "ok"}
 
-    async def continue_generation(self, request: web.Request) -> web.Response:
+    async def continue_generation(self, body: dict[str, Any]) -> Any:
         await self.loop.call(self.engine.resume)
-        return web.json_response({"status": "ok"})
+        return {"status": "ok"}
 
     # -- state -----------------------------------------------------------------------------------------------
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, body: dict[str, Any]) -> web.Response:
         return web.Response(status=200 if self.loop.alive else 503)
 
-    async def health_generate(self, request: web.Request) -> web.Response:
+    async def health_generate(self, body: dict[str, Any]) -> web.Response:
         """One token through the whole engine.
 
         A busy engine shows it by its next forward pass, without queueing behind thousands of requests; one
@@ -258,46 +212,45 @@ class Server:
         engine = self.engine
         if engine.paused or engine.released or engine.awaiting_weights or engine.is_mixed:
             await self.loop.call(lambda: None)
-            return web.Response()
-        if self.engine.can_step:
-            passes = self.engine.runner.num_forward_passes
-            while self.engine.can_step and self.engine.runner.num_forward_passes == passes:
+        elif engine.can_step:
+            passes = engine.runner.num_forward_passes
+            while engine.can_step and engine.runner.num_forward_passes == passes:
                 await asyncio.sleep(0.01)
-            return web.Response()
-        probe, _ = self.reader.read(
-            {
-                "input_ids": [0],
-                "rid": f"health-{time.monotonic_ns()}",
-                "sampling_params": {"max_new_tokens": 1},
-            }
-        )
-        try:
-            await self._finish(probe)
-        except RequestFailed as error:
-            return _error(503, str(error))
+        else:
+            probe, _ = self.reader.read({"input_ids": [0], "sampling_params": {"max_new_tokens": 1}})
+            await self.loop.finish(probe)
+            if probe[0].failed:
+                return _error(503, str(probe[0].finish))
         return web.Response()
 
-    async def server_info(self, request: web.Request) -> web.Response:
+    async def server_info(self, body: dict[str, Any]) -> Any:
         state = await self.loop.call(self.engine.state)
-        return web.json_response({**self.static_info, "model_path": self.model_path, **state})
+        return {**self.static_info, "model_path": self.model_path, **state}
 
-    async def model_info(self, request: web.Request) -> web.Response:
-        info = {"model_path": self.model_path, "weight_version": self.engine.version, "is_generation": True}
-        return web.json_response(info)
+    async def model_info(self, body: dict[str, Any]) -> Any:
+        return {
+            "model_path": self.model_path,
+            "weight_version": self.engine.version,
+            "is_generation": True,
+        }
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, body: dict[str, Any]) -> Any:
         names = [self.model_path, *([self.engine.adapters.name] if self.engine.adapters.name else ())]
-        limits = {"root": self.model_path, "max_model_len": self.engine.runner.context_len}
-        return web.json_response(model_list(names, **limits))
+        return model_list(names, root=self.model_path, max_model_len=self.engine.runner.context_len)
 
-    async def loads(self, request: web.Request) -> web.Response:
+    async def loads(self, body: dict[str, Any]) -> Any:
         state = await self.loop.call(self.engine.state)
-        load = {"dp_rank": 0} | {k: state[k] for k in ("num_running_reqs", "num_waiting_reqs")}
-        load["num_total_reqs"] = load["num_running_reqs"] + load["num_waiting_reqs"]
-        load["queues"] = {"waiting": state["num_waiting_reqs"], "retracted": state["num_retracted_reqs"]}
-        return web.json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [load]})
+        running, waiting = state["num_running_reqs"], state["num_waiting_reqs"]
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_total_reqs": running + waiting,
+            "queues": {"waiting": waiting, "retracted": state["num_retracted_reqs"]},
+        }
+        return {"timestamp": time.time(), "dp_rank_count": 1, "loads": [load]}
 
-    async def flush_cache(self, request: web.Request) -> web.Response:
+    async def flush_cache(self, body: dict[str, Any]) -> web.Response:
         await self.loop.call(self.engine.allocator.flush)
         return web.Response(text="Cache flushed.\n")
 
@@ -327,35 +280,28 @@ class Server:
         finally:
             source.close()
 
-    async def update_weights_from_shared_memory(self, request: web.Request) -> web.Response:
-        manifest = await read_manifest(await read_json(request))
-        engine = self.engine
+    async def update_weights_from_shared_memory(self, body: dict[str, Any]) -> Any:
+        manifest, engine = await read_manifest(body), self.engine
         count, _ = await self._update(
-            lambda: SharedMemorySource.open(manifest),
+            lambda: SharedMemorySource(manifest),
             engine.weights,
             lambda source: engine.update_weights(source, manifest.version),
         )
         return _updated(manifest.version, count, manifest.nbytes, manifest.checksum)
 
-    async def load_adapter(self, request: web.Request) -> web.Response:
+    async def load_adapter(self, body: dict[str, Any]) -> Any:
         """Low-rank adapters, by a manifest; all requests get them, whether or not they name them."""
-        body = await read_json(request)
-        name, manifest = body.get("lora_name"), await read_manifest(body.get("manifest"))
-        if not isinstance(name, str) or not name:
-            raise BadRequest("lora_name must be a string")
-        config, engine = AdapterConfig.from_json(body.get("config_dict")), self.engine
+        manifest, name = await read_manifest(body.get("manifest")), text_of(body, "lora_name")
+        scale, engine = scale_of(body.get("config_dict")), self.engine
         count, _ = await self._update(
-            lambda: SharedMemorySource.open(manifest),
+            lambda: SharedMemorySource(manifest),
             engine.adapters,
-            lambda source: engine.update_adapter(source, config, name, manifest.version),
+            lambda source: engine.update_adapter(source, scale, name, manifest.version),
         )
         return _updated(manifest.version, count, manifest.nbytes, manifest.checksum)
 
-    async def update_weights_from_disk(self, request: web.Request) -> web.Response:
-        body, engine = await read_json(request), self.engine
-        path = body.get("model_path")
-        if not isinstance(path, str):
-            raise BadRequest("model_path must be a string")
+    async def update_weights_from_disk(self, body: dict[str, Any]) -> Any:
+        engine, path = self.engine, text_of(body, "model_path")
         version = str(body.get("weight_version") or engine.version)
         count, nbytes = await self._update(
             lambda: DiskSource(path), engine.weights, lambda source: engine.update_weights(source, version)
@@ -363,70 +309,56 @@ class Server:
         self.model_path = path
         return _updated(version, count, nbytes, None)
 
-    async def join_group(self, request: web.Request) -> web.Response:
-        place = GroupPlace.from_json(await read_json(request))
+    async def join_group(self, body: dict[str, Any]) -> Any:
+        place = GroupPlace.from_json(body)
         await asyncio.to_thread(self.groups.join, place)
-        return web.json_response({"success": True, "message": f"rank {place.rank} of {place.name}"})
+        return {"success": True, "message": f"rank {place.rank} of {place.name}"}
 
-    async def leave_group(self, request: web.Request) -> web.Response:
-        name = (await read_json(request)).get("group_name")
-        left = await asyncio.to_thread(self.groups.leave, name)
-        message = f"{name} is left" if left else f"{shown(name)} is not a group of this engine"
-        return web.json_response({"success": left, "message": message}, status=200 if left else 400)
+    async def leave_group(self, body: dict[str, Any]) -> Any:
+        name = text_of(body, "group_name")
+        await asyncio.to_thread(self.groups.leave, name)
+        return {"success": True, "message": f"{name} is left"}
 
-    async def update_weights_from_group(self, request: web.Request) -> web.Response:
+    async def update_weights_from_group(self, body: dict[str, Any]) -> Any:
         """One bucket. It comes while others generate; its copy stops them until the last bucket is in."""
-        body = await read_json(request)
         version = str(body.get("weight_version") or self.engine.version)
-        tensors = await asyncio.to_thread(self.groups.receive, body.get("group_name"), read_bucket(body))
+        group, bucket = text_of(body, "group_name"), read_bucket(body)
+        tensors = await asyncio.to_thread(self.groups.receive, group, bucket)
         count, nbytes = await self.loop.call(self.engine.update_part, GroupSource(tensors), version)
         return _updated(version, count, nbytes, None)
 
-    async def update_weight_version(self, request: web.Request) -> web.Response:
-        body = await read_json(request)
-        version = body.get("new_version")
-        if not isinstance(version, str):
-            raise BadRequest("new_version must be a string")
+    async def update_weight_version(self, body: dict[str, Any]) -> Any:
+        version = text_of(body, "new_version")
         if body.get("abort_all_requests"):
             await self.loop.call_and_tell(self.engine.abort, None)
         await self.loop.call(self.engine.set_version, version)
-        return web.json_response({"success": True, "message": f"weight version is now {version}"})
+        return {"success": True, "message": f"weight version is now {version}"}
 
-    async def weights_checker(self, request: web.Request) -> web.Response:
-        body = await read_json(request)
+    async def weights_checker(self, body: dict[str, Any]) -> Any:
         action = body.get("action")
         if action == "checksum":
             checksums = await self.loop.call(self.engine.checksums)
-            return web.json_response({"success": True, "message": "", "checksums": checksums})
-        if action in ("compare", "compare_adapter"):
-            held = self.engine.weights if action == "compare" else self.engine.adapters
-            source = await asyncio.to_thread(
-                SharedMemorySource.open, await read_manifest(body.get("manifest"))
+            return {"success": True, "message": "", "checksums": checksums}
+        if action not in ("compare", "compare_adapter"):
+            raise BadRequest(
+                f"action is {shown(action)}: expected checksum, or compare or compare_adapter with a manifest"
             )
-            try:
-                mismatched = await self.loop.call(held.differing, source)
-            finally:
-                source.close()
-            return web.json_response({"success": not mismatched, "message": "", "mismatched": mismatched})
-        raise BadRequest(
-            f"action is {shown(action)}: expected checksum, or compare or compare_adapter with a manifest"
-        )
+        held = self.engine.weights if action == "compare" else self.engine.adapters
+        manifest = await read_manifest(body.get("manifest"))
+        source = await asyncio.to_thread(SharedMemorySource, manifest)
+        try:
+            mismatched = await self.loop.call(held.differing, source)
+        finally:
+            source.close()
+        return {"success": not mismatched, "message": "", "mismatched": mismatched}
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    async def release_memory(self, request: web.Request) -> web.Response:
-        await self.loop.call(self.engine.release, read_tags(await read_json(request)))
-        return web.json_response(None)
+    async def release_memory(self, body: dict[str, Any]) -> None:
+        await self.loop.call(self.engine.release, read_tags(body))
 
-    async def resume_memory(self, request: web.Request) -> web.Response:
-        await self.loop.call(self.engine.restore, read_tags(await read_json(request)))
-        return web.json_response(None)
-
-
-def _image_reader(engine: Engine, model_path: str) -> ImageReader | None:
-    """What makes inputs of images; None where the model reads text only, or has no processor for images."""
-    processor = load_processor(model_path) if engine.runner.vision is not None else None
-    return None if processor is None else ImageReader(encoder_of(processor), engine.runner.model.config)
+    async def resume_memory(self, body: dict[str, Any]) -> None:
+        await self.loop.call(self.engine.restore, read_tags(body))
 
 
 def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str, Any]:
@@ -451,16 +383,23 @@ def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str,
     }
 
 
-def _updated(version: str, count: int, nbytes: int, checksum: int | None) -> web.Response:
-    message = f"{count} tensors are now version {version}"
-    answer = {
+def _updated(version: str, count: int, nbytes: int, checksum: int | None) -> dict[str, Any]:
+    return {
         "success": True,
-        "message": message,
+        "message": f"{count} tensors are now version {version}",
         "weight_version": version,
         "num_tensors": count,
         "nbytes": nbytes,
+        "checksum": checksum,
     }
-    return web.json_response({**answer, "checksum": checksum})
+
+
+def _as_handler(control: Control) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        answer = await control(await read_json(request))
+        return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
+
+    return handle
 
 
 def _error(status: int, message: str, /, **more: Any) -> web.Response:

@@ -1,23 +1,23 @@
 """OpenAI's endpoints of the embedded engine: requests become those of /generate."""
 
+import itertools
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
 from slime.engines.embedded.body_reading import read_json
-from slime.engines.embedded.engine_thread import EngineLoop
+from slime.engines.embedded.engine_thread import EngineLoop, Listener
 from slime.engines.embedded.generate_json import raise_failure
 from slime.engines.embedded.openai_requests import Asked, OpenAIReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.wire.openai_shapes import error_json, log_prob_entries
 
-# Reads the body of /generate for a request, and refuses what cannot be served now.
-Accept = Callable[[web.Request, dict[str, Any]], Awaitable[tuple[list[Sequence], bool]]]
+# Reads the body of /generate, and refuses what cannot be served now.
+Accept = Callable[[dict[str, Any]], Awaitable[tuple[list[Sequence], bool]]]
 
 
 class OpenAIApi:
@@ -27,33 +27,23 @@ class OpenAIApi:
         self._loop, self._reader, self._accept = loop, reader, accept
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, self._reader.chat)
+        return await self._serve(request, await self._reader.chat(await read_json(request)))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, self._reader.completions)
+        return await self._serve(request, await self._reader.completions(await read_json(request)))
 
-    async def _serve(
-        self, request: web.Request, read: Callable[[dict[str, Any]], Awaitable[Asked]]
-    ) -> web.StreamResponse:
-        asked = await read(await read_json(request))
-        sequences, _ = await self._accept(request, asked.body)
+    async def _serve(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        sequences, _ = await self._accept(asked.body)
         writer = _Writer(asked, sequences, self._reader.detokenizer)
-        listener = self._loop.submit(sequences)
-        try:
-            if asked.stream:
-                return await _write_stream(request, writer, listener.wait)
-            while not all(sequence.done for sequence in sequences):
-                await listener.wait()
-            raise_failure(sequences)
-            return web.json_response(writer.whole())
-        finally:
-            for sequence in sequences:
-                self._loop.forget(sequence)
+        if asked.stream:
+            with self._loop.submit(sequences) as listener:
+                return await _write_stream(request, writer, listener)
+        await self._loop.finish(sequences)
+        raise_failure(sequences)
+        return web.json_response(writer.whole())
 
 
-async def _write_stream(
-    request: web.Request, writer: "_Writer", wait: Callable[[], Awaitable[list[Sequence]]]
-) -> web.StreamResponse:
+async def _write_stream(request: web.Request, writer: "_Writer", listener: Listener) -> web.StreamResponse:
     """Write what is new of each sequence as it comes.
 
     Headers go with the first token: until then an error has a status.
@@ -61,19 +51,22 @@ async def _write_stream(
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     waiting = set(writer.sequences)
     while waiting:
-        news = [sequence for sequence in dict.fromkeys(await wait()) if sequence in waiting]
+        news = [sequence for sequence in await listener.wait() if sequence in waiting]
         failed = [sequence for sequence in news if sequence.failed]
-        if failed and not response.prepared:
-            raise_failure(failed)
+        events = []
         if not response.prepared:
+            raise_failure(failed)
             await response.prepare(request)
-            await response.write(b"".join(map(_event, writer.starts())))
+            events = writer.starts()
         if failed:
             why = failed[0].finish or {}
             await response.write(_event(error_json(str(why.get("message")), "server_error")))
             break
-        await response.write(b"".join(_event(chunk) for one in news for chunk in writer.pieces(one)))
-        waiting -= {sequence for sequence in news if sequence in writer.ended}
+        for sequence in news:
+            piece, ended = writer.piece(sequence)
+            events += piece
+            waiting -= {sequence} if ended else set()
+        await response.write(b"".join(map(_event, events)))
     else:
         if writer.asked.include_usage:
             await response.write(_event(writer.chunk([], usage=writer.usage())))
@@ -85,36 +78,27 @@ def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
-@dataclass(slots=True)
-class _Sent:
-    """How much of a sequence is in the stream."""
-
-    characters: int = 0
-    tokens: int = 0
-
-
 class _Writer:
     """The JSON of one request's answers, whole or in pieces."""
 
     def __init__(self, asked: Asked, sequences: list[Sequence], detokenizer: Detokenizer):
-        self.asked, self.sequences, self.ended = asked, sequences, set[Sequence]()
+        self.asked, self.sequences = asked, sequences
         self._detokenizer, self._created = detokenizer, int(time.time())
-        self._sent = {sequence: _Sent() for sequence in sequences}
+        self._sent = dict.fromkeys(sequences, (0, 0))  # characters and tokens that are in the stream
         self._index = {sequence: index for index, sequence in enumerate(sequences)}
 
     def whole(self) -> dict[str, Any]:
         choices = []
-        for index, sequence in enumerate(self.sequences):
-            text = self._text(sequence, len(sequence.log_probs))
-            said = (
-                {"message": {"role": "assistant", "content": text}} if self.asked.is_chat else {"text": text}
-            )
-            told = self._log_probs(sequence, 0, len(sequence.log_probs), 0)
-            choices.append({"index": index, **said, "logprobs": told, "finish_reason": _reason(sequence)})
+        for sequence in self.sequences:
+            count = len(sequence.log_probs)
+            text = self._text(sequence, count, ended=True)
+            message = {"message": {"role": "assistant", "content": text}}
+            said = message if self.asked.is_chat else {"text": text}
+            choices.append(self._choice(sequence, said, (0, count, 0), ended=True))
         kind = "chat.completion" if self.asked.is_chat else "text_completion"
-        version = self.sequences[0].versions[-1][0] if self.sequences[0].versions else "default"
-        made = {**self._head(kind), "choices": choices, "usage": self.usage()}
-        return {**made, "metadata": {"weight_version": version}}
+        versions = self.sequences[0].versions
+        metadata = {"weight_version": versions[-1][0] if versions else "default"}
+        return {**self._head(kind), "choices": choices, "usage": self.usage(), "metadata": metadata}
 
     def usage(self) -> dict[str, int]:
         read = sum(len(sequence.prompt) for sequence in self.sequences[:: self.asked.n])
@@ -125,40 +109,38 @@ class _Writer:
         kind = "chat.completion.chunk" if self.asked.is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, **more}
 
-    def starts(self) -> Iterator[dict[str, Any]]:
+    def starts(self) -> list[dict[str, Any]]:
         """The first events of a stream: who speaks."""
-        if self.asked.is_chat:
-            for index in range(len(self.sequences)):
-                delta = {"role": "assistant", "content": ""}
-                yield self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        count = len(self.sequences) if self.asked.is_chat else 0
+        return [self.chunk([{"index": index, **delta}]) for index in range(count)]
 
-    def pieces(self, sequence: Sequence) -> Iterator[dict[str, Any]]:
-        """What is new of one sequence, and how it ended."""
-        finish = sequence.finish  # read first: a chunk must not claim an end that came after its tokens
-        count, sent = len(sequence.log_probs), self._sent[sequence]
-        text = self._text(sequence, count, ended=finish is not None)
-        new, start = text[sent.characters :], sent.tokens
-        if new or finish is not None:
-            told = self._log_probs(sequence, start, count, sent.characters)
-            sent.characters, sent.tokens = max(len(text), sent.characters), count
-            yield self._piece(sequence, new, told, None if finish is None else _reason(sequence))
-        if finish is not None:
-            self.ended.add(sequence)
+    def piece(self, sequence: Sequence) -> tuple[list[dict[str, Any]], bool]:
+        """What is new of one sequence, and whether it has ended."""
+        ended = sequence.done  # read first: a chunk must not claim an end that came after its tokens
+        count, (characters, tokens) = len(sequence.log_probs), self._sent[sequence]
+        text = self._text(sequence, count, ended=ended)
+        new = text[characters:]
+        if not new and not ended:
+            return [], False
+        self._sent[sequence] = max(len(text), characters), count
+        delta = {"delta": {"content": new} if new else {}}
+        said = delta if self.asked.is_chat else {"text": new}
+        return [self.chunk([self._choice(sequence, said, (tokens, count, characters), ended=ended)])], ended
 
-    def _piece(
-        self, sequence: Sequence, text: str, told: dict[str, Any] | None, reason: str | None
+    def _choice(
+        self, sequence: Sequence, said: dict[str, Any], part: tuple[int, int, int], *, ended: bool
     ) -> dict[str, Any]:
-        said: dict[str, Any] = {"text": text}
-        if self.asked.is_chat:
-            said = {"delta": {"content": text} if text else {}}
-        choice = {"index": self._index[sequence], **said, "logprobs": told, "finish_reason": reason}
-        return self.chunk([choice])
+        """`part`: first and last of the tokens that are told, and how many characters are before them."""
+        reason = str(sequence.finish["type"]) if ended and sequence.finish is not None else None
+        told = self._log_probs(sequence, *part) if self.asked.log_probs else None
+        return {"index": self._index[sequence], **said, "logprobs": told, "finish_reason": reason}
 
     def _head(self, kind: str) -> dict[str, Any]:
         name = f"{'chatcmpl' if self.asked.is_chat else 'cmpl'}-{self.sequences[0].rid}"
         return {"id": name, "object": kind, "created": self._created, "model": self.asked.model}
 
-    def _text(self, sequence: Sequence, count: int, *, ended: bool = True) -> str:
+    def _text(self, sequence: Sequence, count: int, *, ended: bool) -> str:
         """The text of the first tokens; before the end without what may become a stop string, or is half a
         character.
         """
@@ -173,25 +155,17 @@ class _Writer:
             held = next((size for size in sizes if stop.startswith(text[-size:])), held)
         return text[: len(text) - held]
 
-    def _log_probs(self, sequence: Sequence, start: int, end: int, offset: int) -> dict[str, Any] | None:
-        if not self.asked.log_probs:
-            return None
+    def _log_probs(self, sequence: Sequence, start: int, end: int, offset: int) -> dict[str, Any]:
         ids, values = sequence.output[start:end], sequence.log_probs[start:end]
         entries = log_prob_entries(lambda one: self._detokenizer.decode(one, sequence.sampling), ids, values)
         if self.asked.is_chat:
             return {"content": entries}
-        offsets = []
-        for entry in entries:
-            offsets.append(offset)
-            offset += len(entry["token"])
+        tokens = [entry["token"] for entry in entries]
+        offsets = itertools.accumulate(map(len, tokens), initial=offset)
         return {
-            "tokens": [entry["token"] for entry in entries],
+            "tokens": tokens,
             "token_logprobs": values,
             "token_ids": ids,
             "top_logprobs": None,
-            "text_offset": offsets,
+            "text_offset": list(offsets)[:-1],
         }
-
-
-def _reason(sequence: Sequence) -> str:
-    return str(sequence.finish["type"]) if sequence.finish is not None else "stop"

@@ -8,55 +8,39 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from slime.engines.embedded.generate_json import MAX_SEQUENCES, BadRequest, RequestReader, seed_of_copy
+from slime.engines.embedded.generate_json import (
+    MAX_SEQUENCES,
+    BadRequest,
+    RequestReader,
+    read_flag,
+    seed_of_copy,
+)
 from slime.engines.embedded.text import Detokenizer
 from slime.wire.protocol import shown
 
 _MAX_TOKENS = 16  # of a completion that names no limit, as in OpenAI's API
-# Ours -> theirs, where the names differ.
+# Theirs -> ours, where the names differ; of two that mean the same the later one wins.
 _RENAMED = {
-    "max_new_tokens": ("max_completion_tokens", "max_tokens"),
-    "min_new_tokens": ("min_tokens",),
-    "sampling_seed": ("seed",),
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
 }
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty", "skip_special_tokens"),
     *("spaces_between_special_tokens", "custom_params"),
 )
-_READ = frozenset(
-    {
-        "model",
-        "messages",
-        "prompt",
-        "n",
-        "stream",
-        "stream_options",
-        "logprobs",
-        "tools",
-        "chat_template_kwargs",
-    }
-    | {
-        "continue_final_message",
-        "rid",
-        "lora_path",
-        *_SAME,
-        *(name for names in _RENAMED.values() for name in names),
-    }
+_READ = (
+    *("model", "messages", "prompt", "n", "stream", "stream_options", "logprobs", "tools", "rid"),
+    *("chat_template_kwargs", "continue_final_message", "lora_path"),
 )
 # Fields that ask for nothing here.
-_IGNORED = frozenset(
-    {
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "parallel_tool_calls",
-        "safety_identifier",
-        "prompt_cache_key",
-    }
-    | {"reasoning_effort", "verbosity", "separate_reasoning", "stream_reasoning"}
+_IGNORED = (
+    *("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier"),
+    *("prompt_cache_key", "reasoning_effort", "verbosity", "separate_reasoning", "stream_reasoning"),
 )
+_KNOWN = frozenset((*_READ, *_IGNORED, *_SAME, *_RENAMED))
 # Fields that are served at these values alone.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
@@ -94,7 +78,7 @@ class OpenAIReader:
 
     async def chat(self, body: dict[str, Any]) -> Asked:
         messages, images = _messages(body.get("messages"))
-        log_probs = _boolean(body, "logprobs")
+        log_probs = read_flag(body, "logprobs")
         ids = await self._apart(lambda: self._rendered(messages, body))
         asked = self._asked(body, [ids], is_chat=True, log_probs=log_probs)
         if images:
@@ -108,16 +92,15 @@ class OpenAIReader:
                 f"logprobs is {shown(given)}: of each token its own log-prob is known; use 0 or 1"
             )
         prompts = await self._apart(lambda: self._prompts(body.get("prompt")))
-        return self._asked(
-            {"max_tokens": _MAX_TOKENS, **body}, prompts, is_chat=False, log_probs=given is not None
-        )
+        body = {"max_tokens": _MAX_TOKENS, **body}
+        return self._asked(body, prompts, is_chat=False, log_probs=given is not None)
 
     async def _apart(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _prompts(self, given: Any) -> list[list[int]]:
         """A text, ids, or a list of either."""
-        several = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
+        several = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
         if len({type(one) for one in several}) > 1:
             raise BadRequest("prompt must be a text, a list of token ids, or a list of either kind")
         return [one if isinstance(one, list) else self._reader.encode(one, name="prompt") for one in several]
@@ -129,27 +112,23 @@ class OpenAIReader:
                 "messages need a chat template, and the model folder has none: use /v1/completions"
             )
         options, tools = body.get("chat_template_kwargs") or {}, body.get("tools")
-        continues = _boolean(body, "continue_final_message")
+        continues = read_flag(body, "continue_final_message")
         if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
             raise BadRequest("chat_template_kwargs must be an object")
         if tools is not None and not isinstance(tools, list):
             raise BadRequest("tools must be a list")
+        options = {
+            **options,
+            "tools": tools or None,
+            "tokenize": False,
+            "add_generation_prompt": not continues,
+            "continue_final_message": continues,
+        }
         try:
-            text: str = tokenizer.apply_chat_template(
-                messages,
-                **{
-                    **options,
-                    "tools": tools or None,
-                    "tokenize": False,
-                    "add_generation_prompt": not continues,
-                    "continue_final_message": continues,
-                },
-            )
+            text: str = tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # a template raises what it likes
-            why = f"{type(error).__name__}: {error}"
-            raise BadRequest(
-                f"the model's chat template does not take these messages: {shown(why)}"
-            ) from error
+            why = shown(f"{type(error).__name__}: {error}")
+            raise BadRequest(f"the model's chat template does not take these messages: {why}") from error
         return self._reader.encode(text, special=False, name="messages")
 
     def _asked(
@@ -159,7 +138,7 @@ class OpenAIReader:
         model, options = body.get("model") or self._model, body.get("stream_options") or {}
         if not isinstance(model, str) or not isinstance(options, dict):
             raise BadRequest("model must be a string, and stream_options an object")
-        n = body.get("n") if body.get("n") is not None else 1
+        n = 1 if body.get("n") is None else body["n"]
         if type(n) is not int or not 1 <= n * len(prompts) <= MAX_SEQUENCES:
             raise BadRequest(
                 f"n is {shown(n)}: expected an integer from 1 to {MAX_SEQUENCES}, prompts x n too"
@@ -169,7 +148,7 @@ class OpenAIReader:
         if seed is not None and type(seed) is not int:
             raise BadRequest(f"seed is {shown(seed)}: expected an integer")
         seeds = [None if seed is None else seed_of_copy(seed, index) for index in range(n)]
-        stream = _boolean(body, "stream")
+        stream = read_flag(body, "stream")
         native = {
             "input_ids": [prompt for prompt in prompts for _ in range(n)],
             "sampling_params": [{**sampling, "sampling_seed": one} for _ in prompts for one in seeds],
@@ -178,24 +157,12 @@ class OpenAIReader:
             "rid": body.get("rid"),
             "lora_path": body.get("lora_path"),
         }
-        include_usage = _boolean(options, "include_usage")
-        return Asked(native, is_chat, model, n, stream, include_usage, log_probs)
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int
-
-
-def _boolean(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{name} is {shown(value)}: expected true or false")
-    return bool(value)
+        return Asked(native, is_chat, model, n, stream, read_flag(options, "include_usage"), log_probs)
 
 
 def _refuse_others(body: dict[str, Any]) -> None:
     for name, value in body.items():
-        if name in _READ or name in _IGNORED or value is None or value is False:
+        if name in _KNOWN or value is None or value is False:
             continue
         if name not in _NEUTRAL:
             raise BadRequest(f"unknown field `{name[:64]}`: the embedded engine does not serve it")
@@ -205,11 +172,8 @@ def _refuse_others(body: dict[str, Any]) -> None:
 
 def _sampling(body: dict[str, Any]) -> dict[str, Any]:
     """Sampling parameters in the engines' words; a chat without a limit goes to the end of the context."""
-    found = {name: body[name] for name in _SAME if body.get(name) is not None}
-    for name, theirs in _RENAMED.items():
-        given = [body[other] for other in theirs if body.get(other) is not None]
-        if given:
-            found[name] = given[0]
+    ours = {**{name: name for name in _SAME}, **_RENAMED}
+    found = {name: body[theirs] for theirs, name in ours.items() if body.get(theirs) is not None}
     return {"max_new_tokens": None, **found}
 
 
@@ -252,13 +216,12 @@ def _content(parts: list[Any], place: int, images: list[str]) -> str | list[dict
     """The text of a message's parts, or the parts where images are among them."""
     out: list[dict[str, Any]] = []
     for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if kind == "text" else None
-        shown_at = part.get("image_url") if kind == "image_url" else None
-        url = shown_at.get("url") if isinstance(shown_at, dict) else None
-        if isinstance(text, str):
-            out.append({"type": "text", "text": text})
-        elif isinstance(url, str):
+        part = part if isinstance(part, dict) else {}
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, dict) else None
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            out.append({"type": "text", "text": part["text"]})
+        elif part.get("type") == "image_url" and isinstance(url, str):
             images.append(url)
             out.append({"type": "image"})
         else:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from slime.engines.embedded.body_reading import text_of
 from slime.engines.embedded.generate_json import BadRequest
 from slime.engines.embedded.weight_update import BadWeights
 from slime.utils.machine.process_groups import (
@@ -25,6 +26,7 @@ from slime.wire.protocol import shown
 # The trainer's own deadline is shorter, and it closes its connections when that has passed.
 _TIMEOUT = datetime.timedelta(minutes=10)
 _BACKENDS = ("gloo", "nccl")
+Bucket = list[tuple[str, torch.dtype, tuple[int, ...]]]  # name, dtype and shape of each tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +43,17 @@ class GroupPlace:
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> GroupPlace:
         """Reads the fields under SGLang's names."""
-        name, address = texts = [body.get(key) for key in ("group_name", "master_address")]
+        name, address = text_of(body, "group_name"), text_of(body, "master_address")
         numbers: list[Any] = [body.get(key) for key in ("master_port", "rank_offset", "world_size")]
-        if not all(isinstance(text, str) and text for text in texts):
-            raise BadRequest("group_name and master_address must be strings")
         port, rank, world_size = numbers
         if not all(type(n) is int and 0 < n < 1 << 16 for n in numbers) or rank >= world_size:
             raise BadRequest(
-                "master_port, rank_offset and world_size must be integers below 65536, 0 < rank_offset < "
-                "world_size"
+                f"master_port, rank_offset and world_size are {shown(numbers)}: expected positive integers "
+                "below 65536, rank_offset < world_size"
             )
         if body.get("backend") not in _BACKENDS:
             raise BadRequest(f"backend is {shown(body.get('backend'))}: expected one of {_BACKENDS}")
-        return cls(str(name), str(address), port, rank, world_size, body["backend"])
+        return cls(name, address, port, rank, world_size, body["backend"])
 
 
 class UpdateGroups:
@@ -84,48 +84,47 @@ class UpdateGroups:
         device = self._device if place.backend == "nccl" else torch.device("cpu")
         self._groups[place.name] = (group, device)
 
-    def leave(self, name: Any) -> bool:
-        """False: there is no such group."""
-        held = self._groups.pop(name, None) if isinstance(name, str) else None
-        if held is not None:
-            dist.destroy_process_group(held[0])
-        return held is not None
+    def leave(self, name: str) -> None:
+        group, _ = self._held(name)
+        del self._groups[name]
+        dist.destroy_process_group(group)
 
-    def receive(
-        self, name: Any, bucket: list[tuple[str, torch.dtype, tuple[int, ...]]]
-    ) -> dict[str, torch.Tensor]:
-        """The tensors that rank 0 broadcasts, in the order of `bucket`: (name, dtype, shape) of each."""
-        if not isinstance(name, str) or name not in self._groups:
+    def _held(self, name: str) -> tuple[dist.ProcessGroup, torch.device]:
+        if name not in self._groups:
             raise BadRequest(f"{shown(name)} is not a group of this engine, which has {sorted(self._groups)}")
-        group, device = self._groups[name]
+        return self._groups[name]
+
+    def receive(self, name: str, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """The tensors that rank 0 broadcasts, in the order of `bucket`."""
+        group, device = self._held(name)
         try:
             tensors = {
                 tensor: torch.empty(shape, dtype=dtype, device=device) for tensor, dtype, shape in bucket
             }
-        except (RuntimeError, TypeError, OverflowError) as error:
-            raise BadWeights(f"there is no room for a bucket of {len(bucket)} tensors: {error}") from error
-        try:
             handles = [
                 dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()
             ]
             for handle in handles:
                 handle.wait()
-        except RuntimeError as error:
-            raise BadWeights(f"the sender of {name} is gone or silent: {error}") from error
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise BadWeights(
+                f"a bucket of {len(bucket)} tensors has no room, or the sender of {name} is gone or silent: "
+                f"{error}"
+            ) from error
         return tensors
 
 
-def read_bucket(body: Mapping[str, Any]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """(name, dtype, shape) of each tensor that is to come."""
+def read_bucket(body: Mapping[str, Any]) -> Bucket:
+    """Return what is to come, in order."""
     parts: list[Any] = [body.get(key) for key in ("names", "dtypes", "shapes")]
-    names, dtypes, shapes = parts
     if not all(isinstance(part, list) for part in parts):
         raise BadRequest("names, dtypes and shapes must be lists")
-    if not all(isinstance(word, str) for word in (*names, *dtypes)):
-        raise BadRequest("names and dtypes must be lists of strings")
-    if not len(set(names)) == len(names) == len(dtypes) == len(shapes):
-        raise BadRequest("names must differ, and have a dtype and a shape each")
-    unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
+    names, dtypes, shapes = parts
+    if not all(isinstance(name, str) for name in names) or not (
+        len(set(names)) == len(names) == len(dtypes) == len(shapes)
+    ):
+        raise BadRequest("names must be strings that differ, and have a dtype and a shape each")
+    unknown = [dtype for dtype in dtypes if not isinstance(dtype, str) or dtype not in DTYPES]
     if unknown:
         raise BadRequest(f"dtype {shown(unknown[0])}: expected one of {sorted(DTYPES)}")
     if not all(isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape) for shape in shapes):

@@ -10,21 +10,19 @@ refused, and nothing is applied.
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from slime.utils.files.safetensors_files import INDEX, model_files
+from slime.utils.files.safetensors_files import model_files
 from slime.utils.machine import shm
 from slime.utils.models.finite import is_finite
 from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_blocks
 from slime.utils.models.hub_names import Part, parts_of, saved_tensors
 from slime.wire.manifest import BucketManifest, WeightManifest, byte_checksum
-
-_MAX_INDEX_BYTES = 256 << 20
 
 
 class BadWeights(ValueError):
@@ -34,36 +32,26 @@ class BadWeights(ValueError):
 class Source(Protocol):
     """Where new tensors come from. `shapes` is known before any tensor is read."""
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    shapes: dict[str, tuple[int, ...]]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
 class SharedMemorySource:
     """The tensors of a manifest. Creating one verifies every bucket's checksum."""
 
-    manifest: WeightManifest
-    segments: tuple[shm.Segment, ...]
-
-    @classmethod
-    def open(cls, manifest: WeightManifest) -> "SharedMemorySource":
-        segments = tuple(_open_verified(bucket) for bucket in manifest.buckets)
-        return cls(manifest, segments)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {entry.name: entry.shape for bucket in self.manifest.buckets for entry in bucket.tensors}
+    def __init__(self, manifest: WeightManifest):
+        self._parts = [(bucket, _open_verified(bucket)) for bucket in manifest.buckets]
+        self.shapes = {entry.name: entry.shape for bucket in manifest.buckets for entry in bucket.tensors}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket, segment in zip(self.manifest.buckets, self.segments, strict=True):
+        for bucket, segment in self._parts:
             for entry in bucket.tensors:
                 yield entry.name, entry.view(segment.buffer)
 
     def close(self) -> None:
-        for segment in self.segments:
+        for _, segment in self._parts:
             segment.close()
 
 
@@ -89,27 +77,23 @@ class DiskSource:
     """The safetensors files of a checkpoint folder, read lazily."""
 
     def __init__(self, folder: str | Path):
-        from safetensors import SafetensorError, safe_open  # late: only weight updates from disk need it
-
         self._files = ExitStack()
         self._handles = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         try:
-            for path in _checkpoint_files(Path(folder)):
+            files = model_files(Path(folder))
+            if not files or not all(file.is_file() for file in files):  # a pipe would be waited for
+                raise ValueError("a .safetensors file is missing, or is no plain file")
+            for path in files:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
                 self._handles.append(handle)
                 for name in handle.keys():  # noqa: SIM118 (not a dict)
                     self.shapes[name] = tuple(handle.get_slice(name).get_shape())
-        except BadWeights:
-            self.close()
-            raise
-        except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             self.close()
             raise BadWeights(f"{str(folder)[:1000]!r} cannot be read as a checkpoint: {error}") from error
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors import SafetensorError
-
         for handle in self._handles:
             for name in handle.keys():  # noqa: SIM118
                 try:
@@ -121,38 +105,15 @@ class DiskSource:
         self._files.close()
 
 
-def _checkpoint_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if index.exists():
-        _check_plain(index)
-        if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise BadWeights(f"{index} has {index.stat().st_size} bytes: that is no index of a checkpoint")
-    files = model_files(folder)
-    if not files:
-        raise BadWeights(f"{folder} has no .safetensors file")
-    for file in files:
-        _check_plain(file)
-    return files
-
-
-def _check_plain(file: Path) -> None:
-    """A pipe or a device in place of a file would be waited for without end."""
-    if not file.is_file():
-        raise BadWeights(f"{file} is missing, or is no plain file")
-
-
-@dataclass(frozen=True)
 class GroupSource:
     """The tensors of one bucket that came over a process group."""
 
-    named: Mapping[str, torch.Tensor]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.named.items()}
+    def __init__(self, named: Mapping[str, torch.Tensor]):
+        self._named = named
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.named.items()
+        yield from self._named.items()
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -210,8 +171,7 @@ class WeightStore:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, and buffers of the checkpoint (the balance of experts) that an update may leave out."""
-        own = dict(saved_tensors(self._model, tied=True))
-        return self._hub_views({**own, **dict(self._model.named_parameters(remove_duplicate=False))})
+        return self._hub_views(dict(saved_tensors(self._model, tied=True))) | self._parameters()
 
     def _hub_views(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name in own.keys() - self._parts.keys():
