@@ -32,24 +32,17 @@ from slime.utils.async_utils import run
 from slime.utils.browser_guard import browser_guard, names_of_this_machine
 from slime.utils.http_utils import ANSWERED_BY, get_session, with_token
 from slime.utils.machine.open_files import raise_limit, refusing_too_many
+from slime.wire.client import SESSION_HEADER
 
 logger = logging.getLogger(__name__)
 
-SESSION_HEADER = "X-SMG-Routing-Key"
 # What reaches an engine. Whatever changes one (pause, weights, memory, profiles) is for those who own it.
 ENDPOINTS = frozenset(
     (
-        "generate",
-        *("v1/completions", "v1/chat/completions", "v1/responses", "v1/messages", "v1/messages/count_tokens"),
-        *("v1/embeddings", "v1/rerank", "v1/score", "v1/classify", "encode", "classify"),
-        *(
-            "v1/tokenize",
-            "v1/detokenize",
-            "tokenize",
-            "detokenize",
-            "parse_function_call",
-            "separate_reasoning",
-        ),
+        *("generate", "v1/completions", "v1/chat/completions", "v1/responses", "v1/messages"),
+        *("v1/messages/count_tokens", "v1/embeddings", "v1/rerank", "v1/score", "v1/classify", "encode"),
+        *("classify", "v1/tokenize", "v1/detokenize", "tokenize", "detokenize", "parse_function_call"),
+        "separate_reasoning",
     )
 )
 _MAX_BODY_BYTES = 256 * 1024**2
@@ -66,13 +59,14 @@ _BROKEN = (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadErr
 _NOT_REACHED = aiohttp.ClientConnectorError  # it saw nothing of the request
 
 
+@dataclass(frozen=True, slots=True)
 class _Answer:
     """A whole answer of an engine."""
 
-    __slots__ = ("body", "kind", "status", "url")
-
-    def __init__(self, status: int, body: bytes, kind: str = "application/json", url: str = ""):
-        self.status, self.body, self.kind, self.url = status, body, kind, url
+    status: int
+    body: bytes
+    kind: str = "application/json"
+    url: str = ""
 
     @classmethod
     def error(cls, status: int, message: str) -> _Answer:
@@ -80,36 +74,8 @@ class _Answer:
 
 
 _Told = _Answer | web.StreamResponse
-
-
-class _Visit:
-    """One request at an engine. It ends with its answer, and before that when the engine leaves."""
-
-    __slots__ = ("_opening", "_running", "url")
-
-    def __init__(self, url: str, running: set[_Visit]):
-        self.url, self._running = url, running
-        self._opening = asyncio.timeout(None)
-        running.add(self)
-
-    async def told(self, work: Awaitable[_Told]) -> _Told | None:
-        """What the work gives; None: the engine left before."""
-        try:
-            async with self._opening:
-                return await work
-        except TimeoutError:
-            if self._opening.expired():
-                return None
-            raise
-        finally:
-            self._running.discard(self)
-
-    def cut(self) -> None:
-        self._opening.reschedule(0.0)  # long ago: at once
-
-
-# What becomes of an answer that an engine has begun.
-_Delivery = Callable[[_Visit, aiohttp.ClientResponse], Awaitable[_Told]]
+# What becomes of an answer that an engine, of this address, has begun.
+_Delivery = Callable[[str, aiohttp.ClientResponse], Awaitable[_Told]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +106,8 @@ class Balancer:
     def __init__(
         self, urls: Sequence[str], *, no_engine_timeout_s: float = 0.0, middlewares: Sequence[Middleware] = ()
     ):
-        self._running: dict[str, set[_Visit]] = {url: set() for url in urls}
+        # The requests at each engine; they end with their answers, and before that when the engine leaves.
+        self._running: dict[str, set[asyncio.Timeout]] = {url: set() for url in urls}
         # Requests under which an engine broke, in its present life.
         self._num_broken: Counter[str] = Counter()
         self._session_home: OrderedDict[str, str] = OrderedDict()
@@ -194,7 +161,7 @@ class Balancer:
             # for that is another matter than leaving.
             await asyncio.sleep(_LAST_WORDS_S)
         for visit in list(running):
-            visit.cut()
+            visit.reschedule(0.0)  # long ago: at once
 
     # ---- one request ---------------------------------------------------------------------------------------
 
@@ -205,14 +172,12 @@ class Balancer:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_HEADERS}
         payload = _json_object(body) if self._middlewares else None
         if payload is None or payload.get("stream"):
-            told = await self._send_somewhere(
-                self._errand(path, body, headers, functools.partial(_pass_on, request))
-            )
+            deliver = functools.partial(_pass_on, request)
+            told = await self._send_somewhere(self._errand(path, body, headers, deliver))
             if isinstance(told, web.StreamResponse):
                 return told
-            answer = _whole_of(told)
-            headers = {"Content-Type": answer.kind, **_signed(answer.url)}
-            return web.Response(body=answer.body, status=answer.status, headers=headers)
+            headers = {"Content-Type": told.kind, **_signed(told.url)}
+            return web.Response(body=told.body, status=told.status, headers=headers)
         routed = await chain(self._middlewares, self._forward)(RouterRequest(f"/{path}", payload, headers))
         return web.json_response(routed.payload, status=routed.status)
 
@@ -224,7 +189,8 @@ class Balancer:
         body = json.dumps(request.payload).encode()
         headers = {**request.headers, "Content-Type": "application/json"}
         errand = self._errand(request.path.lstrip("/"), body, headers, _read)
-        answer = _whole_of(await self._send_somewhere(errand))
+        answer = await self._send_somewhere(errand)
+        assert isinstance(answer, _Answer), "there is no client who reads the answer piece by piece"
         try:
             return RouterAnswer(answer.status, json.loads(answer.body))
         except ValueError:
@@ -288,27 +254,28 @@ class Balancer:
 
     async def _try(self, url: str, errand: _Errand) -> _Told | _Broke | None:
         """Sends a request to one engine; None where it was not reached, or left before it answered."""
-        running = self._running[url]
-        visit = _Visit(url, running)
+        running, visit = self._running[url], asyncio.timeout(None)
+        running.add(visit)
+        target = f"{url}/{errand.path}"
         try:
-            return await visit.told(self._send(visit, errand))
+            async with visit:
+                headers = with_token(target, errand.headers)
+                response = await get_session().post(target, data=errand.body, headers=headers)
+                return await errand.deliver(url, response)
         except _NOT_REACHED:
             return None
         except _BROKEN as error:
+            if visit.expired():
+                return None
             # All requests of an engine that dies come here one by one: the first
             # finds the others, those find its count.
-            alone = not running and not self._num_broken[url]
+            alone = running <= {visit} and not self._num_broken[url]
             self._num_broken[url] += 1
             if self._num_broken[url] == 1:
                 logger.warning("engine %s broke at work (%s: %s)", url, type(error).__name__, error)
             return _Broke(alone)
-
-    async def _send(self, visit: _Visit, errand: _Errand) -> _Told:
-        target = f"{visit.url}/{errand.path}"
-        headers = with_token(target, errand.headers)
-        return await errand.deliver(
-            visit, await get_session().post(target, data=errand.body, headers=headers)
-        )
+        finally:
+            running.discard(visit)
 
     async def _workers(self, request: web.Request) -> web.Response:
         return web.json_response({"workers": [{"id": url, "url": url} for url in self._running]})
@@ -333,18 +300,18 @@ class Balancer:
 # ---- deliveries --------------------------------------------------------------------------------------------
 
 
-async def _read(visit: _Visit, response: aiohttp.ClientResponse) -> _Answer:
+async def _read(url: str, response: aiohttp.ClientResponse) -> _Answer:
     async with response:
         kind = response.headers.get("Content-Type", "application/json")
-        return _Answer(response.status, await response.read(), kind, visit.url)
+        return _Answer(response.status, await response.read(), kind, url)
 
 
-async def _pass_on(request: web.Request, visit: _Visit, response: aiohttp.ClientResponse) -> _Told:
+async def _pass_on(request: web.Request, url: str, response: aiohttp.ClientResponse) -> _Told:
     """A stream goes to the client piece by piece."""
     kind = response.headers.get("Content-Type", "")
     if "event-stream" not in kind:
-        return await _read(visit, response)
-    stream = web.StreamResponse(status=response.status, headers={"Content-Type": kind, **_signed(visit.url)})
+        return await _read(url, response)
+    stream = web.StreamResponse(status=response.status, headers={"Content-Type": kind, **_signed(url)})
     async with response:
         try:
             await _to_client(stream.prepare(request))
@@ -352,18 +319,13 @@ async def _pass_on(request: web.Request, visit: _Visit, response: aiohttp.Client
                 await _to_client(stream.write(chunk))
             await _to_client(stream.write_eof())
         except _ClientLeft as left:  # not the engine's fault, and nobody is there to be told
-            logger.debug("a client of %s left before the end of its stream: %s", visit.url, left)
+            logger.debug("a client of %s left before the end of its stream: %s", url, left)
         except (*_BROKEN, asyncio.CancelledError) as error:
             # A client that has read a part cannot be served by another engine: it sees the stream break.
-            logger.info("%s broke in the middle of a stream (%s)", visit.url, error or type(error).__name__)
+            logger.info("%s broke in the middle of a stream (%s)", url, error or type(error).__name__)
             if request.transport is not None:
                 request.transport.abort()
     return stream
-
-
-def _whole_of(told: _Told) -> _Answer:
-    assert isinstance(told, _Answer), "nobody was there to whom the answer could be given piece by piece"
-    return told
 
 
 class _ClientLeft(Exception):

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +23,6 @@ from slime.wire.protocol import EngineInfo
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
 # For a port that a process held which was killed: its children, and a machine that is slow, may need a while.
 _PORT_PATIENCE_S = 30.0
-
-# For a process that was stopped before it served, and how often that is looked for.
-_STOPPED_PATIENCE_S, _LOOK_INTERVAL_S = 10.0, 1.0
 
 Command = Callable[[int, Path, int], list[str]]
 
@@ -102,7 +98,6 @@ class EngineServer:
             kill_group(self._process)  # what an earlier life may have left
         self._take_port()
         self._drop_ready_file()  # of a start that failed
-        self._last_look = self._last_moved = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="slime-engine-"))
         self._ready_file = folder / "ready.json"
         command = self.plan.command(self.port, self._ready_file, self._life.read_fd)
@@ -121,25 +116,21 @@ class EngineServer:
     def _take_port(self) -> None:
         """From the first start on it is held, also between two lives, where a connection could get it."""
         if self.port:
-            self._wait_for_port()
+            try:
+                waits.until(
+                    lambda: ports.is_port_available(self.port, self.plan.host),
+                    f"port {self.port}",
+                    _PORT_PATIENCE_S,
+                )
+            except waits.WaitTimeout as error:
+                raise EngineStartError(
+                    f"port {self.port} of {self.plan.name} was taken by another program while the engine was "
+                    "down, and clients know no other: end that program, or start the run again with --load"
+                ) from error
         if self._held_port is None:
             self._held_port = ports.hold_port(self.plan.host, self.port)
         if self._held_port is not None:
             self.port = self._held_port.getsockname()[1]
-
-    def _wait_for_port(self) -> None:
-        """Other addresses of the machine may use its number."""
-        try:
-            waits.until(
-                lambda: ports.is_port_available(self.port, self.plan.host),
-                f"port {self.port}",
-                _PORT_PATIENCE_S,
-            )
-        except waits.WaitTimeout as error:
-            raise EngineStartError(
-                f"port {self.port} of {self.plan.name} was taken by another program while the engine was "
-                "down, and clients know no other: end that program, or start the run again with --load"
-            ) from error
 
     def wait_ready(self) -> str:
         """Wait until it serves; returns its address."""
@@ -182,21 +173,7 @@ class EngineServer:
     def _is_ready(self) -> bool:
         if not self.alive():
             raise EngineStartError(f"{self.plan.name} {self.describe_end()}")
-        self._check_not_stopped()
         return self._ready_file is not None and self._ready_file.exists()
-
-    def _check_not_stopped(self) -> None:
-        now = time.monotonic()
-        if now - self._last_look < _LOOK_INTERVAL_S:
-            return
-        self._last_look, signs = now, self.signs()
-        if signs is None or not signs.stopped:
-            self._last_moved = now
-        elif now - self._last_moved > _STOPPED_PATIENCE_S:
-            raise EngineStartError(
-                f"{self.plan.name} (pid {self.pid}) was stopped (SIGSTOP) while it started, and not "
-                f"continued for {_STOPPED_PATIENCE_S:.0f} s"
-            )
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -213,9 +190,8 @@ class EngineServer:
     def _last_words(self) -> str:
         lines = self.plan.log_path.read_text(errors="replace").splitlines()
         # Some servers log every question.
-        told = [line for line in lines if f"GET {ENGINE_PATH} " not in line]
-        shown = "\n".join(line[:_LOG_LINE_CHARACTERS] for line in told[-_LOG_TAIL_LINES:])
-        return f"last lines of {self.plan.log_path}:\n{shown}"
+        told = [line[:_LOG_LINE_CHARACTERS] for line in lines if f"GET {ENGINE_PATH} " not in line]
+        return "\n".join([f"last lines of {self.plan.log_path}:", *told[-_LOG_TAIL_LINES:]])
 
     def dump_stacks(self) -> None:
         if self._process is not None:

@@ -50,17 +50,13 @@ def read_address(address: str, flag: str = _FLAG) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
+        if parts.scheme not in ("http", "https") or not (parts.hostname and port) or parts.path.strip("/"):
+            raise ValueError("host or port is missing, or there is more than these")
     except ValueError as error:
-        raise ValueError(f"{flag}: {address!r} is no address ({error}); write host:port.") from None
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or port is None
-        or parts.path not in ("", "/")
-    ):
         raise ValueError(
-            f"{flag}: {address!r} is no address of a server; write host:port, for example 10.0.0.5:30000."
-        )
+            f"{flag}: {address!r} is no address of a server ({error}); write host:port, for example "
+            "10.0.0.5:30000."
+        ) from None
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}:{port}"
 
@@ -72,10 +68,14 @@ def discover(addresses: Sequence[str], hf_checkpoint: str | None) -> tuple[Exter
     if twice:
         raise ValueError(f"{_FLAG} names {twice[0]} twice; write each engine once.")
     engines = tuple(ExternalEngine(url, _ask(url)) for url in urls)
-    config = _read_config(hf_checkpoint)
+    config = read_config(hf_checkpoint) if hf_checkpoint else {}
     for engine in engines:
         _check_model(engine, config, hf_checkpoint)
-        _check_version(engine)
+        info, version = engine.info, str(engine.info.raw.get("version", ""))
+        if version_tuple(version) and version_tuple(version) < info.dialect.oldest_version:
+            raise ValueError(
+                f"{_FLAG}: the engine at {engine.url} is SGLang {version}; at least 0.5 is needed."
+            )
     kinds = {engine.info.dialect.name for engine in engines}
     if len(kinds) > 1:
         raise ValueError(
@@ -87,56 +87,31 @@ def discover(addresses: Sequence[str], hf_checkpoint: str | None) -> tuple[Exter
 def _ask(url: str) -> EngineInfo:
     try:
         info = run(EngineControl(url, _ASK_DEADLINE_S).info())
+        if not info.model_path:
+            raise ValueError("it names no model")
     except (http_utils.HttpError, waits.WaitTimeout, TimeoutError) as error:
-        status = error.status if isinstance(error, http_utils.HttpError) else 0
-        if status:
-            raise ValueError(
-                f"{_FLAG}: {url} answers, but not as an engine ({error}); correct the address."
-            ) from None
-        raise ValueError(
-            f"{_FLAG}: no engine answers at {url} ({error}); start it, or correct the address."
-        ) from None
+        answers = isinstance(error, http_utils.HttpError) and error.status
+        what = f"{url} answers, but not as an engine" if answers else f"no engine answers at {url}"
+        raise ValueError(f"{_FLAG}: {what} ({error}); start it, or correct the address.") from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(
             f"{_FLAG}: {url} answers, but what it says is not an engine's server info ({error}); correct "
             "the address."
         ) from None
-    if not info.model_path:
-        raise ValueError(
-            f"{_FLAG}: {url} answers, but names no model; it is not an engine. Correct the address."
-        )
     return info
-
-
-def _read_config(model: str | None) -> dict[str, Any]:
-    """The model's config.json where it is a folder here; empty: nothing to compare with."""
-    return read_config(model) if model else {}
 
 
 def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint: str | None) -> None:
     """Compares the model as far as the engine says, or as far as its folder can be read from here."""
     info = engine.info
-    theirs = {
-        **_read_config(info.model_path),
-        **{k: info.raw[k] for k in _CONFIG_KEYS if info.raw.get(k) is not None},
-    }
-    if info.vocab_size is not None:
-        theirs["vocab_size"] = info.vocab_size
+    said = {**info.raw, "vocab_size": info.vocab_size}
+    theirs = {**read_config(info.model_path), **{k: v for k, v in said.items() if v is not None}}
     for key in _CONFIG_KEYS:
         if key in ours and key in theirs and ours[key] != theirs[key]:
             raise ValueError(
                 f"{_FLAG}: the engine at {engine.url} serves {info.model_path} with {key} {theirs[key]}, "
                 f"but --hf-checkpoint {hf_checkpoint} has {ours[key]}; it must serve the same model."
             )
-
-
-def _check_version(engine: ExternalEngine) -> None:
-    version = version_tuple(str(engine.info.raw.get("version", "")))
-    if version and version < engine.info.dialect.oldest_version:
-        raise ValueError(
-            f"{_FLAG}: the engine at {engine.url} is SGLang {engine.info.raw['version']}; at least 0.5 is "
-            "needed."
-        )
 
 
 class ExternalServer:

@@ -94,7 +94,7 @@ class EngineFleet:
     """
 
     def __init__(self, servers: Sequence[FleetServer], policy: WatchPolicy):
-        self._servers, self._policy = list(servers), policy
+        self.servers, self._policy = tuple(servers), policy
         self._rotation: Rotation | None = None
         self._expected_version: Callable[[], str | None] = lambda: None
         self._bring_up_to_date: Callable[[str], None] = lambda url: None  # it has loaded all it needs
@@ -115,22 +115,18 @@ class EngineFleet:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        return tuple(server.url for server in self._servers)
+        return tuple(server.url for server in self.servers)
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        return tuple(server.pid for server in self._servers)
-
-    @property
-    def servers(self) -> tuple[FleetServer, ...]:
-        return tuple(self._servers)
+        return tuple(server.pid for server in self.servers)
 
     def is_alive(self, url: str) -> bool:
         """Return whether the engine serves now; one that is being restarted does not."""
-        return any(server.url == url and self._serves(i) for i, server in enumerate(self._servers))
+        return any(server.url == url and self._serves(i) for i, server in enumerate(self.servers))
 
     def _serves(self, place: int) -> bool:
-        return place not in self._out and self._servers[place].alive()
+        return place not in self._out and self.servers[place].alive()
 
     def _owes_heartbeat(self, place: int) -> bool:
         return self._serves(place) and not self.asleep
@@ -149,17 +145,17 @@ class EngineFleet:
         self._expected_version, self._bring_up_to_date = version, bring_up_to_date
 
     def launch(self) -> None:
-        for server in self._servers:
+        for server in self.servers:
             server.launch()
 
     def wait_ready(self) -> tuple[str, ...]:
         """Wait until every engine serves, then start to watch them."""
-        for server in self._servers:
+        for server in self.servers:
             server.wait_ready()
             waits.know_as(server.url, server.plan.name)
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         if self._policy.silence_limit_s:
-            for place, server in enumerate(self._servers):
+            for place, server in enumerate(self.servers):
                 self._heartbeats.add(HttpBeat(server, functools.partial(self._owes_heartbeat, place)))
         return self.urls
 
@@ -167,12 +163,12 @@ class EngineFleet:
     def frozen(self) -> Iterator[list[str]]:
         """Membership does not change inside; yields the addresses of the engines that are there."""
         with self._membership:
-            yield [server.url for i, server in enumerate(self._servers) if self._serves(i)]
+            yield [server.url for i, server in enumerate(self.servers) if self._serves(i)]
             self._last_probe = time.monotonic() + self._policy.probe_first_wait_s
 
     def evict(self, url: str, cause: Exception) -> None:
         """Kill an engine that misbehaved; the watch restarts it."""
-        for server in self._servers:
+        for server in self.servers:
             if server.url == url:
                 logger.error("%s is evicted: %s", server.plan.name, cause)
                 self._eviction = cause
@@ -183,14 +179,14 @@ class EngineFleet:
         self.evict(beat.server.url, TimeoutError(f"no sign of life for {cause}"))
 
     def dump_stacks(self) -> None:
-        for server in self._servers:
+        for server in self.servers:
             with contextlib.suppress(Exception):  # what hangs may be what is asked
                 server.dump_stacks()
 
     def stop(self) -> None:
         self._stopping.set()
         self._heartbeats.close()
-        for server in self._servers:
+        for server in self.servers:
             server.stop()
 
     # ---- the watch -----------------------------------------------------------------------------------------
@@ -198,27 +194,24 @@ class EngineFleet:
     def _watch(self) -> None:
         while not self._stopping.wait(self._policy.poll_s):
             try:
-                self._notice_deaths()
+                # Without the lock: a push may hold that for long.
+                for place in self._dead():
+                    self._leave_rotation(self.servers[place])
                 with self._membership:
                     if not self.asleep:
-                        self._look_after_engines()
+                        self._probe_if_due()
+                        for place in self._dead():
+                            self._restart(place)
+                        self._check_someone_is_left()
             except Exception as error:
                 if not self._stopping.is_set():
                     self._give_up(error)
                 return
 
-    def _look_after_engines(self) -> None:
-        self._probe_if_due()
-        for place, server in enumerate(self._servers):
-            if place not in self._out and not server.alive() and not self._stopping.is_set():
-                self._restart(place)
-        self._check_someone_is_left()
-
-    def _notice_deaths(self) -> None:
-        """Take dead engines out of rotation, without the lock: a push may hold that for long."""
-        for place, server in enumerate(self._servers):
-            if place not in self._out and not server.alive() and not self._stopping.is_set():
-                self._leave_rotation(server)
+    def _dead(self) -> list[int]:
+        """Return the places of engines that died, and that nobody starts again yet."""
+        places = range(len(self.servers)) if not self._stopping.is_set() else ()
+        return [place for place in places if place not in self._out and not self.servers[place].alive()]
 
     def _leave_rotation(self, server: FleetServer) -> None:
         if self._rotation is not None:
@@ -226,7 +219,7 @@ class EngineFleet:
 
     def _restart(self, place: int) -> None:
         """Restart an engine; a thread waits for it, so that the others are watched meanwhile."""
-        server, now = self._servers[place], time.monotonic()
+        server, now = self.servers[place], time.monotonic()
         end = server.describe_end()
         self._last_end = f"{server.plan.name} {end}"
         self._deaths.append(now)
@@ -250,11 +243,14 @@ class EngineFleet:
         threading.Thread(target=self._bring_back, args=(place,), name=f"restart-{place}", daemon=True).start()
 
     def _bring_back(self, place: int) -> None:
-        server = self._servers[place]
+        server = self.servers[place]
         try:
             server.wait_ready()
             with self._membership:
-                if not self._joins(server):
+                try:
+                    self._bring_up_to_date(server.url)
+                except RunStopped as error:
+                    self._give_up(error)
                     return
                 self._out.discard(place)
                 self.num_restarts += 1
@@ -272,21 +268,12 @@ class EngineFleet:
         """Why we killed the engine ourselves, of which its log says nothing."""
         return f"; the last that was evicted: {self._eviction}" if self._eviction is not None else ""
 
-    def _joins(self, server: FleetServer) -> bool:
-        """Bring a restarted engine up to date; False: it failed for a reason that ends the run."""
-        try:
-            self._bring_up_to_date(server.url)
-        except RunStopped as error:
-            self._give_up(error)
-            return False
-        return True
-
     def _give_up(self, error: Exception) -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # the first cause stays
             self.failure.set_exception(error)
 
     def _check_someone_is_left(self) -> None:
-        if any(self._serves(place) for place in range(len(self._servers))) or not self._servers:
+        if any(self._serves(place) for place in range(len(self.servers))) or not self.servers:
             self._alone_since = None
             return
         now, limit = time.monotonic(), self._policy.no_engine_timeout_s
@@ -298,21 +285,20 @@ class EngineFleet:
             ) from self._eviction
 
     def _probe_if_due(self) -> None:
-        interval = self._policy.probe_interval_s
+        interval, timeout_s = self._policy.probe_interval_s, self._policy.probe_timeout_s
         if interval is None or time.monotonic() - self._last_probe < interval:
             return
-        timeout_s = self._policy.probe_timeout_s
-        places = [place for place in range(len(self._servers)) if self._serves(place)]
+        places = [place for place in range(len(self.servers)) if self._serves(place)]
         answers = run(
-            _gather([EngineControl(self._servers[place].url).healthy(timeout_s) for place in places])
+            _gather([EngineControl(self.servers[place].url).healthy(timeout_s) for place in places])
         )
         for place, healthy in zip(places, answers, strict=True):
             self._failed_probes[place] = 0 if healthy else self._failed_probes[place] + 1
             if self._failed_probes[place] >= self._policy.probe_failures:
                 self._failed_probes[place] = 0
-                self.evict(self._servers[place].url, TimeoutError(f"no token within {timeout_s} s"))
+                self.evict(self.servers[place].url, TimeoutError(f"no token within {timeout_s} s"))
         self._check_versions(
-            [self._servers[place].url for place, well in zip(places, answers, strict=True) if well]
+            [self.servers[place].url for place, well in zip(places, answers, strict=True) if well]
         )
         self._last_probe = time.monotonic()
 
@@ -323,7 +309,7 @@ class EngineFleet:
             return
         held = run(_gather([EngineControl(url, self._policy.probe_timeout_s).held_version() for url in urls]))
         for url, version in zip(urls, held, strict=True):
-            if version is not None and version != expected:
+            if version not in (None, expected):
                 self.evict(url, RuntimeError(f"it holds weights {version}, and the run is at {expected}"))
 
 

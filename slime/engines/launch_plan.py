@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.groups.topology import ServedModel, ServerGroup, Topology
+from slime.arguments.groups.topology import ServedModel, Topology
 from slime.arguments.passthrough.program import yaml_words
 from slime.engines.sglang.supervisor import BOOTSTRAP_PORT
 
@@ -71,19 +71,14 @@ def place_engines(topology: Topology, pool: Sequence[Gpu] = ()) -> tuple[EngineP
             size = group.num_gpus_per_engine
             for i in range(group.num_engines):
                 start = taken + i * size
-                name = _engine_name(topology, model, sum(place.model == model.name for place in places))
+                number = sum(place.model == model.name for place in places)
+                name = f"engine-{number}" if model is topology.policy else f"{model.name}-engine-{number}"
                 machine, gpu_ids = _devices(name, pool[start : start + size], pool) if pool else (0, ())
-                places.append(
-                    EnginePlace(
-                        name, model.name, group.worker_type, machine, gpu_ids, size, _group_words(group)
-                    )
-                )
+                kind = group.worker_type
+                words = (*_DISAGGREGATION[kind], *override_words(group.overrides))
+                places.append(EnginePlace(name, model.name, kind, machine, gpu_ids, size, words))
             taken += group.num_gpus
     return tuple(places)
-
-
-def _engine_name(topology: Topology, model: ServedModel, number: int) -> str:
-    return f"engine-{number}" if model is topology.policy else f"{model.name}-engine-{number}"
 
 
 def _devices(name: str, gpus: Sequence[Gpu], pool: Sequence[Gpu]) -> tuple[int, tuple[int, ...]]:
@@ -93,21 +88,14 @@ def _devices(name: str, gpus: Sequence[Gpu], pool: Sequence[Gpu]) -> tuple[int, 
             f"{name} needs {len(gpus)} GPUs and a machine has {per_machine}: an engine over several "
             f"machines is not built; use at most {per_machine} GPUs per engine."
         )
-    machine = gpus[0][0]
-    if gpus[-1][0] != machine:
+    (machine, first), (other, last) = gpus[0], gpus[-1]
+    if other != machine:
         raise ValueError(
-            f"{name} would get {len(gpus)} GPUs from {_named(gpus[0])} to {_named(gpus[-1])}, which lie on "
-            "two machines: reorder the groups, or fill the gap with a placeholder group."
+            f"{name} would get {len(gpus)} GPUs from GPU {first} of machine {machine} to GPU {last} of "
+            f"machine {other}, which lie on two machines: reorder the groups, or fill the gap with a "
+            "placeholder group."
         )
     return machine, tuple(gpu for _, gpu in gpus)
-
-
-def _named(gpu: Gpu) -> str:
-    return f"GPU {gpu[1]} of machine {gpu[0]}"
-
-
-def _group_words(group: ServerGroup) -> tuple[str, ...]:
-    return (*_DISAGGREGATION[group.worker_type], *override_words(group.overrides))
 
 
 def override_words(overrides: dict[str, Any]) -> tuple[str, ...]:

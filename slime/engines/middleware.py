@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -37,18 +38,15 @@ class Middleware(Protocol):
 def chain(middlewares: Sequence[Middleware], forward: Forward) -> Forward:
     """One function that goes through all of them, the first outermost, and then to an engine."""
     for middleware in reversed(middlewares):
-        forward = _wrap(middleware, forward)
+        forward = functools.partial(_call, middleware, forward)
     return forward
 
 
-def _wrap(middleware: Middleware, inner: Forward) -> Forward:
-    async def call(request: RouterRequest) -> RouterAnswer:
-        try:
-            return await middleware.handle(request, inner)
-        except Exception as error:  # a user's code may raise anything; the request fails, the balancer lives
-            name = type(middleware).__name__
-            logger.exception("--router-middleware-paths: %s failed on %s", name, request.path)
-            # A 4xx: the same request would fail again, so clients must not repeat it.
-            return RouterAnswer(422, {"error": f"middleware {name}: {type(error).__name__}: {error}"})
-
-    return call
+async def _call(middleware: Middleware, inner: Forward, request: RouterRequest) -> RouterAnswer:
+    try:
+        return await middleware.handle(request, inner)
+    except Exception as error:  # a user's code may raise anything; the request fails, the balancer lives
+        name = type(middleware).__name__
+        logger.exception("--router-middleware-paths: %s failed on %s", name, request.path)
+        # A 4xx: the same request would fail again, so clients must not repeat it.
+        return RouterAnswer(422, {"error": f"middleware {name}: {type(error).__name__}: {error}"})

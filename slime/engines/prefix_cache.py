@@ -11,10 +11,12 @@ them. Responses whose last bytes are half a character are not remembered.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import functools
+import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ class PrefixPiece:
     log_probs: tuple[float, ...] | None
     versions: tuple[str, ...] | None  # one per id
     kept: tuple[np.ndarray, ...] | None = None  # per id what it was drawn from; None: not told
-    node: _Node | None = None  # where the tree keeps it; set by the tree
+    text: str | None = None  # of the conversation up to here, while it is known
 
     def line(self) -> list[PrefixPiece]:
         """The pieces from the beginning of the conversation to here."""
@@ -51,96 +53,50 @@ class PrefixPiece:
         return pieces[::-1]
 
 
-@dataclass(eq=False, slots=True)
-class _Node:
-    edge: str
-    parent: _Node | None
-    children: dict[str, _Node] = field(default_factory=dict)  # by the first character of their edge
-    piece: PrefixPiece | None = None
-
-
-class RadixTree:
-    """Texts and their ids, found in the time of the text's length; above `max_tokens` the oldest go."""
+class KnownTexts:
+    """Texts and their ids; above `max_tokens` those go that were not used for longest."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS):
-        self._root, self._max_tokens = _Node("", None), max_tokens
-        self._recent: OrderedDict[int, PrefixPiece] = OrderedDict()  # by id(); the oldest first
+        self._max_tokens = max_tokens
+        self._pieces: OrderedDict[str, PrefixPiece] = OrderedDict()  # the longest unused first
+        self._sorted: list[str] = []
         self.num_tokens = 0
 
     def longest_prefix(self, text: str) -> tuple[int, PrefixPiece | None]:
         """(characters that are known, their last piece)."""
-        node, at = self._root, 0
-        best: tuple[int, PrefixPiece | None] = (0, None)
-        while at < len(text):
-            child = node.children.get(text[at])
-            if child is None or not text.startswith(child.edge, at):
+        while text:
+            place = bisect.bisect_right(self._sorted, text)
+            before = self._sorted[place - 1] if place else ""
+            if text.startswith(before):
+                text = before
                 break
-            node, at = child, at + len(child.edge)
-            if node.piece is not None:
-                best = (at, node.piece)
-        if best[1] is not None:
-            self._touch(best[1])
-        return best
+            # Whatever the text begins with sorts between that and the text, so `before` begins with it, too.
+            text = os.path.commonprefix([before, text])
+        piece = self._pieces.get(text)
+        self._touch(piece)
+        return len(text), piece
 
     def insert(self, text: str, piece: PrefixPiece) -> None:
         """`piece` ends the conversation `text`. A text that is known keeps the ids it was first known by."""
         if not text or not piece.ids:
             return
-        node = self._node_for(text)
-        if node.piece is not None:
-            self._touch(node.piece)
-            return
-        node.piece, piece.node = piece, node
-        self._recent[id(piece)] = piece
-        self.num_tokens += len(piece.ids)
-        self._touch(piece)
-        while self.num_tokens > self._max_tokens and len(self._recent) > 1:
-            self._forget(next(iter(self._recent.values())))
-
-    def _node_for(self, text: str) -> _Node:
-        node, at = self._root, 0
-        while at < len(text):
-            child = node.children.get(text[at])
-            if child is None:
-                child = node.children[text[at]] = _Node(text[at:], node)
-                return child
-            common = _common_length(child.edge, text, at)
-            if common < len(child.edge):
-                child = _split(child, common)
-            node, at = child, at + common
-        return node
+        if text not in self._pieces:
+            self._pieces[text], piece.text = piece, text
+            bisect.insort(self._sorted, text)
+            self.num_tokens += len(piece.ids)
+        self._touch(self._pieces[text])
+        while self.num_tokens > self._max_tokens and len(self._pieces) > 1:
+            gone, old = self._pieces.popitem(last=False)
+            del self._sorted[bisect.bisect_left(self._sorted, gone)]
+            old.text = None
+            self.num_tokens -= len(old.ids)
 
     def _touch(self, piece: PrefixPiece | None) -> None:
         """It and what it continues: a beginning is never forgotten before its continuations."""
         while piece is not None:
-            if id(piece) in self._recent:
-                self._recent.move_to_end(id(piece))
+            if piece.text is not None:
+                self._pieces.move_to_end(piece.text)
             piece = piece.before
-
-    def _forget(self, piece: PrefixPiece) -> None:
-        del self._recent[id(piece)]
-        self.num_tokens -= len(piece.ids)
-        node, piece.node = piece.node, None
-        assert node is not None, "the tree keeps what it remembers"
-        node.piece = None
-        while node.parent is not None and node.piece is None and not node.children:
-            del node.parent.children[node.edge[0]]
-            node = node.parent
-
-
-def _common_length(edge: str, text: str, at: int) -> int:
-    length = 0
-    while length < len(edge) and at + length < len(text) and edge[length] == text[at + length]:
-        length += 1
-    return length
-
-
-def _split(node: _Node, length: int) -> _Node:
-    assert node.parent is not None, "the root has no edge to split"
-    upper = _Node(node.edge[:length], node.parent, {node.edge[length]: node})
-    node.parent.children[node.edge[0]] = upper
-    node.edge, node.parent = node.edge[length:], upper
-    return upper
 
 
 class PrefixCacheMiddleware:
@@ -148,7 +104,7 @@ class PrefixCacheMiddleware:
 
     def __init__(self, args: Args):
         self._tokenizer = load_tokenizer(args.hf_checkpoint)
-        self._tree = RadixTree()
+        self._known = KnownTexts()
 
     async def handle(self, request: RouterRequest, forward: Forward) -> RouterAnswer:
         if request.path == "/retrieve_from_text":
@@ -159,11 +115,10 @@ class PrefixCacheMiddleware:
         if text is None:
             return await forward(request)
         known, prompt = await self._prompt(text)
-        rest = {
-            key: value for key, value in request.payload.items() if key not in ("text", "messages", "tools")
-        }
         ids = [i for piece in prompt.line() for i in piece.ids]
-        sent = {**rest, "input_ids": ids, "return_logprob": True}
+        sent = {**request.payload, "input_ids": ids, "return_logprob": True}
+        for name in ("text", "messages", "tools"):
+            sent.pop(name, None)
         answer = await forward(RouterRequest(request.path, sent, request.headers))
         if answer.status != 200:
             return answer
@@ -181,7 +136,7 @@ class PrefixCacheMiddleware:
 
     async def _prompt(self, text: str) -> tuple[int, PrefixPiece]:
         """(how many ids were known, the last piece). Long texts are tokenised on another thread."""
-        length, piece = self._tree.longest_prefix(text)
+        length, piece = self._known.longest_prefix(text)
         known = sum(len(p.ids) for p in piece.line()) if piece is not None else 0
         if length < len(text) or piece is None:
             fresh = text[length:]
@@ -194,8 +149,8 @@ class PrefixCacheMiddleware:
     def _remember(self, text: str, prompt: PrefixPiece, answer: dict[str, Any]) -> None:
         made = Generation.from_json(answer)
         assert made.log_probs is not None, "log-probs were asked for"
-        if prompt.node is None:
-            self._tree.insert(text, prompt)
+        if prompt.text is None:
+            self._known.insert(text, prompt)
         versions = tuple(span.version for span in made.spans for _ in range(span.start, span.end))
         kept = _kept_by_token(answer["meta_info"])
         self._keep(text, PrefixPiece(prompt, made.ids, made.log_probs, versions, kept))
@@ -207,7 +162,7 @@ class PrefixCacheMiddleware:
         # With special tokens: a chat template writes them too when the conversation comes back.
         said = self._tokenizer.decode(list(piece.ids), skip_special_tokens=False)
         if said and not said.endswith(_HALF_CHARACTER):
-            self._tree.insert(text + said, piece)
+            self._known.insert(text + said, piece)
 
     async def _retrieve(self, payload: dict[str, Any]) -> RouterAnswer:
         text = self._text_of(payload)
@@ -217,20 +172,17 @@ class PrefixCacheMiddleware:
         line = last.line()
         mask = [int(piece.log_probs is not None) for piece in line for _ in piece.ids]
         first = mask.index(1) if 1 in mask else len(mask)
-        return RouterAnswer(
-            200,
-            {
-                "tokens": [i for piece in line for i in piece.ids],
-                "loss_mask": mask,
-                "rollout_log_probs": [
-                    x for piece in line for x in (piece.log_probs or [0.0] * len(piece.ids))
-                ],
-                "weight_versions": [v for piece in line for v in (piece.versions or [None] * len(piece.ids))],
-                "response_length": len(mask) - first,
-                "known_tokens": known,
-                **_told(line, first),
-            },
-        )
+        log_probs = [x for piece in line for x in (piece.log_probs or [0.0] * len(piece.ids))]
+        versions = [v for piece in line for v in (piece.versions or [None] * len(piece.ids))]
+        answer = {
+            "tokens": [i for piece in line for i in piece.ids],
+            "loss_mask": mask,
+            "rollout_log_probs": log_probs,
+            "weight_versions": versions,
+            "response_length": len(mask) - first,
+            "known_tokens": known,
+        }
+        return RouterAnswer(200, answer | _told(line, first))
 
 
 def _kept_by_token(meta: Mapping[str, Any]) -> tuple[np.ndarray, ...] | None:

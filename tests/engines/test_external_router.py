@@ -97,7 +97,7 @@ def test_sglangs_own_router_takes_the_engines_and_forgets_them_at_the_end(tmp_pa
             for engine in (one, two):
                 router.enroll(server(engine.url))
             router.start()
-            assert router_registry.healthy_workers(router.url) == {one.url, two.url}
+            assert router_registry.known_workers(router.url, healthy=True) == {one.url, two.url}
             for _ in range(4):
                 assert run(http_utils.post(f"{router.url}/generate", PAYLOAD, max_retries=20))["output_ids"]
             assert len(one.requests) == len(two.requests) == 2

@@ -124,18 +124,6 @@ def test_an_engine_that_is_asleep_owes_no_sign_of_life(make):
     os.kill(fleet.servers[0].pid, signal.SIGCONT)
 
 
-def test_an_engine_that_is_stopped_while_it_starts_is_told(make, monkeypatch):
-    monkeypatch.setattr(engine_server, "_STOPPED_PATIENCE_S", 0.5)
-    fleet = make()
-    fleet.set_mood("silent")
-    fleet.fleet.launch()
-    os.kill(fleet.servers[0].pid, signal.SIGSTOP)
-    with pytest.raises(
-        EngineStartError, match=r"engine-0 \(pid \d+\) was stopped \(SIGSTOP\) while it started"
-    ):
-        fleet.fleet.wait_ready()
-
-
 def test_more_deaths_than_the_limit_end_the_run_with_the_cause(make):
     fleet = make(limit=1)
     fleet.start()

@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 
 from slime.engines import prefix_cache
 from slime.engines.balancer import Balancer
-from slime.engines.prefix_cache import PrefixCacheMiddleware, PrefixPiece, RadixTree
+from slime.engines.prefix_cache import KnownTexts, PrefixCacheMiddleware, PrefixPiece
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.top_p import to_meta
@@ -21,7 +21,7 @@ def piece(*ids: int, before: PrefixPiece | None = None) -> PrefixPiece:
 
 
 def test_the_longest_known_beginning_is_found():
-    tree = RadixTree()
+    tree = KnownTexts()
     short, long = piece(1), piece(2)
     tree.insert("ab", short)
     tree.insert("abcd", long)
@@ -32,14 +32,14 @@ def test_the_longest_known_beginning_is_found():
 
 
 def test_a_text_keeps_the_ids_it_was_first_known_by():
-    tree, first = RadixTree(), piece(1)
+    tree, first = KnownTexts(), piece(1)
     tree.insert("ab", first)
     tree.insert("ab", piece(2))
     assert tree.longest_prefix("ab") == (2, first)
 
 
 def test_the_tree_agrees_with_a_plain_search():
-    rng, tree, known = random.Random(0), RadixTree(), {}
+    rng, tree, known = random.Random(0), KnownTexts(), {}
     for number in range(300):
         text = "".join(rng.choice("ab") for _ in range(rng.randint(1, 9)))
         if text not in known:
@@ -51,7 +51,7 @@ def test_the_tree_agrees_with_a_plain_search():
 
 
 def test_the_least_recently_used_are_forgotten_and_a_beginning_outlives_its_continuation():
-    tree = RadixTree(max_tokens=6)
+    tree = KnownTexts(max_tokens=6)
     start = piece(1, 2)
     tree.insert("a", start)
     tree.insert("abc", piece(3, 4, before=start))

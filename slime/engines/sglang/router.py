@@ -42,10 +42,6 @@ def router_command(python: str, policy: str, extra: Sequence[str] = ()) -> Comma
     return command
 
 
-class RouterKeepsDying(RouterGone):
-    """It was started again too often."""
-
-
 class SGLangRouter(WorkerRegistry):
     """Keeps its port over restarts, so that nobody learns a new address, and registers its workers again.
 
@@ -56,22 +52,17 @@ class SGLangRouter(WorkerRegistry):
     def __init__(
         self,
         plan: LaunchPlan,
-        worker_urls: Sequence[str] = (),
         *,
         port: int = 0,
         silence_limit_s: float = _SILENCE_LIMIT_S,
     ):
-        super().__init__(worker_urls)
+        super().__init__("")  # the address is known when it serves
         self._server = EngineServer(plan, port)
         self._stopping, self._watches_silence = threading.Event(), silence_limit_s > 0
         self._serves = False
         self._heartbeats = watch_servers(silence_limit_s or math.inf, self._end_silent)
         self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.num_restarts = 0
-
-    @property
-    def url(self) -> str:
-        return self._server.url
 
     @property
     def pid(self) -> int | None:
@@ -97,7 +88,7 @@ class SGLangRouter(WorkerRegistry):
     def _bring_up(self) -> None:
         self._serves = False
         self._server.launch()
-        self._server.wait_ready()
+        self.url = self._server.wait_ready()
         waits.know_as(self.url, "router")
         self._register_all()
         self._serves = True
@@ -112,11 +103,8 @@ class SGLangRouter(WorkerRegistry):
             if self._server.alive():
                 continue
             if self.num_restarts >= _RESTART_LIMIT:
-                self.failure.set_exception(
-                    RouterKeepsDying(
-                        f"the router died {self.num_restarts + 1} times; it {self._server.describe_end()}"
-                    )
-                )
+                times, end = self.num_restarts + 1, self._server.describe_end()
+                self.failure.set_exception(RouterGone(f"the router died {times} times; it {end}"))
                 return
             logger.warning("the router %s\nrestarting it", self._server.describe_end())
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -31,13 +31,10 @@ class RouterGone(RunStopped):
 class WorkerRegistry:
     """Engines at the router of `url`, which may be down for a while: it learns the rest when it is back."""
 
-    def __init__(self, worker_urls: Sequence[str] = ()):
-        self._workers = {url: address(url) for url in worker_urls}  # what each is registered with
+    def __init__(self, url: str):
+        self.url = url
+        self._workers: dict[str, dict[str, Any]] = {}  # by address: what each is registered with
         self._changing = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        raise NotImplementedError
 
     def enroll(self, server: FleetServer) -> None:
         """Adds a worker to register; called before the start."""
@@ -47,28 +44,36 @@ class WorkerRegistry:
         """An engine is back; a router that is down itself learns it when it comes up."""
         with self._changing:
             self.enroll(server)
-            self._quietly(lambda: _register(self.url, registration(server)))
+            self._quietly(self._register, server.url)
 
     def remove(self, url: str) -> None:
         with self._changing:
             if self._workers.pop(url, None) is not None:
-                self._quietly(lambda: run(unregister(self.url, url)))
+                self._quietly(self._unregister, url)
 
     def _register_all(self) -> None:
         """Register all workers and wait until each receives requests: the router registers asynchronously."""
         with self._changing:
-            for worker in self._workers.values():
-                _register(self.url, worker)
+            for url in self._workers:
+                self._register(url)
         waits.until(
-            self._knows_all, "registration of engines at the router", _REGISTER_DEADLINE_S, interval_s=_POLL_S
+            lambda: known_workers(self.url, healthy=True) >= self._workers.keys(),
+            "registration of engines at the router",
+            _REGISTER_DEADLINE_S,
+            interval_s=_POLL_S,
         )
 
-    def _knows_all(self) -> bool:
-        return healthy_workers(self.url) >= set(self._workers)
+    def _register(self, url: str) -> None:
+        run(http_utils.post(f"{self.url}/workers", self._workers[url], max_retries=3))
 
-    def _quietly(self, act: Callable[[], object]) -> None:
+    def _unregister(self, url: str) -> None:
+        for worker in _workers_at(self.url):
+            if worker["url"] == url:
+                run(_delete(f"{self.url}/workers/{worker['id']}"))
+
+    def _quietly(self, change: Callable[[str], None], url: str) -> None:
         try:
-            act()
+            change(url)
         except _UNREACHED as error:
             logger.warning("The router at %s did not accept a change of its workers: %s", self.url, error)
 
@@ -81,15 +86,10 @@ class ExternalRouter(WorkerRegistry):
     """
 
     def __init__(self, host: str, port: int, *, patience_s: float):
-        super().__init__()
-        self.host, self.port = host, port
+        super().__init__(f"http://{host}:{port}")
         self._patience_s = patience_s
         self._stopping = threading.Event()
         self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
 
     def start(self) -> None:
         """Returns when it knows all engines."""
@@ -100,26 +100,20 @@ class ExternalRouter(WorkerRegistry):
         silent_s = 0.0
         while not self._stopping.wait(_LOOK_S):
             try:
-                missing = set(self._workers) - known_workers(self.url)
+                missing = self._workers.keys() - known_workers(self.url)
                 silent_s = 0.0
             except _UNREACHED as error:
                 silent_s += _LOOK_S
                 if silent_s >= self._patience_s:
-                    text = (
-                        f"the router at {self.url} (--sglang-router-ip) has not answered for {silent_s:.0f} s"
-                    )
-                    self.failure.set_exception(RouterGone(f"{text}: {error}"))
+                    who = f"the router at {self.url} (--sglang-router-ip)"
+                    why = f"{who} has not answered for {silent_s:.0f} s: {error}"
+                    self.failure.set_exception(RouterGone(why))
                     return
                 continue
             with self._changing:
-                for url in missing & set(self._workers):
-                    logger.warning(
-                        "The router at %s no longer knows engine %s; it is registered again.",
-                        self.url,
-                        url,
-                    )
-                    worker = self._workers[url]
-                    self._quietly(lambda worker=worker: _register(self.url, worker))  # type: ignore[misc]
+                for url in missing & self._workers.keys():
+                    logger.warning("The router at %s lost engine %s; it is registered again.", self.url, url)
+                    self._quietly(self._register, url)
 
     def stop(self) -> None:
         """Takes our engines out, which end now."""
@@ -128,41 +122,31 @@ class ExternalRouter(WorkerRegistry):
             self.remove(url)
 
 
-def _register(router: str, worker: dict[str, Any]) -> None:
-    run(http_utils.post(f"{router}/workers", worker, max_retries=3))
-
-
-def _workers_of(router: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run(http_utils.get(f"{router}/workers", max_retries=3))["workers"]
+def _workers_at(router: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run(http_utils.get(f"{router}/workers", max_retries=3, timeout_s=5.0))[
+        "workers"
+    ]
     return found
 
 
-def known_workers(router: str) -> set[str]:
-    return {worker["url"] for worker in _workers_of(router)}
+def known_workers(router: str, *, healthy: bool = False) -> set[str]:
+    """Return the addresses of a router's workers; `healthy`: of those that receive requests."""
+    return {one["url"] for one in _workers_at(router) if not healthy or one.get("is_healthy", True)}
 
 
-def healthy_workers(router: str) -> set[str]:
-    """Return the addresses of workers that receive requests."""
-    return {worker["url"] for worker in _workers_of(router) if worker.get("is_healthy", True)}
+async def _delete(url: str) -> None:
+    async with http_utils.get_session().delete(url, timeout=aiohttp.ClientTimeout(total=5.0)):
+        pass
 
 
 def registration(server: FleetServer) -> dict[str, Any]:
-    kind, where = server.plan.worker_type, address(server.url)
-    if kind == "regular":
-        return where
-    bootstrap = {"bootstrap_port": server.bootstrap_port} if kind == "prefill" else {}
-    return {**where, "worker_type": kind, **bootstrap}
-
-
-def address(url: str) -> dict[str, Any]:
-    """The address of a worker, and the token that it asks for."""
-    token = http_utils.token_of(url)
-    return {"url": url, **({"api_key": token} if token is not None else {})}
-
-
-async def unregister(router: str, url: str) -> None:
-    for worker in (await http_utils.get(f"{router}/workers", timeout_s=5.0))["workers"]:
-        if worker["url"] == url:
-            timeout = aiohttp.ClientTimeout(total=5.0)
-            async with http_utils.get_session().delete(f"{router}/workers/{worker['id']}", timeout=timeout):
-                pass
+    """Return what a router needs to know of a worker: its address and token, and its kind."""
+    kind, token = server.plan.worker_type, http_utils.token_of(server.url)
+    made: dict[str, Any] = {"url": server.url}
+    if token is not None:
+        made["api_key"] = token
+    if kind != "regular":
+        made["worker_type"] = kind
+    if kind == "prefill":
+        made["bootstrap_port"] = server.bootstrap_port
+    return made

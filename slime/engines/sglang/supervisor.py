@@ -1,8 +1,8 @@
 """Supervises one SGLang server: finds ports, reports when it serves, and ends it with the run.
 
 SGLang does not know the life pipe, so this process holds it. It leads the process group of the server and its
-workers. When the pipe ends, on SIGTERM, or when one of the processes dies, it kills the whole group. It uses
-only the standard library, so that a supervisor costs next to nothing.
+workers. When the pipe ends, on SIGTERM, or when one of the processes dies, it kills the whole group. It
+imports nothing of slime, so that a supervisor costs next to nothing.
 """
 
 import argparse
@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
+
+import psutil
 
 # Words of the server's command that this process fills in.
 PORT, NCCL_PORT, BOOTSTRAP_PORT = "{port}", "{nccl_port}", "{bootstrap_port}"
@@ -61,7 +62,7 @@ class Supervisor:
         threading.Thread(target=self._watch_parent, daemon=True).start()
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
         for attempt in range(1, _BIND_ATTEMPTS + 1):
-            log_start = self._log_size()
+            log_start = os.fstat(1).st_size
             code = self._serve_once()
             if not self._port_was_taken(log_start) or attempt == _BIND_ATTEMPTS:
                 return code
@@ -70,12 +71,9 @@ class Supervisor:
         raise AssertionError("the last attempt returns")
 
     def _serve_once(self) -> int:
-        wanted = {PORT: self._options.port, NCCL_PORT: 0, BOOTSTRAP_PORT: 0}
-        held = {
-            word: self._hold(port) for word, port in wanted.items() if word in (PORT, *self._options.command)
-        }
-        holds, port = list(held.values()), held[PORT].port
-        words = {word: str(hold.port) for word, hold in held.items()}
+        named = [word for word in (NCCL_PORT, BOOTSTRAP_PORT) if word in self._options.command]
+        held = {PORT: self._hold(self._options.port), **{word: self._hold(0) for word in named}}
+        port, words = held[PORT].port, {word: str(hold.port) for word, hold in held.items()}
         self._workers = set()
         command = [words.get(word, word) for word in self._options.command]
         self._server = _spawn(command)
@@ -85,10 +83,10 @@ class Supervisor:
             while (code := self._server.poll()) is None and not self._serves(port):
                 time.sleep(_POLL_S)
         finally:
-            for hold in holds:
+            for hold in held.values():
                 hold.release()
         if code is None:
-            self._workers = _descendants(self._server.pid)
+            self._workers = _workers_of(self._server.pid)
             bootstrap_port = held[BOOTSTRAP_PORT].port if BOOTSTRAP_PORT in held else None
             _write_ready(Path(self._options.ready_file), port, bootstrap_port)
             code = self._wait_for_end()
@@ -107,11 +105,10 @@ class Supervisor:
     def _serves(self, port: int) -> bool:
         """True once the server makes a token (or whatever its probe stands for)."""
         try:
-            with urllib.request.urlopen(
-                f"http://{self._options.host}:{port}{self._options.probe}", timeout=30
-            ) as answer:
+            url = f"http://{self._options.host}:{port}{self._options.probe}"
+            with urllib.request.urlopen(url, timeout=30) as answer:
                 return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
+        except OSError:
             return False
 
     def _wait_for_end(self) -> int:
@@ -120,16 +117,12 @@ class Supervisor:
         while (code := server.poll()) is None:
             states = [_state(pid) for pid in self._workers]
             if not all(states):
-                print("supervisor: a worker of the server died; the server is ended", flush=True)
-                self._end_group()
+                self._end_group("a worker of the server died")
             # Polls are counted, not seconds: when this process was
             # stopped with the others, they go on together.
-            stopped_polls = stopped_polls + 1 if "T" in (*states, _state(server.pid)) else 0
+            stopped_polls = stopped_polls + 1 if psutil.STATUS_STOPPED in (*states, _state(server.pid)) else 0
             if stopped_polls > self._options.stopped_limit_s / _POLL_S:
-                print(
-                    "supervisor: the server or a worker of it is stopped (SIGSTOP); it is ended", flush=True
-                )
-                self._end_group()
+                self._end_group("the server or a worker of it is stopped (SIGSTOP)")
             time.sleep(_POLL_S)
         return code
 
@@ -146,19 +139,17 @@ class Supervisor:
                 self._server.wait(_STOP_GRACE_S)
         self._end_group()
 
-    def _end_group(self) -> None:
+    def _end_group(self, why: str = "") -> None:
         """Everything at once, this process included: it has nothing left to do."""
+        if why:
+            print(f"supervisor: {why}; it is ended", flush=True)
         os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    def _log_size(self) -> int:
-        return os.fstat(1).st_size
 
     def _port_was_taken(self, log_start: int) -> bool:
         """Whether the server ended because it could not bind; what it said is in our common log file."""
-        path = Path("/proc/self/fd/1")
-        if self._workers or not path.exists():
+        if self._workers:
             return False  # it served before it ended
-        with contextlib.suppress(OSError), open(path.resolve(), "rb") as log:
+        with contextlib.suppress(OSError), open("/proc/self/fd/1", "rb") as log:
             log.seek(log_start)
             said = log.read().decode(errors="replace").lower()
             return any(words in said for words in _BIND_ERRORS)
@@ -174,49 +165,31 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _processes() -> dict[int, tuple[int, int]]:
-    """Every process: its parent and its process group."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                # the name in parentheses may hold spaces; after it come state, parent, group
-                parent, group = (entry / "stat").read_text().rpartition(")")[2].split()[1:3]
-                found[int(entry.name)] = (int(parent), int(group))
+def _workers_of(server: int) -> set[int]:
+    """Processes below the server, whatever their depth."""
+    found, children = set[int](), list[psutil.Process]()
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
+        children = psutil.Process(server).children(recursive=True)
+    for process in children:
+        with contextlib.suppress(psutil.Error):
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                found.add(process.pid)
     return found
-
-
-def _descendants(pid: int) -> set[int]:
-    """Processes below `pid`, whatever their depth."""
-    parents = {child: parent for child, (parent, _) in _processes().items()}
-    found: set[int] = set()
-    frontier = {pid}
-    while frontier:
-        frontier = {child for child, parent in parents.items() if parent in frontier} - found
-        found |= frontier
-    return {child for child in found if b"resource_tracker" not in _command_line(child)}
 
 
 def _kill_rest_of_group() -> None:
     """Workers that a dead server left behind."""
-    own, own_group = os.getpid(), os.getpgid(0)
-    for pid, (_, group) in _processes().items():
-        if group == own_group and pid != own:
-            with contextlib.suppress(ProcessLookupError):
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            if pid != os.getpid() and os.getpgid(pid) == os.getpgid(0):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _command_line(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
 def _state(pid: int) -> str | None:
-    """The letter that the system gives it; None: it has ended."""
-    with contextlib.suppress(OSError, IndexError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return None if state in ("Z", "X") else state
+    """Return what the system says of a process; None: it has ended."""
+    with contextlib.suppress(psutil.Error):
+        state = psutil.Process(pid).status()
+        return None if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else str(state)
     return None
 
 
