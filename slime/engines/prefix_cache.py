@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import functools
-import os
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +71,8 @@ class KnownTexts:
                 text = before
                 break
             # Whatever the text begins with sorts between that and the text, so `before` begins with it, too.
-            text = os.path.commonprefix([before, text])
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
+            text = text[: sum(1 for _ in same)]
         piece = self._pieces.get(text)
         self._touch(piece)
         return len(text), piece
