@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from slime.cluster.recording import Recording
@@ -16,22 +15,13 @@ from slime.runtime.base import Future, Handle, gather
 from slime.utils.errors import WorkerDied
 
 
-@dataclass(frozen=True, slots=True)
-class _EndedStep:
-    """A step that is over and not recorded yet."""
-
-    rollout_id: int
-    spans: list[Span]
-    notes: Sequence[Future[RankNotes]]
-
-
 class Timeline:
     """The driver's spans. `recording` None: a run without a rollout side, which records nothing."""
 
     def __init__(self, recording: Handle[Recording] | None):
         self._recording = recording
         self._tracer, self._added = Tracer(LOOP), list[Span]()
-        self._ended: _EndedStep | None = None
+        self._ended: tuple[int, list[Span], Sequence[Future[RankNotes]]] | None = None  # not recorded yet
         if recording is not None:
             waits.drain_ended()  # waits of the start are no part of a step
 
@@ -57,17 +47,16 @@ class Timeline:
         """Close a step. `notes`: what the trainer ranks will report about it."""
         self.tell_step()
         spans, self._added = self._tracer.drain() + self._added + spans_of_waits(rollout_id), []
-        self._ended = _EndedStep(rollout_id, spans, notes)
+        self._ended = rollout_id, spans, notes
 
     def tell_step(self) -> None:
         """Hand the last step to the record, with the ranks' notes; called when that delays nobody."""
-        ended, self._ended = self._ended, None
-        if ended is None or self._recording is None:
+        if self._ended is None or self._recording is None:
             return
-        try:
-            notes = gather(ended.notes)
-        except WorkerDied:  # the next call to that rank restarts it; the step is recorded without its notes
-            notes = []
-        spans = ended.spans + [span for note in notes for span in note.spans]
+        (rollout_id, spans, asked), self._ended = self._ended, None
+        notes: list[RankNotes] = []
+        with contextlib.suppress(WorkerDied):  # the next call to that rank restarts it
+            notes = gather(asked)
+        spans += [span for note in notes for span in note.spans]
         advantages = [advantage for note in notes for advantage in note.advantages]
-        self._recording.call_control(Recording.step, ended.rollout_id, spans, advantages)
+        self._recording.call_control(Recording.step, rollout_id, spans, advantages)

@@ -33,7 +33,7 @@ from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import RankProcesses, Ranks, TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.liveness import waits
-from slime.observability.advisories import Advisor, Advisory, Facts
+from slime.observability.advisories import Advisor, Facts
 from slime.observability.counters import Counters
 from slime.observability.tracking import Tracker
 from slime.preflight.findings import Prediction
@@ -208,19 +208,12 @@ def _load_both(
 
 
 def _report_restart(run: Run, restart: Restart) -> None:
-    """Write the restart to run.json, which `slime status` reads, and give advice the first time."""
-    step, cause, begins_from = restart.rollout_id + 1, restart.cause, restart.begins_from
+    """Write the restart to run.json, which `slime status` reads."""
+    entry = {"step": restart.rollout_id + 1, "cause": restart.cause, "begins_from": restart.begins_from}
     try:
-        add_restart(run.run_dir, {"step": step, "cause": cause, "begins_from": begins_from})
+        add_restart(run.run_dir, entry)
     except OSError as failure:
         logger.warning("%s: the restart was not recorded: %s", run.run_dir, failure)
-    if restart.number == 1:
-        advice = Advisory(
-            "trainer_restarted",
-            f"the trainer was lost at step {step} ({cause}) and restarts from {begins_from}",
-            f"look into {run.run_dir}/logs for the cause; a smaller --save-interval costs fewer steps",
-        )
-        logger.warning("advice: %s", advice, extra={"advisory": advice})
 
 
 def open_advisor(args: Args, overlapped: bool) -> Advisor:

@@ -29,7 +29,6 @@ from slime.utils.files.run_file import (
     claim_run_folder,
     close_run_file,
     has_finished,
-    is_used,
     open_run_file,
     other_settings,
     refuse_other_run,
@@ -79,12 +78,6 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
     if changed := changed_settings(record):
         told = [f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items()]
         logger.warning("This run resumes with changed settings: %s", "; ".join(told))
-    if record.earlier and args.record_max_mib and is_used(run_dir) and not (run_dir / RECORD_FILE).exists():
-        logger.warning(
-            "%s is missing: earlier samples are not in the record, and what was generated since the "
-            "checkpoint is generated again.",
-            run_dir / RECORD_FILE,
-        )
     return Run(record.id, run_dir, shm.make_prefix(), record.num_starts, inputs=inputs)
 
 

@@ -102,7 +102,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
                 )
                 cluster = parts.start(checkpoint)
                 cluster.requests.restore_settings(cluster)
-                with _looping(cluster):
+                with searching_new_only():
                     yield cluster
                 ended.append(cluster.stopped)
                 cluster.trainer.finish(cluster.schedule.num_rollout - 1)
@@ -149,17 +149,6 @@ def _end_on_signals(until: contextlib.ExitStack) -> None:
         if signal.getsignal(number) != signal.SIG_IGN:  # as with nohup
             before = signal.signal(number, _raise_interrupt)
             until.callback(signal.signal, number, before or signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _looping(cluster: Cluster) -> Iterator[None]:
-    try:
-        with searching_new_only():
-            yield
-    except BaseException:
-        if cluster.trainer.saver is not None:
-            cluster.trainer.saver.report_loss()
-        raise
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:

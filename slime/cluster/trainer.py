@@ -90,12 +90,9 @@ class Trainer:
         with self.residency.phase(TRAIN), self.timeline.doing("training", rollout_id):
             if self.release is not None:
                 self.release.wake(self._changed)
-            return self.group.train(rollout_id, batch, meanwhile=partial(self._keep, rollout_id, batch))
-
-    def _keep(self, rollout_id: int, batch: RolloutBatch | None) -> None:
-        """Keep the batch while the ranks train: the driver has nothing else to do then."""
-        if batch is not None and self.recovery.is_on:
-            self.replay.batches.keep(rollout_id, batch)
+            if batch is not None and self.recovery.is_on:
+                self.replay.batches.keep(rollout_id, batch)
+            return self.group.train(rollout_id, batch)
 
     def _train_again(self, rollout_id: int) -> None:
         batch = self.replay.batches.get(rollout_id)

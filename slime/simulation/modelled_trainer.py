@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -159,15 +159,12 @@ class ModelledTrainGroup(TrainGroup):
         self.busy_s = self.tokens = 0.0
         self.num_samples = 0
 
-    def train(
-        self, rollout_id: int, batch: RolloutBatch | None, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepReport:
+    def train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
         if batch is None:
             return StepReport({}, [], [])
         shares = split_for_ranks(self._args, batch, self._costs.dp_size)
         lengths = [[size * self._unit for size in sample_sizes(share.batch)] for share in shares]
         seconds = self._costs.step_s(lengths)
-        meanwhile()
         self._clock.run(self.rank.work(seconds))
         self.busy_s += seconds
         self.tokens += sum(map(sum, lengths))

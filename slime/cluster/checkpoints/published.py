@@ -31,7 +31,7 @@ class Models:
     def __init__(self, args: Args, run_dir: Path):
         self._args, self._run_dir = args, run_dir
         self._push: tuple[Path, Future[None]] | None = None  # the last that was begun
-        self._waiting: tuple[Path, int] | None = None  # came while one was under way; only the newest counts
+        self._newest: tuple[Path, int] | None = None  # not begun yet
 
     def made(self, folder: Path, rollout_id: int) -> None:
         """Give the model in `folder` its card, make RUN/model a link to it, and upload it where asked."""
@@ -66,24 +66,22 @@ class Models:
 
     def push(self, folder: Path, rollout_id: int) -> None:
         """Start an upload to the hub, where --push-to-hub asks for it; training continues meanwhile."""
-        if self._args.push_to_hub is None:
-            return
-        if self._push is not None and not self._push[1].done():
-            self._waiting = (folder, rollout_id)
-            return
-        self._begin(folder, rollout_id)
+        if self._args.push_to_hub is not None:
+            self._newest = folder, rollout_id
+            if self._push is None or self._push[1].done():
+                self._upload_newest()
 
     def finish(self) -> None:
         """The last model is on the hub, or the log says why not."""
         self._await()
-        if self._waiting is not None:
-            self._begin(*self._waiting)
-            self._await()
-
-    def _begin(self, folder: Path, rollout_id: int) -> None:
+        self._upload_newest()
         self._await()
-        self._waiting = None
-        self._push = (folder, in_background(lambda: _upload(self._args, folder, rollout_id), "push-to-hub"))
+
+    def _upload_newest(self) -> None:
+        if self._newest is not None:
+            self._await()
+            (folder, rollout_id), self._newest = self._newest, None
+            self._push = folder, in_background(lambda: _upload(self._args, folder, rollout_id), "push-to-hub")
 
     def _await(self) -> None:
         if self._push is None:
@@ -102,7 +100,7 @@ class Models:
 
 
 def _upload(args: Args, folder: Path, rollout_id: int) -> None:
-    import huggingface_hub  # as above
+    import huggingface_hub  # heavy, and most runs push nothing
 
     assert args.push_to_hub is not None, "asked by the caller"
     api = huggingface_hub.HfApi()
@@ -126,6 +124,7 @@ def model_card(args: Args, run_dir: Path, rollout_id: int) -> str:
     values = args.to_dict(hide_secrets=True)
     given = {key: values[key] for key in sorted(values) if args.sources.get(key, DEFAULT) != DEFAULT}
     versions = record.last.versions if record is not None else {}
+    head, *curve = _curve(run_dir, rollout_id)
     return "\n".join(
         [
             "---",
@@ -135,7 +134,7 @@ def model_card(args: Args, run_dir: Path, rollout_id: int) -> str:
             "",
             f"{_short(base)}, trained with slime ({args.advantage_estimator}, {rollout_id + 1} rollouts).",
             "",
-            *_section("Curve", ("step", *_names(run_dir)), _curve(run_dir, rollout_id)),
+            *_section("Curve", head, curve),
             *_section(
                 "Settings", ("flag", "value"), [(f"`{k}`", f"`{_short(v)}`") for k, v in given.items()]
             ),
@@ -153,25 +152,21 @@ def _section(title: str, head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> 
     return [f"## {title}", "", *lines, ""]
 
 
-def _names(run_dir: Path) -> list[str]:
-    logged = {name for row in read_metrics(run_dir) for name in row}
-    return [name for name in (*_CURVES, *sorted(filter(is_eval_score, logged))) if name in logged]
-
-
 def _curve(run_dir: Path, last: int) -> list[tuple[Any, ...]]:
-    """Picks at most `_ROWS` steps of the curve evenly, the last one always."""
+    """Return the head of the curve's table, then at most `_ROWS` steps, evenly spread, and the last one."""
     by_step: dict[int, dict[str, Any]] = {}
     for row in read_metrics(run_dir):
-        by_step.setdefault(row["step"], {}).update(row)
-    names = _names(run_dir)
-    steps = [
-        step for step in sorted(by_step) if step <= last and any(name in by_step[step] for name in names)
-    ]
+        if row["step"] <= last:
+            by_step.setdefault(row["step"], {}).update(row)
+    logged = {name for row in by_step.values() for name in row}
+    names = [name for name in (*_CURVES, *sorted(filter(is_eval_score, logged))) if name in logged]
+    steps = [step for step in sorted(by_step) if any(name in by_step[step] for name in names)]
     every = max(1, -(-len(steps) // _ROWS))
-    chosen = sorted({*steps[::every], *steps[-1:]})
-    shown = [[by_step[step].get(name) for name in names] for step in chosen]
-    cells = [["" if value is None else f"{value:.4g}" for value in values] for values in shown]
-    return [(step, *values) for step, values in zip(chosen, cells, strict=True)]
+    rows: list[tuple[Any, ...]] = [("step", *names)]
+    for step in sorted({*steps[::every], *steps[-1:]}):
+        values = (by_step[step].get(name) for name in names)
+        rows.append((step, *("" if value is None else f"{value:.4g}" for value in values)))
+    return rows
 
 
 def _short(value: Any) -> str:

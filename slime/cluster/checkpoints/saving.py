@@ -116,14 +116,6 @@ class Saver:
         """Whether the last checkpoint is not complete yet."""
         return self._staged is not None
 
-    def report_loss(self) -> None:
-        """A run that fails leaves the checkpoint that is being written incomplete."""
-        if self._staged is not None:
-            logger.warning(
-                "The checkpoint of rollout %d was not complete when the run ended: it is not used.",
-                self._staged.rollout_id,
-            )
-
     def _hf_inside(self, staged: StagedCheckpoint) -> Path | None:
         """Where in the checkpoint's own folder the Hugging Face folder lies; None: it does not."""
         path, final = self._hf_path(staged.rollout_id), staged.final.resolve()

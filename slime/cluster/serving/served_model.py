@@ -185,11 +185,6 @@ def make_servers(
         for address in args.rollout_external_engine_addrs:
             run_.engine_token.use_for(read_address(address))
         engines = discover(args.rollout_external_engine_addrs, args.hf_checkpoint)
-        if args.rollout_router != "sglang" and any(engine.worker_type != "regular" for engine in engines):
-            raise ValueError(
-                "--rollout-external-engine-addrs names prefill or decode engines, which need SGLang's "
-                "router; use --rollout-router sglang."
-            )
         if args.eval_num_engines and any(engine.worker_type != "regular" for engine in engines):
             raise ValueError(
                 "--eval-num-engines with prefill and decode engines: they work in pairs behind one router; "

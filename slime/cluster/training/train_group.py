@@ -209,12 +209,10 @@ class TrainGroup:
     def __init__(self, args: Args, runtime: Runtime, ranks: Ranks[TrainActor], layouts: Sequence[Layout]):
         self._args, self._runtime, self.ranks, self.layouts = args, runtime, ranks, layouts
 
-    def train(
-        self, rollout_id: int, batch: RolloutBatch | None, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepReport:
+    def train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
         """Split the batch over the ranks, which train on it; return the report, which is the same on all.
 
-        `meanwhile` is called while they do. `batch` None, or no ranks: nothing learns (--debug-rollout-only).
+        `batch` None, or no ranks: nothing learns (--debug-rollout-only).
         """
         if batch is None or not self.layouts:
             return StepReport({}, [], [])
@@ -222,12 +220,8 @@ class TrainGroup:
         shares = split_for_ranks(self._args, batch, first.dp_size, cp_size=first.cp_size)
         refs = [self._runtime.put(share) for share in shares]
         try:
-            futures = [
-                handle.call(TrainActor.train, rollout_id, refs[layout.dp_rank])
-                for handle, layout in zip(self.ranks.handles, self.layouts, strict=True)
-            ]
-            meanwhile()
-            return gather(futures)[0]
+            pairs = zip(self.ranks.handles, self.layouts, strict=True)
+            return gather([h.call(TrainActor.train, rollout_id, refs[lay.dp_rank]) for h, lay in pairs])[0]
         finally:
             for ref in refs:
                 ref.drop()
