@@ -72,9 +72,8 @@ class Cluster:
             self.log.log(metrics, "rollout", rollout_id)
         peaks = self.trainer.residency.drain_peaks()
         self.log.log_step(rollout_id, report, peaks)
-        if self.log.prediction_is_due:
-            held = self.trainer.peak_bytes(peaks.get("perf/peak_memory_train_gib"))
-            self.log.log_prediction(held, batch)
+        peak_gib = peaks.get("perf/peak_memory_train_gib")
+        self.log.compare_prediction(lambda: self.trainer.peak_bytes(peak_gib), batch)
 
     def push_weights(self, rollout_id: int) -> None:
         """Push the weights that rollout `rollout_id` and later ones use; no-op if nothing is trained."""

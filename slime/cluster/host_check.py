@@ -42,7 +42,9 @@ def check_hosts(args: Args, runtime: Runtime, checkpoint: StepFolder | None) -> 
         return
     with contextlib.ExitStack() as tokens:
         needed = [tokens.enter_context(_token(flag, folder)) for flag, folder in shared_folders(args).items()]
-        needed += _existing(read_files(args, checkpoint))
+        # What is missing on the driver is reported by who reads it.
+        files = ((flag, path) for flag, paths in read_files(args, checkpoint).items() for path in paths)
+        needed += [Needed(flag, str(path), path.stat().st_size) for flag, path in files if path.is_file()]
         answers = runtime.ask_others(find_unreadable, needed)
     flags = dict.fromkeys(one.flag for one in needed)
     problems = [_describe(host, found, flags) for host, found in answers.items() if found]
@@ -128,12 +130,6 @@ def _plugin_files(args: Args) -> dict[str, list[Path]]:
         matches = (_PLUGIN_FILE.match(word) for word in words if isinstance(word, str))
         files[flag] = [Path(match[1]) for match in matches if match is not None]
     return files
-
-
-def _existing(files: Mapping[str, Iterable[Path]]) -> list[Needed]:
-    """Keep the files that the driver has; what is missing there is reported by who reads it."""
-    there = ((flag, path) for flag, paths in files.items() for path in paths if path.is_file())
-    return [Needed(flag, str(path), path.stat().st_size) for flag, path in there]
 
 
 @contextlib.contextmanager

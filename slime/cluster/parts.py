@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
@@ -19,7 +20,7 @@ from slime.cluster.cluster import Cluster, Requests
 from slime.cluster.driver_spans import Timeline
 from slime.cluster.host_check import check_hosts
 from slime.cluster.residency import Residency
-from slime.cluster.restart.recovery import Recovery, Restart
+from slime.cluster.restart.recovery import Recovery
 from slime.cluster.restart.replay import KeptBatches, ReplayLog, SafeState
 from slime.cluster.restart.restore import PeerCopies, Restorer, TrainerRelease
 from slime.cluster.rollout_manager import RolloutFacts, RolloutManager, RolloutProcess
@@ -157,7 +158,7 @@ class Parts:
             saver = Saver(
                 *(folder_, args.save_hf, args.keep_last_n, group.ranks, manager, self.models, replay.commit)
             )
-        report = partial(_report_restart, self.run)
+        report = partial(_record_restart, self.run)
         shm_prefix = self.run.shm_prefix
         compares = facts.probe and isinstance(push, WeightPush)
         return Trainer(
@@ -207,11 +208,10 @@ def _load_both(
     return rollout.result(), loading.result()
 
 
-def _report_restart(run: Run, restart: Restart) -> None:
+def _record_restart(run: Run, restart: dict[str, Any]) -> None:
     """Write the restart to run.json, which `slime status` reads."""
-    entry = {"step": restart.rollout_id + 1, "cause": restart.cause, "begins_from": restart.begins_from}
     try:
-        add_restart(run.run_dir, entry)
+        add_restart(run.run_dir, restart)
     except OSError as failure:
         logger.warning("%s: the restart was not recorded: %s", run.run_dir, failure)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from slime.cluster.rollout_manager import Generated
@@ -82,17 +82,12 @@ class RunLog:
         _log_line("eval    %d: %s", rollout_id, headline_of(metrics, [f"eval/{name}" for name in datasets]))
         self.log(self._counters.fill(metrics, "eval"), "eval", rollout_id)
 
-    @property
-    def prediction_is_due(self) -> bool:
-        """Whether enough steps are measured to compare them with what was predicted."""
-        return self._prediction is not None and len(self._step_times) == _STEPS_MEASURED
-
-    def log_prediction(self, trainer_bytes: float, batch: RolloutBatch | None) -> None:
+    def compare_prediction(self, trainer_bytes: Callable[[], float], batch: RolloutBatch | None) -> None:
         """Log once how the prediction compares with the first steps; the very first one warms up."""
-        assert self._prediction is not None, "nothing was predicted"
-        lengths = statistics.fmean(batch["response_lengths"]) if batch else None
-        seconds = statistics.fmean(self._step_times[1:])
-        logger.info("%s", self._prediction.against(seconds, trainer_bytes, lengths))
+        if self._prediction is not None and len(self._step_times) == _STEPS_MEASURED:
+            lengths = statistics.fmean(batch["response_lengths"]) if batch else None
+            seconds = statistics.fmean(self._step_times[1:])
+            logger.info("%s", self._prediction.against(seconds, trainer_bytes(), lengths))
 
     def leave_out(self, seconds: float) -> None:
         """Do not count these seconds as part of a step: the run was paused."""

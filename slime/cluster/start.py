@@ -40,7 +40,6 @@ from slime.utils.errors import EndedBySignal, NotStarted
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.machine import shm
 from slime.utils.machine.garbage import searching_new_only
-from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,10 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         runtime = create_runtime(args, run.run_dir, run.shm_prefix)
         with Closing() as closing:
             closing.add(tracker.finish)
-            _hold_shared_memory(run, closing)
+            # The run's shared memory is freed even if this process is killed.
+            closing.add(Janitor(shm.FOLDER, run.shm_prefix).dismiss)
+            closing.add(shm.hold(run.shm_prefix))
+            closing.add(lambda: shm.unlink_prefix(run.shm_prefix))
             watch = HangWatch(run.run_dir, runtime, timeout_s(args, "hang"))
             closing.add(watch.close)
             closing.add(runtime.close)
@@ -132,13 +134,6 @@ def _log_findings(report: Report) -> None:
         is_note = finding.kind == "note"
         shown = {"shown_elsewhere": True} if is_note and finding.subject == COST else None
         logger.log(logging.INFO if is_note else logging.WARNING, "before the start: %s", finding, extra=shown)
-
-
-def _hold_shared_memory(run: Run, closing: Closing) -> None:
-    """Make sure that the run's shared memory is freed, even if this process is killed."""
-    closing.add(Janitor(shm.FOLDER, run.shm_prefix).dismiss)
-    closing.add(shm.hold(run.shm_prefix))
-    closing.add(lambda: shm.unlink_prefix(run.shm_prefix))
 
 
 def _end_on_signals(until: contextlib.ExitStack) -> None:

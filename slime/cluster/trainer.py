@@ -173,7 +173,7 @@ class Trainer:
         wait = not self.args.async_save
         with self.timeline.doing("saving", rollout_id):
             seconds = self.recovery.run(rollout_id, self._save, rollout_id, rollout, in_flight, wait)
-        if saver.is_writing:
+        if saver.staged is not None:
             again = partial(self._save, rollout_id, rollout, in_flight, True)
             name = f"the checkpoint of step {rollout_id + 1}"
             self.replay.append(ReplayEntry(name, again, saves=rollout_id))

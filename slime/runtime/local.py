@@ -99,16 +99,6 @@ class InProcessHandle(Handle[T]):
         """Do nothing: the threads are daemons of this process."""
 
 
-def _exit_of(pid: int) -> int | None:
-    """Return a descriptor that is readable once the process has ended; None: the system has none, or it
-    ended.
-    """
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # the end of its socket tells of it then
-        return None
-
-
 class ProcessHandle(Handle[T]):
     """An object in a child process; the first call creates it."""
 
@@ -124,7 +114,10 @@ class ProcessHandle(Handle[T]):
         self._silence: WorkerSilent | None = None  # set by the watch
         self.notes = Notes()
         self._process, self._connection = _start_worker(spec, log_path, shm_prefix)
-        self._exit = _exit_of(self.pid)
+        # Readable once the process has ended; None: the system has no such thing, and its socket shows it.
+        self._exit: int | None = None
+        with contextlib.suppress(AttributeError, OSError):
+            self._exit = os.pidfd_open(self.pid)
         threading.Thread(target=self._read, name=f"{self.name}-answers", daemon=True).start()
 
     @property
@@ -136,10 +129,8 @@ class ProcessHandle(Handle[T]):
         call_id = next(self._ids)
         frame = encode_call(lane, call_id, method, args, kwargs)
         with self._lock:
-            if self._death is not None:
-                future.set_exception(self._death)
-            elif self._silence is not None:
-                future.set_exception(self._silence)
+            if (gone := self._death or self._silence) is not None:
+                future.set_exception(gone)
             else:
                 self._pending[call_id] = future
                 # A broken socket is the reader's business: it sees the end and fails every pending call.
@@ -171,8 +162,10 @@ class ProcessHandle(Handle[T]):
         self._process.wait()
         if self._exit is not None:
             os.close(self._exit)
+        how, log = describe_exit(self._process.poll()), self.log_path
+        death = WorkerDied(f"{self.name} {how}; last lines of {log}:\n{last_lines(log)}")
         with self._lock:
-            death = self._death = self._died()
+            self._death = death
             pending, self._pending = list(self._pending.values()), {}
         self.end.set_result(death)
         for future in pending:
@@ -188,10 +181,6 @@ class ProcessHandle(Handle[T]):
             future.set_result(value)
         else:
             future.set_exception(value)
-
-    def _died(self) -> WorkerDied:
-        how = describe_exit(self._process.poll())
-        return WorkerDied(f"{self.name} {how}; last lines of {self.log_path}:\n{last_lines(self.log_path)}")
 
     def kill(self) -> None:
         self.ended_here = True
@@ -213,9 +202,9 @@ class ProcessHandle(Handle[T]):
     def fail(self, error: WorkerSilent | None) -> None:
         with self._lock:
             self._silence = error
-            pending = list(self._pending.values()) if error is not None else []
+            pending = []
             if error is not None:
-                self._pending = {}
+                pending, self._pending = list(self._pending.values()), {}
         for future in pending:
             future.set_exception(error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -138,10 +139,12 @@ class RayFuture(Generic[R]):
 
     def result(self, deadline_s: float | None = None, /) -> R:
         with waits.waiting(self.name, deadline_s=deadline_s, target=self.target) as wait:
-            while not ray.wait([self._ref], timeout=_slice_of(wait))[0]:
+            left_s = math.inf if deadline_s is None else deadline_s
+            # At most until the next check of the actor's heartbeat.
+            while not ray.wait([self._ref], timeout=max(0.0, min(BEAT_S, left_s - wait.age_s)))[0]:
                 if self._handle.silence is not None:
                     raise self._handle.silence
-                if deadline_s is not None and wait.age_s >= deadline_s:
+                if wait.age_s >= left_s:
                     raise waits.WaitTimeout(f"{self.name}: not done after {deadline_s} s")
             return self._answer()
 
@@ -156,11 +159,6 @@ class RayFuture(Generic[R]):
             cause = error.cause if isinstance(error.cause, Exception) else error
             cause.add_note(f"in {self.name}:\n{error}")
             raise cause from None
-
-
-def _slice_of(wait: waits.Wait) -> float:
-    """Return how long to wait until the next check of the actor's heartbeat."""
-    return BEAT_S if wait.deadline_s is None else min(BEAT_S, max(0.0, wait.deadline_s - wait.age_s))
 
 
 class RayHandle(Handle[T]):
@@ -293,13 +291,12 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
 
     def claim(self, placement: Placement) -> Placement:
         needs = placement.gpus_of_machines
-        machines = self._claim_gpus(needs) if any(needs) else self._take_nodes(len(needs))
-        return placement.on(machines)
-
-    def _take_nodes(self, number: int) -> list[Machine]:
-        """Take nodes without GPUs, the driver's first."""
-        self._nodes = sorted(_addresses(), key=lambda node: (node != self._driver_node, node))[:number]
-        return self._machines([((), 0)] * number)
+        if any(needs):
+            return placement.on(self._claim_gpus(needs))
+        # Nodes without GPUs, the driver's first.
+        nodes = sorted(_addresses(), key=lambda node: (node != self._driver_node, node))
+        self._nodes = nodes[: len(needs)]
+        return placement.on(self._machines([((), 0)] * len(needs)))
 
     def _claim_gpus(self, needs: tuple[int, ...]) -> list[Machine]:
         # A machine on which engines leave all GPUs free is held too.

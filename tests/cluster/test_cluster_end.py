@@ -36,7 +36,7 @@ def run_of(part, tmp_path, staged=None):
     """A run of one rank, in the order of `open_cluster`."""
     ranks = Ranks([part])
     saver = Saver(tmp_path, None, None, ranks, part)
-    saver._staged = staged
+    saver.staged = staged
     with Closing() as closing:
         for step in (part.finish, part.dismiss, part.end):
             closing.add(step)

@@ -7,10 +7,10 @@ it and in whatever order its groups were admitted.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from slime.arguments import Args
@@ -66,32 +66,20 @@ def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Re
     settings = settings_digest(args, overlapped=overlapped)
     made: dict[int, dict[str, Any]] = {}
     if run.num_starts > 1 and args.ckpt_step is None and not args.finetune and args.record_max_mib:
-        made = _whole(read_made(run.run_dir, committed, settings))
+        try:
+            with LedgerReader(run.run_dir / RECORD_FILE) as reader:
+                found = reader.rollouts_after(committed, settings).items()
+            # Up to the first whose data source keeps its own state: that state is of the checkpoint.
+            made = dict(itertools.takewhile(lambda pair: pair[1]["cursor"] is not None, found))
+        except (RecordError, ValueError) as error:
+            text = "No rollout is restored from the ledger; lost rollouts are generated again: %s"
+            logger.warning(text, error)
     if made:
         first, last = min(made), max(made)
         logger.info(
             "Rollouts %d to %d were complete before the resume and are restored from the ledger.", first, last
         )
     return Resume(settings, committed, max(made, default=committed), made, overlapped)
-
-
-def read_made(run_dir: Path, after: int, settings: str) -> dict[int, dict[str, Any]]:
-    try:
-        with LedgerReader(run_dir / RECORD_FILE) as reader:
-            return reader.rollouts_after(after, settings)
-    except (RecordError, ValueError) as error:
-        logger.warning("No rollout is restored from the ledger; lost rollouts are generated again: %s", error)
-        return {}
-
-
-def _whole(made: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Up to the first whose data source keeps its own state: that state is of the checkpoint."""
-    kept: dict[int, dict[str, Any]] = {}
-    for rollout_id, value in made.items():
-        if value["cursor"] is None:
-            break
-        kept[rollout_id] = value
-    return kept
 
 
 def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> Ledger | None:

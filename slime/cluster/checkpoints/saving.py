@@ -47,7 +47,7 @@ class Saver:
     ):
         self._folder, self._save_hf, self._keep_last = folder, save_hf, keep_last
         self._ranks, self._rollout, self._models, self._on_commit = ranks, rollout, models, on_commit
-        self._staged: StagedCheckpoint | None = None  # written by the ranks, not yet complete
+        self.staged: StagedCheckpoint | None = None  # written by the ranks, not yet complete
         self._needed_bytes = 0  # what the last one took
 
     def save(
@@ -69,7 +69,7 @@ class Saver:
             return time.monotonic() - started
         self.finish(wait=True)
         with self._naming_disk_errors(rollout_id):
-            self._staged = staged = stage_checkpoint(
+            self.staged = staged = stage_checkpoint(
                 self._folder,
                 manifest,
                 lambda path: self._ranks.call(TrainActor.save, path),
@@ -88,7 +88,7 @@ class Saver:
 
     def finish(self, *, wait: bool) -> None:
         """Completes the checkpoint that ranks write, if they are done; `wait`: when they are."""
-        staged = self._staged
+        staged = self.staged
         if staged is None:
             return
         with self._naming_disk_errors(staged.rollout_id):
@@ -104,17 +104,12 @@ class Saver:
             self._rollout.call_control(RolloutManager.write_ledger).result()
             checkpoint = staged.complete(files, self._keep_last)
             self._rollout.call_control(RolloutManager.note_committed, staged.rollout_id)
-        self._staged = None
+        self.staged = None
         self._on_commit(staged.rollout_id)
         if self._models is not None and inside is not None:
             self._models.link(staged.final / inside)
             self._models.push(staged.final / inside, staged.rollout_id)
         self._needed_bytes = sum(record.num_bytes for record in (checkpoint.manifest.files or {}).values())
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether the last checkpoint is not complete yet."""
-        return self._staged is not None
 
     def _hf_inside(self, staged: StagedCheckpoint) -> Path | None:
         """Where in the checkpoint's own folder the Hugging Face folder lies; None: it does not."""
@@ -158,5 +153,5 @@ class Saver:
                 yield
         except Exception:
             discard_staged(self._folder)
-            self._staged = None
+            self.staged = None
             raise

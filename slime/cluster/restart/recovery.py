@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic
 
 import torch.distributed as dist
 
@@ -28,16 +28,6 @@ _SIGNS = re.compile(
     r"|timeout caused pair closure|NCCL (?:error|timeout)|ncclRemoteError|ncclSystemError"
     r"|uncorrectable ECC|CUDA error: (?:unspecified launch failure|an illegal memory access|unknown error)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Example: Restart(4, "trainer-0 was killed by signal 9", "its state after step 3", 1)."""
-
-    rollout_id: int
-    cause: str
-    begins_from: str
-    number: int  # since the run started
 
 
 @dataclass(slots=True)
@@ -77,7 +67,7 @@ class Recovery:
         runtime: Runtime,
         replay: ReplayLog,
         restore: Callable[[SafeState], None],
-        report: Callable[[Restart], None],
+        report: Callable[[dict[str, Any]], None],
     ):
         self._ranks, self._runtime, self._replay = ranks, runtime, replay
         self._restore, self._report = restore, report
@@ -138,7 +128,7 @@ class Recovery:
             *(rollout_id + 1, cause, begins_from, self.num_restarts),
             *(len(self._budget.causes), self._budget.limit),
         )
-        self._report(Restart(rollout_id, cause, begins_from, self.num_restarts))
+        self._report({"step": rollout_id + 1, "cause": cause, "begins_from": begins_from})
 
     def _bring_back(self) -> None:
         if self._ranks.lost is None:

@@ -160,6 +160,8 @@ def find_slots(args: Args, runtime: Runtime, slots: Sequence[Slot]) -> tuple[Slo
     Waits for missing machines, and logs what it needs; RunStopped after --timeouts restart-wait.
     """
     limit_s = timeout_s(args, "restart-wait")
+    replica = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
+    unit = math.lcm(replica, args.expert_model_parallel_size)
     with waits.waiting("machines for the trainer", owner="driver", deadline_s=limit_s) as wait:
         logged = False
         while True:
@@ -167,7 +169,9 @@ def find_slots(args: Args, runtime: Runtime, slots: Sequence[Slot]) -> tuple[Slo
             if len(found) == len(slots):
                 return tuple(found)
             missing = _missing(slots, found)
-            fewer = _whole_replicas(args, len(found)) if args.elastic else 0
+            fewer = (
+                len(found) // unit * unit if args.elastic else 0
+            )  # ranks that hold whole copies of the model
             if fewer:
                 logger.warning(
                     "%s. --elastic: training continues on %d rank(s), each with a larger share of the batch.",
@@ -184,13 +188,6 @@ def find_slots(args: Args, runtime: Runtime, slots: Sequence[Slot]) -> tuple[Slo
                 logger.warning("%s: waiting up to %.0f s for another machine to join Ray.", missing, left)
             logged = True
             time.sleep(min(_POLL_S, left))
-
-
-def _whole_replicas(args: Args, num_slots: int) -> int:
-    """Return how many of these ranks hold whole copies of the model; 0: not even one."""
-    replica = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
-    unit = math.lcm(replica, args.expert_model_parallel_size)
-    return num_slots // unit * unit
 
 
 def _missing(slots: Sequence[Slot], found: Sequence[Slot]) -> str:

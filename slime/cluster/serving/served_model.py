@@ -40,46 +40,32 @@ Address = tuple[str, int]  # host and port
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`port`: where requests go. Neither router nor balancer: to the single engine itself."""
+    """`port`: where requests go. `front`: what spreads them; None: they go to the single engine itself."""
 
     servers: tuple[FleetServer, ...]
     port: int
-    router: SGLangRouter | ExternalRouter | None = None
-    balancer: Balancer | None = None
+    front: SGLangRouter | ExternalRouter | Balancer | None = None
     host: str = LOOPBACK
-
-    @property
-    def rotation(self) -> Rotation | None:
-        """Hears which engines leave and return; None: a single engine needs no telling."""
-        return self.router or self.balancer
-
-    @property
-    def failures(self) -> list[concurrent.futures.Future[None]]:
-        """Futures of which any ends the run."""
-        return [self.router.failure] if self.router is not None else []
-
-    def close(self) -> None:
-        if self.router is not None:
-            self.router.stop()
-
-    def close_last(self) -> None:
-        """Called after the engines were closed: the balancer holds requests that they still answer."""
-        if self.balancer is not None:
-            run(self.balancer.stop())
 
 
 def open_endpoint(
-    args: Args, run_: Run, plan: RouterPlan, servers: Sequence[FleetServer], name: str, port: int | None
+    args: Args, run_: Run, plan: RouterPlan, servers: tuple[FleetServer, ...], name: str, port: int | None
 ) -> Endpoint:
     """Starts what stands before engines that serve. `name` is that of its log, `port` the one asked for."""
-    servers = tuple(servers)
     if plan.kind == "sglang" or any(server.plan.worker_type != "regular" for server in servers):
-        words = (*plan.words, *args.router_options)
-        process = plan_router_process(args, run_, name, words)
+        python = need_router_python("--rollout-router sglang")
+        timeout = ("--request-timeout-secs", str(round(timeout_s(args, "router-request"))))
+        process = LaunchPlan(
+            name=name,
+            command=router_command(python, "cache_aware", (*timeout, *plan.words, *args.router_options)),
+            env={},
+            log_path=run_.run_dir / "logs" / f"{name}.log",
+            start_timeout_s=timeout_s(args, "engine-start"),
+        )
         router = SGLangRouter(process, port=port or 0, silence_limit_s=timeout_s(args, "engine-silence"))
         for server in servers:
             router.enroll(server)
-        return Endpoint(servers, router.start(), router=router)
+        return Endpoint(servers, router.start(), router)
     asked = port is not None or args.router_middleware_paths
     # An engine that asks for a token cannot be asked directly by code that has none: the balancer adds it.
     here = servers[0].url.startswith(f"http://{LOOPBACK}:") and token_of(servers[0].url) is None
@@ -91,10 +77,10 @@ def open_endpoint(
         no_engine_timeout_s=timeout_s(args, "no-engine"),
         middlewares=[load_function(path)(seen) for path in args.router_middleware_paths],
     )
-    return Endpoint(servers, run(balancer.start(port=port or 0)), balancer=balancer)
+    return Endpoint(servers, run(balancer.start(port=port or 0)), balancer)
 
 
-def join_router(args: Args, servers: Sequence[FleetServer]) -> Endpoint:
+def join_router(args: Args, servers: tuple[FleetServer, ...]) -> Endpoint:
     """Tells the router that --sglang-router-ip names which engines serve."""
     assert args.sglang_router_ip is not None and args.sglang_router_port is not None, "the rules ask for both"
     host, port = args.sglang_router_ip, args.sglang_router_port
@@ -102,26 +88,27 @@ def join_router(args: Args, servers: Sequence[FleetServer]) -> Endpoint:
     for server in servers:
         router.enroll(server)
     router.start()
-    return Endpoint(tuple(servers), port, router=router, host=host)
+    return Endpoint(servers, port, router, host)
 
 
 class Rotations:
     """Several endpoints before one fleet: each hears of its own engines."""
 
     def __init__(self, endpoints: Sequence[Endpoint]):
-        self._rotation_of = {
-            server.url: endpoint.rotation for endpoint in endpoints for server in endpoint.servers
+        self._rotation_of: dict[str, Rotation] = {
+            server.url: endpoint.front
+            for endpoint in endpoints
+            for server in endpoint.servers
+            if endpoint.front is not None  # a single engine is asked directly
         }
 
     def add(self, server: FleetServer) -> None:
-        rotation = self._rotation_of[server.url]
-        if rotation is not None:
-            rotation.add(server)
+        if server.url in self._rotation_of:
+            self._rotation_of[server.url].add(server)
 
     def remove(self, url: str) -> None:
-        rotation = self._rotation_of[url]
-        if rotation is not None:
-            rotation.remove(url)
+        if url in self._rotation_of:
+            self._rotation_of[url].remove(url)
 
 
 class ModelService:
@@ -134,16 +121,18 @@ class ModelService:
         self._args, self.model = args, model
         self.fleet = EngineFleet(servers, _watch_policy(args))
         num_shared = len(servers) - num_reserved
-        self._shared, self._reserved = servers[:num_shared], servers[num_shared:]
+        self._shared, self._reserved = tuple(servers[:num_shared]), tuple(servers[num_shared:])
         self._endpoints: list[Endpoint] = []
 
     @property
     def failures(self) -> list[concurrent.futures.Future[None]]:
         """Futures of which any ends the run."""
-        return [
-            self.fleet.failure,
-            *(failure for endpoint in self._endpoints for failure in endpoint.failures),
-        ]
+        return [self.fleet.failure, *(router.failure for router in self._routers)]
+
+    @property
+    def _routers(self) -> list[SGLangRouter | ExternalRouter]:
+        fronts = (endpoint.front for endpoint in self._endpoints)
+        return [front for front in fronts if isinstance(front, SGLangRouter | ExternalRouter)]
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -168,11 +157,12 @@ class ModelService:
         return first, others[0] if others else None
 
     def close(self) -> None:
-        for endpoint in self._endpoints:
-            endpoint.close()
+        for router in self._routers:
+            router.stop()
         self.fleet.stop()
         for endpoint in self._endpoints:
-            endpoint.close_last()
+            if isinstance(endpoint.front, Balancer):  # last: it holds requests that engines still answer
+                run(endpoint.front.stop())
 
 
 def make_servers(
@@ -239,19 +229,6 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
         )
 
     return [plan(place, slot) for place, slot in zip(place_engines(args.engine_topology), slots, strict=True)]
-
-
-def plan_router_process(args: Args, run: Run, name: str, words: Sequence[str]) -> LaunchPlan:
-    """SGLang's router before engines of one model; `words`: more of its own flags."""
-    python = need_router_python("--rollout-router sglang")
-    timeout = ("--request-timeout-secs", str(round(timeout_s(args, "router-request"))))
-    return LaunchPlan(
-        name=name,
-        command=router_command(python, "cache_aware", (*timeout, *words)),
-        env={},
-        log_path=run.run_dir / "logs" / f"{name}.log",
-        start_timeout_s=timeout_s(args, "engine-start"),
-    )
 
 
 def _policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
