@@ -87,19 +87,15 @@ class RolloutProcess:
         self._plane = EnginePlane(self._args, self._run, self._placement, self._runtime)
         self._no_stacks = stacks.pass_on(self._plane.dump_stacks)
 
-    @property
-    def _engines(self) -> EnginePlane:
-        assert self._plane is not None, "the engines are not launched"
-        return self._plane
-
     def start(
         self, start_rollout_id: int, rollout_state: dict[str, Any] | None, resume: Resume
     ) -> RolloutFacts:
+        assert self._plane is not None, "the engines are not launched"
         self._recording.begin(start_rollout_id)
         durable = open_ledger(self._args, self._run, self._recording, resume)
         ledger.use(durable)
         self._manager = RolloutManager(
-            *(self._args, self._run, self._engines, self._recording, start_rollout_id, rollout_state),
+            *(self._args, self._run, self._plane, self._recording, start_rollout_id, rollout_state),
             durable,
             overlapped=resume.overlapped,
         )
@@ -118,7 +114,8 @@ class RolloutProcess:
 
     def weights(self) -> EngineWeights:
         """Called on the control lane, beside generation."""
-        return self._engines.weights
+        assert self._plane is not None, "the engines are not launched"
+        return self._plane.weights
 
     def close(self) -> None:
         turn_gate.forget_all()
@@ -299,25 +296,26 @@ class RolloutManager:
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         self._forward_s = None
-        output = self._engines.guard(lambda: self._evaluate(rollout_id))
+        path = self._args.eval_function_path or self._args.rollout_function_path
+
+        def evaluate() -> RolloutFnEvalOutput:
+            with not_trained(), _named("--eval-function-path", path, f"evaluation {rollout_id}"):
+                return call_rollout_fn(
+                    self._eval_fn, self._plugin_args, rollout_id, self._data_source, evaluation=True
+                )
+
+        output = self._engines.guard(evaluate)
         if self._args.save_debug_rollout_data:
             samples = [sample for result in output.data.values() for sample in result["samples"]]
             save_rollout_dump(self._args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
         self._recording.evaluation(rollout_id, output, self._engines.weights.version)
-        path = self._args.custom_eval_rollout_log_function_path
-        if path:
+        log_path = self._args.custom_eval_rollout_log_function_path
+        if log_path:
             flag = "--custom-eval-rollout-log-function-path"
-            with plugin_call(flag, path, lambda: f"evaluation {rollout_id}"):
-                if load_function(path)(rollout_id, self._plugin_args, output.data, output.metrics or {}):
+            with plugin_call(flag, log_path, lambda: f"evaluation {rollout_id}"):
+                if load_function(log_path)(rollout_id, self._plugin_args, output.data, output.metrics or {}):
                     return {}
         return {**eval_metrics(self._plugin_args, output.data), **(output.metrics or {})}
-
-    def _evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
-        path = self._args.eval_function_path or self._args.rollout_function_path
-        with not_trained(), _named("--eval-function-path", path, f"evaluation {rollout_id}"):
-            return call_rollout_fn(
-                self._eval_fn, self._plugin_args, rollout_id, self._data_source, evaluation=True
-            )
 
 
 def _is_ours(path: str) -> bool:

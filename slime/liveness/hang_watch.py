@@ -146,16 +146,14 @@ class HangWatch:
         write_table(self._run_dir, rows)
         chain = chain_of_causes(rows)
         causes = ["who waited for whom:\n  " + "\n  ".join(chain)] if chain else []
-        causes += [f"stacks of {', '.join(self._dump_stacks())} are in {self._run_dir}/logs"]
-        logger.error("%s", "\n".join(causes))
-        error.args = ("\n".join([str(error), *causes]),)
-
-    def _dump_stacks(self) -> list[str]:
         log = self._run_dir / "logs" / "driver.log"
         with contextlib.suppress(OSError), open(log, "a", opener=restricted) as file:
             file.write("stacks of the driver, which stops the run:\n")
             stacks.write_own(file)
-        return ["driver", *self._workers.dump_stacks()]
+        dumped = ", ".join(["driver", *self._workers.dump_stacks()])
+        causes += [f"stacks of {dumped} are in {self._run_dir}/logs"]
+        logger.error("%s", "\n".join(causes))
+        error.args = ("\n".join([str(error), *causes]),)
 
     def _end_driver(self) -> None:
         """Interrupt whatever the driver waits for; `guarding` then raises `error`."""

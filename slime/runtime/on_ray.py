@@ -85,9 +85,7 @@ def _short_folder() -> str | None:
 
 
 class _Actor:
-    """Holds the object. Callers choose the concurrency group: one per lane, one for heartbeats, one for its
-    life.
-    """
+    """Holds the object. Each lane, the heartbeats and its life have a concurrency group of their own."""
 
     def __init__(self, log: tuple[Path, str], folder: str):
         with contextlib.suppress(OSError):  # as in the driver, for code that opens relative paths
@@ -101,9 +99,7 @@ class _Actor:
         self._made: concurrent.futures.Future[Any] = concurrent.futures.Future()  # the object, or why not
 
     def make(self, cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Create the object. This is no constructor: Ray reports the error of a call at once, and that of an
-        actor's constructor only when its process has ended.
-        """
+        """Create the object: Ray reports the error of a constructor only when the process has ended."""
         with working("start"):
             make_object(self._made, lambda: cls(*args, **kwargs))
 

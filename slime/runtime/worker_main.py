@@ -132,9 +132,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def encode_call(lane: str, call_id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Encode a call: lane and id in a header of fixed size, readable even if the arguments are not, then the
-    call.
-    """
+    """Encode a call after a header of fixed size, which can be read even if the arguments cannot."""
     return pickle.dumps((lane, call_id)).ljust(_HEAD_BYTES, b"\0") + pickle.dumps((method, args, kwargs))
 
 

@@ -176,8 +176,8 @@ def _set_aside(folder: Path, rollout_id: int) -> None:
     """Rename later checkpoints, which this run did not resume: they would be taken for its latest."""
     for step, path in step_folders(folder).items():
         if step >= rollout_id:
-            names = [f"{path.name}.aside", *(f"{path.name}.{n}.aside" for n in range(2, 1000))]
-            target = next(t for t in map(path.with_name, names) if not t.exists())
+            names = (f"{path.name}{number}.aside" for number in ("", *(f".{n}" for n in range(2, 1000))))
+            target = next(place for place in map(path.with_name, names) if not place.exists())
             logger.warning("%s is not of this run and was renamed to %s.", path, target.name)
             path.rename(target)
 
@@ -191,9 +191,9 @@ def _remove_older(folder: Path, keep_last: int) -> None:
             shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))
             continue
         try:
-            damage = next(iter(by_size(read_step(path))), "")
+            damage = by_size(read_step(path))
         except ValueError as error:
-            damage = str(error)
+            damage = [str(error)]
         num_whole += not damage
         if damage:
-            logger.warning("%s is damaged (%s): it does not count for --keep-last-n", path, damage)
+            logger.warning("%s is damaged (%s): it does not count for --keep-last-n", path, damage[0])
