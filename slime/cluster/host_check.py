@@ -28,12 +28,12 @@ _PLUGIN_FILE = re.compile(r"^(?:env:)?([^:]+\.py):")
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """A file that every host must read. `token`: what it holds, where the driver has just written it."""
+    """A file that every host must read. `is_token`: the driver has just written it."""
 
     flag: str
     path: str
     num_bytes: int
-    token: str | None = None
+    is_token: bool = False
 
 
 def check_hosts(args: Args, runtime: Runtime, checkpoint: StepFolder | None) -> None:
@@ -63,7 +63,7 @@ def find_unreadable(needed: Iterable[Needed]) -> dict[str, list[str]]:
     for one in needed:
         reason = _why_unreadable(one)
         if reason is not None:
-            shown = os.path.dirname(one.path) if one.token else one.path
+            shown = os.path.dirname(one.path) if one.is_token else one.path
             found.setdefault(one.flag, []).append(f"{shown}: {reason}")
     return found
 
@@ -72,13 +72,10 @@ def _why_unreadable(needed: Needed) -> str | None:
     try:
         with open(needed.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            content = file.read(len(needed.token or " "))
     except FileNotFoundError:
-        return "this host does not see the driver's folder" if needed.token else "there is no such file"
+        return "this host does not see the driver's folder" if needed.is_token else "there is no such file"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
-    if needed.token is not None and content != needed.token.encode():
-        return "it holds something else than the driver wrote"
     return f"it has {size} bytes, and {needed.num_bytes} on the driver" if size != needed.num_bytes else None
 
 
@@ -135,12 +132,11 @@ def _plugin_files(args: Args) -> dict[str, list[Path]]:
 @contextlib.contextmanager
 def _token(flag: str, folder: Path) -> Iterator[Needed]:
     """Write a token file to a folder of the driver, until the block ends."""
-    name, text = secrets.token_hex(4), secrets.token_hex(16)
-    path = folder / f".slime-host-check-{name}"
+    path = folder / f".slime-host-check-{secrets.token_hex(16)}"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.touch()
     try:
-        yield Needed(flag, str(path), len(text), text)
+        yield Needed(flag, str(path), 0, is_token=True)
     finally:
         path.unlink(missing_ok=True)
 

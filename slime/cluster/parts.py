@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,13 +85,9 @@ class Parts:
         residency = Residency(args, engines, ranks.actors)
         rollout = process.call(RolloutProcess.start, point.rollout_id, point.rollout_state, point.resume)
 
-        def note_loaded() -> None:
-            if placement.engines and placement.trainer and begins_as_served(args, folder):
-                engines.call_control(EngineWeights.note_loaded).result(_READ_DEADLINE_S)
-
-        facts, group = _load_both(
-            args, (launched, rollout), len(placement.engines), ranks, folder, residency, note_loaded
-        )
+        facts, group = _load_both(args, (launched, rollout), len(placement.engines), ranks, folder, residency)
+        if placement.engines and placement.trainer and begins_as_served(args, folder):
+            engines.call_control(EngineWeights.note_loaded).result(_READ_DEADLINE_S)
         manager = process.part(RolloutProcess.manager)
         recording = process.part(RolloutProcess.recording) if args.record_max_mib else None
         timeline = Timeline(recording)
@@ -184,14 +179,9 @@ def _load_both(
     ranks: RankProcesses,
     folder: Path | None,
     residency: Residency,
-    note_loaded: Callable[[], None],
 ) -> tuple[RolloutFacts, TrainGroup]:
     """Wait until engines and trainer are ready; the first failure ends the wait."""
     launched, rollout = starting
-
-    def when_served() -> None:
-        rollout.result()
-        note_loaded()
 
     def progress() -> str:
         engines_are = "serve" if rollout.done() else "are not up yet"
@@ -203,7 +193,7 @@ def _load_both(
             gather(first)
             residency.make_room()
         loading = in_background(lambda: ranks.load(folder), "trainer-start")
-        both: list[Future[object]] = [launched, rollout, loading, in_background(when_served, "engines-noted")]
+        both: list[Future[object]] = [launched, rollout, loading]
         gather(both)
     return rollout.result(), loading.result()
 

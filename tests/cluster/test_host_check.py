@@ -7,7 +7,7 @@ import pytest
 from argument_helpers import parse
 
 from slime.cluster.checkpoints.checkpoint import write_checkpoint
-from slime.cluster.host_check import check_hosts, find_unreadable
+from slime.cluster.host_check import check_hosts
 from slime.runtime.local import LocalRuntime
 from slime.utils.errors import RunStopped
 from slime.utils.files.step_folders import Manifest
@@ -88,14 +88,6 @@ def test_hosts_that_share_the_folder_pass_and_no_token_stays(world):
     check_hosts(args, AnotherHost(world, world), checkpoint_of(args))
     assert not list(world.rglob(".slime-host-check-*"))
     assert (world / "run").is_dir() and (world / "ckpt").is_dir()
-
-
-def test_an_older_file_of_the_same_name_is_no_shared_folder(tmp_path):
-    from slime.cluster.host_check import Needed
-
-    (tmp_path / "token").write_text("another")
-    found = find_unreadable([Needed("--save", str(tmp_path / "token"), 7, "written")])
-    assert found == {"--save": [f"{tmp_path}: it holds something else than the driver wrote"]}
 
 
 def test_the_local_runtime_writes_no_token(world, monkeypatch):
