@@ -168,10 +168,13 @@ def test_an_engine_that_cannot_score_is_told_of_once(model, caplog):
     assert caplog.text.count("Canary: engine-0 did not score") == 1
 
 
-def test_where_the_push_left_no_engine_the_next_push_makes_up_for_it(model):
+def test_where_the_push_left_no_engine_it_waits_for_the_next_that_serves(model, monkeypatch):
     engines = FakeEngines({"engine-0": model})
-    hear, answers = engines.score, [{}]
+    hear, answers = engines.score, [{}, {}]
     engines.score = lambda probe: answers.pop() if answers else hear(probe)
     canary = make_canary(model, engines)
+    assert canary.after_push(1) and not answers
+    monkeypatch.setattr("slime.cluster.canary.canary._PATIENCE_S", 0.0)
+    answers[:] = [{}]
     assert not canary.after_push(2) and canary.after_push(3), "made up for by the next push"
     assert not canary.after_push(5)

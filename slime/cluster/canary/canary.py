@@ -10,15 +10,17 @@ import time
 from collections.abc import Sequence
 
 from slime.arguments import Args
-from slime.cluster.canary.probe import Reading, batch_of, compare, diagnose
+from slime.cluster.canary.probe import LogProbs, Reading, batch_of, compare, diagnose
 from slime.cluster.residency import GENERATE, SYNC, Residency
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.training.train_group import TrainGroup
+from slime.liveness import waits
 from slime.runtime.base import Handle
 
 logger = logging.getLogger(__name__)
 
 _SHOWN_TENSORS = 8
+_PATIENCE_S, _LOOK_S = 60.0, 0.2  # for an engine that serves
 _REPEAT = 10  # breaches after which the error is logged again
 
 
@@ -49,7 +51,10 @@ class Canary:
         with self._residency.phase(SYNC):
             trainer, tolerance = self._trainer.score(self._batch)
         with self._residency.phase(GENERATE):
-            answers = self._engines.call_control(EngineWeights.score, self._probe).result()
+            # Where all engines died in the push, the next that serves is waited for, as by any rollout.
+            with waits.waiting("an engine that serves", owner="the canary", deadline_s=_PATIENCE_S) as wait:
+                while not (answers := self._score()) and wait.age_s <= _PATIENCE_S:
+                    time.sleep(_LOOK_S)
             self._is_due = not answers  # made up for after the next push
             refused = {name: why for name, why in answers.items() if isinstance(why, str)}
             if refused and not self._told_why_not:
@@ -67,6 +72,9 @@ class Canary:
             "rollout/canary/max_abs_diff": max(reading.largest for reading in readings),
             "perf/canary_time": time.monotonic() - started,
         }
+
+    def _score(self) -> dict[str, LogProbs | str]:
+        return self._engines.call_control(EngineWeights.score, self._probe).result()
 
     def _judge(self, readings: list[Reading], tolerance: float, number: int) -> None:
         apart = [reading for reading in readings if not reading.mean <= tolerance]  # a NaN is apart, too
