@@ -87,9 +87,8 @@ def train(options: argparse.Namespace, device: torch.device, fp8: bool) -> dict[
             max_tokens_per_gpu=16384,
             fp8_training=fp8,
         )
-        backend = create_backend(
-            args, rank=0, world_size=1, device=device, total_steps=options.steps, random_weights=True
-        )
+        backend = create_backend(args, rank=0, world_size=1, device=device, random_weights=True)
+        backend.expect_steps(options.steps)
     chain, losses = Chain(), []
     batches = [chain.draw(options.sequences, options.length) for _ in range(options.steps)]
     free_memory(device)

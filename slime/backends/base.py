@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.nucleus import Nucleus
-from slime.backends.attention.documents import PackedDocuments
+from slime.backends.attention.documents import PackedDocuments, move_fields
 from slime.utils.errors import RunStopped
 
 Metrics = dict[str, Tensor]  # scalar sums over the micro-batch, detached
@@ -74,30 +74,8 @@ class MicroBatch:
         return len(self.response_lengths)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSOR_FIELDS}
         tokens = {name: value.to(device, non_blocking=True) for name, value in self.tokens.items()}
-        routed = None if self.routed_experts is None else self.routed_experts.to(device, non_blocking=True)
-        nucleus = None if self.nucleus is None else self.nucleus.to(device)
-        return replace(
-            self,
-            **moved,
-            documents=self.documents.to(device),
-            tokens=tokens,
-            routed_experts=routed,
-            nucleus=nucleus,
-            images=None if self.images is None else self.images.to(device),
-        )
-
-
-_TENSOR_FIELDS = (
-    "input_ids",
-    "position_ids",
-    "logit_positions",
-    "targets",
-    "segments",
-    "loss_mask",
-    "rollout_mask_sums",
-)
+        return replace(move_fields(self, device), tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trainer_helpers import random_samples, trainer_args
 
 from slime.backends.attention import flash4, long_documents, prefix_operator
-from slime.backends.attention.context_parallel import ZigzagPlan, chunk_multiple
+from slime.backends.attention.context_parallel import chunk_multiple, zigzag_positions, zigzag_tree
 from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.long_documents import plan_parts
 from slime.backends.attention.packed_documents import (
@@ -75,13 +75,14 @@ def test_chunks_of_context_parallelism_see_the_prefix_of_their_document(size):
     whole = {}
     for start, length in zip(documents.cu_seqlens.tolist(), lengths, strict=False):
         whole |= {start + i: list(range(start, start + i + 1)) for i in range(length)}
-    found = {}
+    held = [zigzag_positions(lengths, size, rank) for rank in range(size)]
+    gathered, found = torch.cat(held), {}
     for rank in range(size):
-        plan = ZigzagPlan.build(documents, size, rank)
-        cu_query, cu_key = plan.cu_query.tolist(), plan.cu_key.tolist()
+        tree = zigzag_tree(lengths, size, rank)
+        cu_query, cu_key = tree.cu_query.tolist(), tree.whole.cu_seqlens.tolist()
         for chunk in range(len(cu_query) - 1):
-            queries = plan.local[cu_query[chunk] : cu_query[chunk + 1]].tolist()
-            keys = plan.seen[cu_key[chunk] : cu_key[chunk + 1]].tolist()
+            queries = held[rank][cu_query[chunk] : cu_query[chunk + 1]].tolist()
+            keys = gathered[tree.keys[cu_key[chunk] : cu_key[chunk + 1]]].tolist()
             for i, query in enumerate(queries):
                 found[query] = keys[: len(keys) - len(queries) + i + 1]
     assert found == whole

@@ -1,14 +1,29 @@
 """Where the documents of a packed stream begin and end, and which of them can be computed as one batch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 # Gathering pays as long as few padded tokens are computed: a group spans lengths from n - 8 (or 7/8 n) to n.
 _PAD_TOKENS = 8
 _PAD_SHARE = 8
 _GROUP_TOKENS = 1 << 16
+
+
+def move_fields(value: T, device: torch.device) -> T:
+    """Copy a dataclass with its tensors, and whatever else of it has a method `to`, on `device`."""
+    moved: dict[str, Any] = {}
+    for name in (part.name for part in fields(value)):  # type: ignore[arg-type] # a dataclass
+        part = getattr(value, name)
+        if isinstance(part, Tensor):
+            moved[name] = part.to(device, non_blocking=True)
+        elif hasattr(part, "to"):
+            moved[name] = part.to(device)
+    return replace(value, **moved)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix
-from slime.algorithms.nucleus import Nucleus
 from slime.backends.attention import prefix_operator
 from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.packed_documents import packed_attention, varlen_for
 from slime.backends.attention.prefix_operator import Readers, readers_of
 from slime.backends.attention.prefix_spans import LONGEST, SpanBatches
+from slime.backends.attention.share import Share
 from slime.backends.base import MicroBatch
 from slime.utils.ranges import ranges
 
@@ -45,7 +45,9 @@ class PrefixTree:
     num_tokens: int  # of the stream
     whole: PackedDocuments  # the bounds of the parts in `keys`
     cu_query: Tensor  # [parts + 1] int32, in the stream
-    longest: Tensor  # [] int64, on the host: of the part with the most keys
+    # [] int64, on the host: of the part with the most keys. None: parts have no keys in common, so that the
+    # operator for these is not needed.
+    longest: Tensor | None
     spans: SpanBatches = field(default_factory=SpanBatches)
     # On a GPU: by token of the stream the places in `keys` where it stands.
     readers: Readers | None = None
@@ -58,6 +60,7 @@ class PrefixTree:
         cu_key, bound = self.whole.cu_seqlens, self.whole.bound
         if (kernel := varlen_for(query, variant)) is not None:
             if self.readers is not None and variant is PLAIN and value.shape[-1] == query.shape[-1]:
+                assert self.longest is not None, "readers are made where it is known"
                 layout = (self.keys, *self.readers, self.cu_query, cu_key, self.longest)
                 return prefix_operator.attend(query, key, value, *layout, chosen)
             key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
@@ -86,39 +89,18 @@ class PrefixTree:
     def to(self, device: torch.device) -> "PrefixTree":
         keys, cu_query = (x.to(device, non_blocking=True) for x in (self.keys, self.cu_query))
         own = None if self.own is None else self.own.to(device, non_blocking=True)
-        readers = readers_of(keys, self.num_tokens) if device.type == "cuda" else None
+        operates = device.type == "cuda" and self.longest is not None
+        readers = readers_of(keys, self.num_tokens) if operates else None
         return replace(
             self, keys=keys, own=own, cu_query=cu_query, whole=self.whole.to(device), readers=readers
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixShare:
-    """A micro-batch whose samples share prefixes, in place of its own stream; a view like a rank's share."""
+class PrefixShare(Share):
+    """A micro-batch whose samples share prefixes, in place of its own stream."""
 
-    input_ids: Tensor  # [1, T]
-    position_ids: Tensor  # [1, T]
     documents: PrefixTree
-    # What is predicted: a token after a prefix, once for all samples that have it there.
-    rows: Tensor  # [N] where in the stream its logits stand
-    places: Tensor  # [N] a response token that it is
-    which: Tensor  # [R] for each response token which of these it is
-    nucleus: Nucleus | None
-    copies: Tensor  # [T] for how many samples each token stands
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all response tokens of the micro-batch are here."""
-        return True
-
-    def join(self, values: Tensor, _count: int) -> Tensor:
-        return values.index_select(0, self.which)
-
-    def to(self, device: torch.device) -> "PrefixShare":
-        names = ("input_ids", "position_ids", "rows", "places", "which", "copies")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        nucleus = None if self.nucleus is None else self.nucleus.to(device)
-        return replace(self, **moved, documents=self.documents.to(device), nucleus=nucleus)
+    which: Tensor
 
     @classmethod
     def of(cls, mb: MicroBatch, *, all_tokens: bool = False) -> "PrefixShare | None":

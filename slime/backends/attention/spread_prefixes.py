@@ -6,62 +6,28 @@ Pieces of a part differ by a token at most, and which ones are longer goes round
 many tokens; the rest is padding, which sees itself alone.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.algorithms.attention_variants import PLAIN, Variant
-from slime.algorithms.nucleus import Nucleus
-from slime.backends.attention.context_parallel import gather_keys, place_tokens
+from slime.backends.attention.context_parallel import SpreadTree
 from slime.backends.attention.documents import PackedDocuments
+from slime.backends.attention.share import Share
 from slime.backends.attention.shared_prefixes import PrefixShare, PrefixTree
 from slime.utils.ranges import ranges
 
 
-@dataclass(frozen=True, slots=True)
-class SpreadTree:
-    """A tree whose tokens are spread over the ranks of `group`."""
-
-    tree: PrefixTree  # its queries are this rank's tokens, its stream those of all ranks behind each other
-    group: dist.ProcessGroup
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
-    ) -> Tensor:
-        return self.tree.attend(query, *gather_keys(key, value, self.group), scale, variant)
-
-
-@dataclass(frozen=True, slots=True)
-class SpreadShare:
+class SpreadShare(Share):
     """One rank's part of a micro-batch whose samples share prefixes; L tokens on each rank.
 
     Example with 2 ranks, samples [5, 6, 7, 8] and [5, 6, 7, 9], answers of one token each: the stream is
     [5, 6, 7], rank 0 holds 5 and padding, rank 1 holds 6 and 7 and predicts both answers from its row 1.
     """
 
-    input_ids: Tensor  # [1, L]
-    position_ids: Tensor  # [1, L]
     documents: SpreadTree
-    rows: Tensor  # [N_local] this rank's rows that predict something
-    places: Tensor  # [N_local] a response token that it is
-    predicted: Tensor  # [N_local] which it is of the N that are predicted on all ranks
-    which: Tensor  # [R] for each response token which of the N it is
-    count: int  # N
-    nucleus: Nucleus | None  # of N_local rows
-    copies: Tensor  # [L] for how many samples each token stands: padding for none
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all response tokens of the micro-batch are on this rank."""
-        return False
-
-    def join(self, values: Tensor, _count: int) -> Tensor:
-        """All ranks' values of response tokens, [R], from this rank's, [N_local]."""
-        each = place_tokens(values, self.predicted, self.count, self.documents.group)
-        return each.index_select(0, self.which)
 
     @classmethod
     def of(cls, share: PrefixShare, size: int, rank: int, group: dist.ProcessGroup) -> "SpreadShare":
@@ -82,16 +48,10 @@ class SpreadShare:
             predicted=torch.from_numpy(predicted),
             which=share.which,
             count=len(rows),
+            group=group,
             nucleus=None if share.nucleus is None else share.nucleus.select(places),
             copies=_padded(share.copies[own], padding),
         )
-
-    def to(self, device: torch.device) -> "SpreadShare":
-        names = ("input_ids", "position_ids", "rows", "places", "predicted", "which", "copies")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        documents = replace(self.documents, tree=self.documents.tree.to(device))
-        nucleus = None if self.nucleus is None else self.nucleus.to(device)
-        return replace(self, **moved, documents=documents, nucleus=nucleus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """The FSDP2 trainer: log-prob passes, optimizer steps, checkpoints and weight export of one rank."""
 
-import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -15,17 +14,16 @@ from torch import Tensor
 from slime.algorithms.expert_balance import load_metrics
 from slime.arguments import Args
 from slime.backends.attention.context_parallel import StreamShare
+from slime.backends.attention.share import Share
 from slime.backends.attention.shared_prefixes import PrefixShare
 from slime.backends.attention.spread_prefixes import SpreadShare
 from slime.backends.base import (
     Bucket,
     Denominators,
-    HeadFunction,
     Loss,
     MicroBatch,
     StepPlace,
     StepStats,
-    TokenLists,
     TokenOutputs,
 )
 from slime.backends.fp8.linear import use_fp8
@@ -43,7 +41,7 @@ from slime.backends.fsdp.cpu_norm import rms_norm
 from slime.backends.fsdp.expert_watch import ExpertWatch, balance_coefficient
 from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers, require_input_gradient
 from slime.backends.fsdp.mesh import Mesh
-from slime.backends.fsdp.model import PackedCausalLM, Share, WholeMatrix, gather_full, reshard, shard
+from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, reshard, shard
 from slime.backends.fsdp.optimizer import build_optimizer
 from slime.backends.fsdp.scalar_model import PackedLM, PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
@@ -53,7 +51,7 @@ from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
 from slime.backends.shared.placed_adam import PlacedAdamW, local
 from slime.backends.shared.trainer_base import TrainerBase
-from slime.backends.shared.trainer_folder import is_checkpoint
+from slime.backends.shared.trainer_folder import is_checkpoint, read_manifest
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
 from slime.catalog.families import is_verified, refusal
@@ -61,41 +59,6 @@ from slime.utils.files.torch_dist_folder import is_torch_dist
 from slime.utils.models.norms import fuse_norms
 
 _COMPILE_FROM_WIDTH = 1024
-
-
-def create_backend(
-    args: Args,
-    *,
-    rank: int,
-    world_size: int,
-    device: str | torch.device,
-    total_steps: int | None = None,
-    random_weights: bool = False,
-) -> "FSDPBackend":
-    """The trainer of this rank with the weights of --hf-checkpoint, and the models that its algorithm needs.
-
-    torch.distributed must be initialised. `total_steps` is the number of optimizer steps of the run, over
-    which the learning rate decays when --lr-decay-iters is not given. `random_weights`: only the config is
-    read, as speed tests do.
-    """
-    assert dist.is_initialized(), "torch.distributed must be initialised before a trainer is created"
-    build = functools.partial(
-        FSDPBackend,
-        rank=rank,
-        world_size=world_size,
-        device=torch.device(device),
-        total_steps=total_steps,
-    )
-    backend = build(args, random_weights=random_weights)
-
-    def build_critic(settings: Args) -> FSDPBackend:
-        critic = build(settings, role="critic")
-        sizes = [trainer.model.lm.config.vocab_size for trainer in (critic, backend)]
-        backend.check_vocabulary("--critic-load", critic.hf_checkpoint, *sizes)
-        return critic
-
-    backend.add_models(build_critic)
-    return backend
 
 
 class FSDPBackend(TrainerBase):
@@ -109,21 +72,21 @@ class FSDPBackend(TrainerBase):
         *,
         rank: int,
         world_size: int,
-        device: torch.device,
-        total_steps: int | None = None,
+        device: str | torch.device,
         role: str = LIVE,
         random_weights: bool = False,
     ) -> None:
-        super().__init__(args, rank=rank, device=device, total_steps=total_steps, role=role)
+        super().__init__(args, rank=rank, device=torch.device(device), role=role)
         self.teacher: PackedCausalLM | None = None  # of another shape; one of the same is a tagged copy
-        self.mesh = Mesh.build(args, rank, world_size, device.type)
+        self.mesh = Mesh.build(args, rank, world_size, self.device.type)
         self.layout, self.data_group = self.mesh.layout, self.mesh.data_group
         self.pending_save: Future[Any] | None = None  # with --async-save: what is being written
         self.save_group: dist.ProcessGroup | None = None  # set by the first such save
         self.model = self._build_model()
+        self.hf_config = self.model.lm.config
         choose_trainable(args, self.model.lm)
         lora.add_adapters(args, self.model.lm)
-        self._set_costs(self.model.lm.config, self.model.lm.parameters())
+        self._set_costs(self.hf_config, self.model.lm.parameters())
         self.experts = ExpertWatch(self.model.lm, balance_coefficient(args, self.model.lm))
         if args.share_prefix:  # a balance that flags ask for is known where micro-batches are made
             families.refuse_to_share(
@@ -208,22 +171,6 @@ class FSDPBackend(TrainerBase):
         )
 
     # -- passes ----------------------------------------------------------------------------------------------
-
-    def log_probs(
-        self,
-        mbs: list[MicroBatch],
-        *,
-        weights: str = LIVE,
-        entropy: bool = False,
-        at_head: HeadFunction | None = None,
-    ) -> TokenLists:
-        """Log-probs (and entropies) of every response token under the weights tagged `weights`."""
-        found = self._outputs(mbs, weights, entropy=entropy, at_head=at_head)
-        return TokenLists(found["log_probs"], found.get("entropy"), found.get("extra"))
-
-    def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
-        """The critic's value of every response token, [R_i] fp32 on the CPU."""
-        return self._own_critic()._outputs(mbs, LIVE)["values"]
 
     def _outputs(self, mbs: list[MicroBatch], weights: str, **options: Any) -> dict[str, list[Tensor]]:
         """Each kind of output by sample, in the order of the batch, from passes without gradients."""
@@ -315,7 +262,6 @@ class FSDPBackend(TrainerBase):
     ) -> TokenOutputs:
         model = model or self.model
         if isinstance(model, PackedScalarLM):
-            assert isinstance(share, StreamShare | None), "values are read from the micro-batch's own stream"
             return TokenOutputs.of_scalar_head(model(mb, share)[0])
         log_probs, entropies, full, extra = model(
             mb,
@@ -392,17 +338,12 @@ class FSDPBackend(TrainerBase):
         path = weights_source(path, self.model.lm.config, self.hf_checkpoint)
         dcp_checkpoint.load_hf_weights(self.model.lm, path)
 
-    def _read_checkpoint(self, path: Path) -> None:
-        dcp_checkpoint.load(self, path, weights_only=True)
-
     def load_teacher(self, path: str | Path) -> None:
         if is_checkpoint(path) or is_torch_dist(path):
             self.load_model(path, weights="teacher")
             return
         source = loading.empty_model(path)
-        self.check_vocabulary(
-            "--opd-teacher-load", path, source.config.vocab_size, self.model.lm.config.vocab_size
-        )
+        self.check_vocabulary("--opd-teacher-load", path, source.config)
         if dcp_checkpoint.fingerprint(source) == dcp_checkpoint.fingerprint(self.model.lm):
             self.load_hf(path, weights="teacher")
             return
@@ -419,47 +360,40 @@ class FSDPBackend(TrainerBase):
             return WholeMatrix(matrix.to(self.device, self.compute_dtype, copy=True))
 
     def _buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
-        return hf_export.buckets(self.model.lm, bucket_bytes, dtype)
+        return hf_export.buckets(self.model.lm, bucket_bytes, dtype, scalar=self.is_scalar)
 
     def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """Export all weights: this trainer has a single pipeline stage."""
+        """Export all weights: there is a single pipeline stage."""
         return self.export(dtype)
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """Buckets of (peft's name, full tensor) of the adapters alone; a collective."""
         named = lora.adapter_tensors(self.model.lm)
         return hf_export.in_buckets(named, self.args.update_weight_buffer_size, dtype)
 
-    def adapter_config(self) -> dict[str, Any]:
-        """Return the adapter config for engines, in peft's format."""
-        return lora.adapter_config(self.args, self.model.lm)
-
-    def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write an HF folder that `from_pretrained` reads; it appears whole or not at all.
-
-        Adapters are merged into the weights, and also written alone to the sub-folder `adapter`.
-        """
-        limit, source = self.args.update_weight_buffer_size, self.hf_checkpoint
-        hf_export.save_folder(
-            self.model.lm, Path(path), source, limit, dtype, self.rank, scalar=self.is_scalar
-        )
-        if self.args.lora_rank:
-            lora.save_adapter(self.args, self.model.lm, Path(path) / "adapter", self.rank)
-        dist.barrier()
+    def _adapter_names(self) -> Iterable[str]:
+        return [name for name, _ in self.model.lm.named_parameters() if lora.is_adapter(name)]
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def _save_state(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
-        return dcp_checkpoint.save(self, path, with_optimizer=with_optimizer)
+    def _manifest(self) -> dict[str, Any]:
+        return {"model": dcp_checkpoint.fingerprint(self.model.lm), "world_size": self.layout.dp_size}
 
-    def _load_state(self, path: Path, *, weights_only: bool) -> dict[str, Any]:
-        return dcp_checkpoint.load(self, path, weights_only=weights_only)
+    def _check_model(self, path: Path) -> dict[str, Any]:
+        manifest = read_manifest(path)
+        dcp_checkpoint.check_same_model(manifest["model"], dcp_checkpoint.fingerprint(self.model.lm), path)
+        return manifest
+
+    def _save_state(self, path: Path, *, with_optimizer: bool) -> None:
+        dcp_checkpoint.save(self, path, with_optimizer=with_optimizer)
+
+    def _load_state(self, path: Path, manifest: dict[str, Any], *, with_optimizer: bool) -> None:
+        dcp_checkpoint.load(self, path, with_optimizer=with_optimizer)
 
     def _save_weights(self, path: Path) -> None:
         dcp_checkpoint.save_weights(self, path)
 
     def _load_weights(self, path: Path) -> None:
-        dcp_checkpoint.load_weights(self, path)
+        dcp_checkpoint.load(self, path, with_optimizer=False)
 
     def _finish_own_save(self, wait: bool) -> bool:
         if self.pending_save is not None and (wait or self.pending_save.done()):

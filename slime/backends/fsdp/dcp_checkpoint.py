@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slime.arguments import Args
-from slime.backends.base import Layout
 from slime.backends.fsdp import loading
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
@@ -27,14 +26,6 @@ from slime.backends.fsdp.optimizer import init_state
 from slime.backends.fsdp.scalar_model import PackedLM
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
 from slime.backends.shared.placed_adam import PlacedAdamW
-from slime.backends.shared.trainer_folder import (
-    FORMAT_VERSION,
-    MANIFEST,
-    check_optimizer,
-    load_random_state,
-    random_state,
-    read_manifest,
-)
 from slime.catalog.deadlines import timeout_s
 from slime.utils.files.torch_dist_folder import is_torch_dist
 
@@ -43,9 +34,6 @@ class CheckpointedTrainer(Protocol):
     """What a checkpoint is written from and read into: the parts of `FSDPBackend` that it holds."""
 
     args: Args
-    rank: int
-    step: int
-    layout: Layout
     optimizer: torch.optim.Optimizer
     pending_save: Future[Any] | None
     save_group: dist.ProcessGroup | None
@@ -64,23 +52,10 @@ def fingerprint(lm: HFModel, *, adapters: bool = True) -> dict[str, Any]:
     }
 
 
-def save(backend: CheckpointedTrainer, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
-    path.mkdir(parents=True, exist_ok=True)
+def save(backend: CheckpointedTrainer, path: Path, *, with_optimizer: bool) -> None:
     init_state(backend.optimizer)
     with _plain_moments(backend.optimizer):
         _write(backend, path, _state(backend, with_optimizer))
-    torch.save(random_state(), path / f"rng_{backend.rank}.pt")
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "model": fingerprint(backend.model.lm),
-        "optimizer": backend.args.optimizer if with_optimizer else None,
-        "step": backend.step,
-        "world_size": backend.layout.dp_size,
-    }
-    if backend.rank == 0:
-        (path / MANIFEST).write_text(json.dumps(manifest))
-    dist.barrier()
-    return manifest
 
 
 def _write(backend: CheckpointedTrainer, path: Path, state: dict[str, Any]) -> None:
@@ -101,21 +76,12 @@ def _write(backend: CheckpointedTrainer, path: Path, state: dict[str, Any]) -> N
     backend.pending_save = pending
 
 
-def load(backend: CheckpointedTrainer, path: Path, *, weights_only: bool) -> dict[str, Any]:
-    manifest = read_manifest(path)
-    check_same_model(manifest["model"], fingerprint(backend.model.lm), path)
-    with_optimizer = not (weights_only or backend.args.no_load_optim)
+def load(backend: CheckpointedTrainer, path: Path, *, with_optimizer: bool) -> None:
+    """Read weights and, with the optimizer, moments into the live tensors."""
     if with_optimizer:
-        check_optimizer(manifest, backend.args.optimizer, path)
         init_state(backend.optimizer)
     with _plain_moments(backend.optimizer), unreadable_named(path):
-        dcp.load(_state(backend, with_optimizer=with_optimizer), checkpoint_id=path)
-    if weights_only:
-        return manifest
-    backend.step = manifest["step"]
-    if not backend.args.no_load_rng:
-        load_random_state(path / f"rng_{backend.rank}.pt", backend.rank)
-    return manifest
+        dcp.load(_state(backend, with_optimizer), checkpoint_id=path)
 
 
 def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
@@ -140,11 +106,6 @@ def save_weights(backend: CheckpointedTrainer, path: Path) -> None:
     """Save only the weights that the live model holds now."""
     with plain_errors():
         dcp.save(_state(backend, with_optimizer=False), checkpoint_id=path)
-
-
-def load_weights(backend: CheckpointedTrainer, path: Path) -> None:
-    with unreadable_named(path):
-        dcp.load(_state(backend, with_optimizer=False), checkpoint_id=path)
 
 
 def _state(backend: CheckpointedTrainer, with_optimizer: bool) -> dict[str, Any]:

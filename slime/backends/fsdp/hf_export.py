@@ -5,7 +5,6 @@ Tied embeddings have one rule: the shared matrix travels once, under the input e
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +14,23 @@ from slime.backends.base import Bucket
 from slime.backends.fsdp import vision
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import merged
-from slime.backends.shared import hf_folder
+from slime.backends.shared.scalar_head import HEAD
 from slime.utils.models.hub_names import hub_tensors, saved_tensors
 
 
-def buckets(lm: HFModel, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
-    """Full tensors under hub names in buckets of at most `bucket_bytes` (a larger tensor stands alone)."""
-    return in_buckets(_hub_tensors(lm), bucket_bytes, dtype)
+def buckets(
+    lm: HFModel, bucket_bytes: int, dtype: torch.dtype | None, *, scalar: bool = False
+) -> Iterator[Bucket]:
+    """Full tensors under hub names in buckets of at most `bucket_bytes` (a larger tensor stands alone).
+
+    `scalar`: the output layer is one row, of a critic or a reward model.
+    """
+    named = _hub_tensors(lm)
+    if scalar:
+        head = lm.get_output_embeddings().weight
+        own = next(name for name, parameter in lm.named_parameters() if parameter is head)
+        named = ((HEAD if name == own else name, tensor) for name, tensor in named)
+    return in_buckets(named, bucket_bytes, dtype)
 
 
 def in_buckets(
@@ -54,29 +63,3 @@ def hub_shapes(config: Any) -> dict[str, torch.Size]:
     with torch.device("meta"):
         lm = vision.auto_class(config).from_config(copy.deepcopy(config))
     return {name: tensor.shape for name, tensor in _hub_tensors(lm)}
-
-
-def save_folder(
-    lm: HFModel,
-    path: Path,
-    source: str,
-    bucket_bytes: int,
-    dtype: torch.dtype | None,
-    rank: int,
-    *,
-    scalar: bool = False,
-) -> None:
-    """Write the model next to `path`, then rename. `scalar`: its output layer is a reward model's one row."""
-    # Heavy import, only needed where a model is saved.
-    from transformers import AutoConfig
-
-    dtype = dtype or AutoConfig.from_pretrained(source).dtype or torch.float32
-    stream = buckets(lm, bucket_bytes, dtype)
-    if scalar:
-        head = lm.get_output_embeddings().weight
-        own = next(name for name, parameter in lm.named_parameters() if parameter is head)
-        stream = (
-            [("score.weight" if name == own else name, tensor) for name, tensor in bucket]
-            for bucket in stream
-        )
-    hf_folder.save(stream, path, source, dtype, rank, scalar=scalar)

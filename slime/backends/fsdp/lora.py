@@ -1,8 +1,6 @@
 """Low-rank adapters through peft: added before sharding, exported merged into the weights or alone."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +8,7 @@ from torch import Tensor, nn
 from slime.arguments import Args
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.model import gather_full
-from slime.backends.shared import adapters
-from slime.backends.shared.adapters import ALL_LINEAR, NAME, first_factor
+from slime.backends.shared.adapters import ALL_LINEAR, NAME, first_factor, saved_name
 
 # A layer that carries an adapter keeps its own weight under this name.
 ADAPTED = ".base_layer."
@@ -83,15 +80,5 @@ def adapter_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
     """Whole adapter tensors under the names that peft saves them with; a collective."""
     for name, parameter in lm.named_parameters():
         if is_adapter(name):
-            yield "base_model.model." + name.replace(f".{NAME}.", "."), gather_full(parameter.detach())
-
-
-def adapter_config(args: Args, lm: HFModel) -> dict[str, Any]:
-    return adapters.adapter_config(args, (name for name, _ in lm.named_parameters() if is_adapter(name)))
-
-
-def save_adapter(args: Args, lm: HFModel, path: Path, rank: int) -> None:
-    """Write the adapters alone, as peft reads them. All ranks call; the first writes."""
-    tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(lm)}
-    if rank == 0:
-        adapters.write_adapter(path, tensors, adapter_config(args, lm))
+            layer, factor = name.removesuffix(f".{NAME}.weight").rsplit(".", 1)
+            yield saved_name(layer, factor), gather_full(parameter.detach())

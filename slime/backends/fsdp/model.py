@@ -17,14 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from slime.algorithms.distillation import full_reverse_kl
 from slime.algorithms.logprobs import chunked_log_probs
-from slime.backends.attention.context_parallel import StreamShare
-from slime.backends.attention.shared_prefixes import PrefixShare
-from slime.backends.attention.spread_prefixes import SpreadShare
+from slime.backends.attention.share import Share
 from slime.backends.base import HeadFunction, MicroBatch
 from slime.backends.fsdp import families
 from slime.backends.fsdp.layer_execution import HFModel, decoder_layers
-
-Share = StreamShare | PrefixShare | SpreadShare  # what stands for the stream of a micro-batch
 
 
 def run_decoder(lm: HFModel, mb: MicroBatch, share: Share | None) -> Tensor:
@@ -107,9 +103,9 @@ class PackedCausalLM(nn.Module):
         if share is not None:
             assert not logits, "a micro-batch whose logits are asked for keeps its stream"
             assert share.is_whole or at_head is None, "hidden states of all tokens are not on one rank"
-            chosen = chosen if at_head is None else share.join(chosen, len(mb.targets))
-            log_probs = share.join(log_probs, len(mb.targets))
-            entropies = share.join(entropies, len(mb.targets)) if entropies is not None else None
+            chosen = chosen if at_head is None else share.join(chosen)
+            log_probs = share.join(log_probs)
+            entropies = share.join(entropies) if entropies is not None else None
         full = self._whole_logits(hidden, weight) if logits else None
         extra = None
         if at_head is not None:

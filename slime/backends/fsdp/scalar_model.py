@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime.backends.attention.context_parallel import StreamShare
+from slime.backends.attention.share import Share
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.model import PackedCausalLM, run_decoder
@@ -40,14 +40,14 @@ class PackedScalarLM(nn.Module):
         lm.set_output_embeddings(head)
         self.lm = lm
 
-    def forward(self, mb: MicroBatch, share: StreamShare | None = None) -> tuple[Tensor]:
+    def forward(self, mb: MicroBatch, share: Share | None = None) -> tuple[Tensor]:
         """Values [R] in fp32; a tuple, so that FSDP finds the tensor. No temperature: these are no logits."""
         hidden = run_decoder(self.lm, mb, share)
         rows = mb.logit_positions + self.offset if share is None else share.rows
         values = self.lm.get_output_embeddings()(hidden.index_select(0, rows)).squeeze(-1)
         # A copy: FSDP must not hand out a view.
         values = values.to(torch.float32, copy=True)
-        return (values if share is None else share.join(values, len(mb.targets)),)
+        return (values if share is None else share.join(values),)
 
 
 PackedLM = PackedCausalLM | PackedScalarLM

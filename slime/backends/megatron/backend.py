@@ -1,13 +1,11 @@
 """The Megatron trainer: log-prob passes, optimizer steps, checkpoints and weight export of one rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
@@ -17,11 +15,9 @@ from slime.arguments import Args
 from slime.backends.base import (
     Bucket,
     Denominators,
-    HeadFunction,
     Loss,
     MicroBatch,
     StepPlace,
-    TokenLists,
     TokenOutputs,
 )
 from slime.backends.families import dims_of, family_of
@@ -54,10 +50,9 @@ from slime.backends.megatron.modules.routing import (
 from slime.backends.megatron.modules.te_attention import choose_attention
 from slime.backends.megatron.modules.vocab_parallel import VocabSlice
 from slime.backends.megatron.passes import Passes
-from slime.backends.megatron.teacher import TeacherModel, output_matrix_of
+from slime.backends.megatron.teacher import TeacherModel, critic_args, output_matrix_of
 from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.weights import HubWeights, SharedOut
-from slime.backends.shared import adapters, hf_folder
 from slime.backends.shared.checkpoint_errors import plain_errors
 from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
@@ -72,6 +67,8 @@ from slime.utils.files.torch_dist_folder import is_torch_dist
 class MegatronBackend(TrainerBase):
     """One rank's part of the model and its optimizer. Every public method is called by all ranks together."""
 
+    state_folder = "dist"
+
     def __init__(
         self,
         args: Args,
@@ -79,11 +76,10 @@ class MegatronBackend(TrainerBase):
         rank: int,
         world_size: int,
         device: torch.device,
-        total_steps: int | None = None,
         random_weights: bool = False,
         role: str = "actor",
     ) -> None:
-        super().__init__(args, rank=rank, device=device, total_steps=total_steps, role=role)
+        super().__init__(args, rank=rank, device=device, role=role)
         self.teacher: TeacherModel | None = None  # of another shape; one of the same is a tagged copy
         self.hf_config = read_hf_config(self.hf_checkpoint)
         refuse_unknown_fields(args.megatron_config)
@@ -157,24 +153,20 @@ class MegatronBackend(TrainerBase):
 
     # -- passes ----------------------------------------------------------------------------------------------
 
-    def log_probs(
-        self,
-        mbs: list[MicroBatch],
-        *,
-        weights: str = LIVE,
-        entropy: bool = False,
-        at_head: HeadFunction | None = None,
-    ) -> TokenLists:
-        """Log-probs (and entropies) of every response token under the weights tagged `weights`."""
-        # Experts belong to the policy: a reference or a teacher chooses its own.
-        routing = RoutingPlan() if weights in ("ref", "teacher") else self._plan_recording()
-        hooks.before_log_prob(self.args, self.model, weights)
-        found = self._forward(mbs, weights, self._call(entropy=entropy, at_head=at_head), routing)
-        return TokenLists(found["log_probs"], found.get("entropy"), found.get("extra"))
-
-    def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
-        """The critic's value of every response token, as [R_i] fp32 on the CPU."""
-        return self._own_critic()._forward(mbs, LIVE, self._call(), RoutingPlan())["values"]
+    def _outputs(self, mbs: list[MicroBatch], weights: str, **options: Any) -> dict[str, list[Tensor]]:
+        # Experts belong to the policy: a reference, a teacher or a critic chooses its own.
+        routing = RoutingPlan()
+        if self.role == "actor":
+            hooks.before_log_prob(self.args, self.model, weights)
+            routing = routing if weights in ("ref", "teacher") else self._plan_recording()
+        self._settle()
+        if weights == "teacher" and self.teacher is not None:
+            outputs = self.teacher.forward(mbs, self._call(**options))
+        else:
+            self._count(mbs, backward=False)
+            with self.copies.active(weights), torch.no_grad():
+                outputs = self.passes.forward(mbs, self._call(**options), routing)
+        return by_sample(mbs, from_last_stage(outputs))
 
     def _plan_recording(self) -> RoutingPlan:
         if self.args.use_rollout_routing_replay:
@@ -188,19 +180,6 @@ class MegatronBackend(TrainerBase):
         replay = self._recorded if self._recorded and role == "actor" else None
         follow = self.args.use_rollout_routing_replay and role == "actor"
         return RoutingPlan(step_tokens=total, follow_engine=follow, replay=replay)
-
-    def _forward(
-        self, mbs: list[MicroBatch], weights: str, call: ModelCall, routing: RoutingPlan
-    ) -> dict[str, list[Tensor]]:
-        """Passes without gradients: for each kind of output one tensor per sample of the batch."""
-        self._settle()
-        if weights == "teacher" and self.teacher is not None:
-            outputs = self.teacher.forward(mbs, call)
-        else:
-            self._count(mbs, backward=False)
-            with self.copies.active(weights), torch.no_grad():
-                outputs = self.passes.forward(mbs, call, routing)
-        return by_sample(mbs, from_last_stage(outputs))
 
     def _accumulate(
         self, mbs: list[MicroBatch], loss: Loss, denominators: Denominators, place: StepPlace | None
@@ -327,17 +306,17 @@ class MegatronBackend(TrainerBase):
     def _fill(self, path: str | Path) -> None:
         self.hub.load(weights_source(path, self.hf_config, self.hf_checkpoint), self.hf_config)
 
-    def _read_checkpoint(self, path: Path) -> None:
-        self._settle()
-        dist_checkpoint.check_model(self, path)
-        dist_checkpoint.load_weights(self, path / dist_checkpoint.STATE)
+    @classmethod
+    def settings_of_critic(cls, args: Args) -> Args:
+        settings = super().settings_of_critic(args)
+        return settings if settings.hf_checkpoint == args.hf_checkpoint else critic_args(settings)
 
     def load_teacher(self, path: str | Path) -> None:
         if is_checkpoint(path) or is_torch_dist(path):
             self.load_model(path, weights="teacher")
             return
         theirs = read_hf_config(str(path))
-        self.check_vocabulary("--opd-teacher-load", path, theirs.vocab_size, self.hf_config.vocab_size)
+        self.check_vocabulary("--opd-teacher-load", path, theirs)
         if same_architecture(theirs, self.hf_config):
             self.load_hf(path, weights="teacher")
         else:
@@ -358,54 +337,38 @@ class MegatronBackend(TrainerBase):
         return self.hub.stage_buckets(self.args.update_weight_buffer_size, dtype)
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """Buckets of (peft's name, full tensor) of the adapters alone; a collective."""
         self._settle()
         return self._own_adapters().buckets(self.args.update_weight_buffer_size, dtype)
 
-    def adapter_config(self) -> dict[str, Any]:
-        """Return the adapter config for engines, in peft's format."""
-        return adapters.adapter_config(self.args, self._own_adapters().names)
+    def _adapter_names(self) -> Iterable[str]:
+        return self._own_adapters().names
 
     def _own_adapters(self) -> SharedOut:
         assert self.adapters is not None, "this run trains no adapters"
         return self.adapters
 
-    def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write an HF folder with weights and tokenizer; it appears whole or not at all.
-
-        Adapters are merged into the weights, and also written alone to the sub-folder `adapter`.
-        """
-        dtype = dtype or self.hf_config.dtype or torch.float32
-        source = self.hf_checkpoint
-        buckets = self.export(dtype)
-        if self.rank == 0 and not self.is_scalar:
-            # The rank that writes adds what came with the checkpoint and is no part of the model.
-            buckets = chain(buckets, self.hub.untrained(source, self.args.update_weight_buffer_size, dtype))
-        hf_folder.save(buckets, Path(path), source, dtype, self.rank, scalar=self.is_scalar)
-        if self.adapters is not None:
-            # Only the rank that writes them keeps them.
-            pairs = (pair for bucket in self.export_adapter() for pair in bucket)
-            tensors = {name: tensor.cpu() for name, tensor in pairs if self.rank == 0}
-            config = self.adapter_config()
-            if self.rank == 0:
-                adapters.write_adapter(Path(path) / "adapter", tensors, config)
-            dist.barrier()
-
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def _save_state(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
-        self._settle()
-        return dist_checkpoint.save(self, path, with_optimizer=with_optimizer)
+    def _manifest(self) -> dict[str, Any]:
+        return dist_checkpoint.manifest(self)
 
-    def _load_state(self, path: Path, *, weights_only: bool) -> dict[str, Any]:
+    def _check_model(self, path: Path) -> dict[str, Any]:
+        return dist_checkpoint.check_model(self, path)
+
+    def _save_state(self, path: Path, *, with_optimizer: bool) -> None:
         self._settle()
-        return dist_checkpoint.load(self, path, weights_only=weights_only)
+        dist_checkpoint.save(self, path, with_optimizer=with_optimizer and self.args.optimizer == "adam")
+
+    def _load_state(self, path: Path, manifest: dict[str, Any], *, with_optimizer: bool) -> None:
+        self._settle()
+        dist_checkpoint.load(self, path, manifest, with_optimizer=with_optimizer)
 
     def _save_weights(self, path: Path) -> None:
-        dist_checkpoint.save_weights(self, path)
+        dist_checkpoint.save(self, path, with_optimizer=False)
 
     def _load_weights(self, path: Path) -> None:
-        dist_checkpoint.load_weights(self, path)
+        self._settle()
+        dist_checkpoint.read(self, path)
 
     def _finish_own_save(self, wait: bool) -> bool:
         with plain_errors():

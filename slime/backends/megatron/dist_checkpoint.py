@@ -4,11 +4,9 @@ A folder holds `dist/` (weights and, with --optimizer adam, moments), `trainer.j
 architecture, schedule position) and `rng_<rank>.pt`. The caller makes the folder appear atomically.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -22,17 +20,9 @@ from slime.arguments import Args
 from slime.backends.megatron.fixes import checkpoint_fixes, optimizer_fixes
 from slime.backends.megatron.optimizer import reload_copies
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
-from slime.backends.shared.trainer_folder import (
-    FORMAT_VERSION,
-    MANIFEST,
-    check_optimizer,
-    load_random_state,
-    random_state,
-    read_manifest,
-)
+from slime.backends.shared.trainer_folder import read_manifest
 
 BACKEND = "megatron"
-STATE = "dist"  # the folder of weights and moments in a checkpoint
 # Moments are written whole per parameter, so that any other layout can read them; the default kind cannot be
 # written. Each layer has tensors of its own: stacked over layers they could not be written where some layers
 # are frozen and have no moments. Megatron is given copies of this dict, as it adds process groups to it.
@@ -51,8 +41,6 @@ class TrainerState(Protocol):
     """What a checkpoint reads of the trainer, and sets when it is loaded."""
 
     args: Args
-    rank: int
-    step: int  # optimizer steps taken
     hf_config: Any
     config: TransformerConfig
     model: list[DistributedDataParallel]
@@ -76,31 +64,17 @@ def _differences(theirs: dict[str, Any], own: dict[str, Any]) -> list[str]:
     return [f"{name} is {theirs.get(name)} there and {own[name]} here" for name in differing]
 
 
-def save(backend: TrainerState, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
-    path.mkdir(parents=True, exist_ok=True)
-    _write(backend, path / STATE, with_optimizer=with_optimizer and backend.args.optimizer == "adam")
-    torch.save(random_state(), path / f"rng_{backend.rank}.pt")
-    manifest = {
-        "format_version": FORMAT_VERSION,
+def manifest(backend: TrainerState) -> dict[str, Any]:
+    """What a checkpoint's manifest says of the model and of its optimizer."""
+    return {
         "backend": BACKEND,
         "model": fingerprint(backend),
-        "optimizer": backend.args.optimizer if with_optimizer else None,
         "distributed_optimizer": backend.optimizer_config.use_distributed_optimizer,
-        "step": backend.step,
         "adam_step": optimizer_fixes.adam_step(backend.optimizer),
     }
-    if backend.rank == 0:
-        (path / MANIFEST).write_text(json.dumps(manifest))
-    dist.barrier()
-    return manifest
 
 
-def save_weights(backend: TrainerState, path: Path) -> None:
-    """Write the live weights alone."""
-    _write(backend, path, with_optimizer=False)
-
-
-def _write(backend: TrainerState, path: Path, *, with_optimizer: bool) -> None:
+def save(backend: TrainerState, path: Path, *, with_optimizer: bool) -> None:
     # Megatron refuses a folder that holds anything.
     path.mkdir(parents=True, exist_ok=True)
     state = _model_state(backend, METADATA)
@@ -117,33 +91,23 @@ def _write(backend: TrainerState, path: Path, *, with_optimizer: bool) -> None:
             backend.saves.schedule_async_request(request)
 
 
-def load(backend: TrainerState, path: Path, *, weights_only: bool) -> dict[str, Any]:
-    manifest = check_model(backend, path)
-    with_optimizer = not (weights_only or backend.args.no_load_optim)
-    if with_optimizer:
-        check_optimizer(manifest, backend.args.optimizer, path)
+def load(backend: TrainerState, path: Path, written: dict[str, Any], *, with_optimizer: bool) -> None:
+    """Read a checkpoint with the manifest `written` into the live model and its optimizer."""
     with_optimizer = with_optimizer and backend.args.optimizer == "adam"
-    sharded = manifest["distributed_optimizer"]
+    sharded = written["distributed_optimizer"]
     if with_optimizer and sharded != backend.optimizer_config.use_distributed_optimizer:
         raise ValueError(
-            f"checkpoint {path} was saved {'with' if sharded else 'without'} "
+            f"checkpoint {path.parent} was saved {'with' if sharded else 'without'} "
             "--use-distributed-optimizer: resume in the same way, or load it with --finetune (weights only)."
         )
-    _read(backend, path / STATE, with_optimizer=with_optimizer)
-    if weights_only:
-        return manifest
-    backend.step = manifest["step"]
-    if not backend.args.no_load_rng:
-        load_random_state(path / f"rng_{backend.rank}.pt", backend.rank)
-    return manifest
+    read(backend, path, adam_step=written["adam_step"] if with_optimizer else None)
+    if not with_optimizer:
+        reload_copies(backend.optimizer)
 
 
-def load_weights(backend: TrainerState, path: Path) -> None:
-    """Read weights into the live model alone; the caller copies them elsewhere and restores the model."""
-    _read(backend, path, with_optimizer=False, reload=False)
-
-
-def _read(backend: TrainerState, path: Path, *, with_optimizer: bool, reload: bool = True) -> None:
+def read(backend: TrainerState, path: Path, adam_step: int | None = None) -> None:
+    """Read weights into the live model and, given Adam's step, its moments."""
+    with_optimizer = adam_step is not None
     # As it was written: older checkpoints hold tensors that are stacked over layers.
     with unreadable_named(path):
         metadata = dist_checkpointing.load_content_metadata(str(path))
@@ -161,16 +125,14 @@ def _read(backend: TrainerState, path: Path, *, with_optimizer: bool, reload: bo
         for index, chunk in enumerate(backend.model):
             # With adapters nothing else is in it; what was asked for and is not there has raised above.
             chunk.module.load_state_dict(loaded[_key(backend, index)], strict=not backend.args.lora_rank)
-        if with_optimizer:
-            moments, step = loaded["optimizer"], read_manifest(path.parent)["adam_step"]
+        if adam_step is not None:
+            moments = loaded["optimizer"]
             if sharded:
-                moments = checkpoint_fixes.with_common_parts(moments, common, step=step)
+                moments = checkpoint_fixes.with_common_parts(moments, common, step=adam_step)
             else:
-                moments = checkpoint_fixes.with_own_groups(moments, backend.optimizer, step=step)
+                moments = checkpoint_fixes.with_own_groups(moments, backend.optimizer, step=adam_step)
             backend.optimizer.load_state_dict(moments)
             optimizer_fixes.unshare_steps(backend.optimizer)
-    if reload and not with_optimizer:
-        reload_copies(backend.optimizer)
 
 
 def _check_moments(state: dict[str, Any], path: Path) -> None:
@@ -207,13 +169,13 @@ def _model_state(backend: TrainerState, metadata: dict[str, Any]) -> dict[str, A
 
 def check_model(backend: TrainerState, path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, which must be of this backend and fit this model."""
-    manifest = read_manifest(path)
-    if manifest.get("backend") != BACKEND:
+    written = read_manifest(path)
+    if written.get("backend") != BACKEND:
         raise ValueError(
-            f"checkpoint {path} was written by --train-backend {manifest.get('backend', 'fsdp')}: load it "
+            f"checkpoint {path} was written by --train-backend {written.get('backend', 'fsdp')}: load it "
             "there, or start from a Hugging Face folder that it wrote (--save-hf)."
         )
-    wrong = _differences(manifest["model"], fingerprint(backend))
+    wrong = _differences(written["model"], fingerprint(backend))
     if wrong:
         raise ValueError(f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(wrong)}.")
-    return manifest
+    return written

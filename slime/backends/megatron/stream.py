@@ -12,8 +12,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from slime.algorithms.nucleus import Nucleus
-from slime.backends.attention.context_parallel import ZigzagPlan, chunk_multiple
+from slime.backends.attention.context_parallel import PaddedStream, chunk_multiple
 from slime.backends.attention.documents import PackedDocuments
+from slime.backends.attention.shared_prefixes import PrefixTree
 from slime.backends.base import MicroBatch
 
 Recorded = dict[int, Tensor]  # layer -> chosen experts [T, topk] of this rank's tokens
@@ -46,7 +47,10 @@ class PackedStream(PackedSeqParams):
     """Travels through Megatron's layers to our attention, which reads the fields below."""
 
     documents: PackedDocuments  # padded, of the whole stream over all context-parallel ranks
-    plan: ZigzagPlan | None = None  # None: no context parallelism
+    tree: PrefixTree | None = (
+        None  # what this rank's tokens see of the gathered ones; None: no context parallelism
+    )
+    local: Tensor | None = None  # [T_local] stream positions of this rank's tokens; None: likewise
     cos: Tensor  # [T_local, 1, rotated] of this rank's tokens
     sin: Tensor
     input_ids: Tensor  # [1, T_local]
@@ -98,28 +102,9 @@ def build_stream(
         longest = torch.tensor(sum(lengths), device=device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=equal_over)
         lengths = (*lengths[:-1], lengths[-1] + int(longest) - sum(lengths))
-    documents = PackedDocuments.from_lengths(lengths).to(device)
-    sizes = torch.tensor(mb.documents.lengths, device=device)
-    starts = documents.cu_seqlens[:-1].long()
-    first = torch.repeat_interleave(starts, sizes)
-    real = first + mb.position_ids[0]
-    total = sum(lengths)
-    input_ids = mb.input_ids.new_zeros(total)
-    input_ids[real] = mb.input_ids[0]
-    padded_sizes = torch.tensor(lengths, device=device)
-    position_ids = torch.arange(total, device=device) - torch.repeat_interleave(starts, padded_sizes)
-    rows, places = real[mb.logit_positions + int(after_token)], torch.arange(len(mb.targets), device=device)
-    plan, nucleus = None, mb.nucleus
-    if cp_size > 1:
-        plan = ZigzagPlan.build(documents, cp_size, cp_rank)
-        row_of = torch.full((total,), -1, device=device)
-        row_of[plan.local] = torch.arange(len(plan.local), device=device)
-        rows = row_of[rows]
-        places = (rows >= 0).nonzero()[:, 0]
-        rows = rows[places]
-        nucleus = None if nucleus is None else nucleus.select(places)
-        input_ids, position_ids = input_ids[plan.local], position_ids[plan.local]
-    cos, sin = rotary(torch.empty(0, dtype=torch.float32, device=device), position_ids[None])
+    padded = PaddedStream.of(mb, lengths, cp_size, cp_rank, after_token=after_token)
+    documents = padded.documents
+    cos, sin = rotary(torch.empty(0, dtype=torch.float32, device=device), padded.position_ids)
     return PackedStream(
         qkv_format="thd",
         cu_seqlens_q=documents.cu_seqlens,
@@ -127,15 +112,16 @@ def build_stream(
         max_seqlen_q=documents.longest,
         max_seqlen_kv=documents.longest,
         documents=documents,
-        plan=plan,
+        tree=padded.tree,
+        local=padded.local,
         cos=cos[0][:, None],
         sin=sin[0][:, None],
-        input_ids=input_ids[None],
-        position_ids=position_ids[None],
-        logit_rows=rows,
-        places=places,
-        targets=mb.targets[places],
-        nucleus=nucleus,
+        input_ids=padded.input_ids,
+        position_ids=padded.position_ids,
+        logit_rows=padded.rows,
+        places=padded.places,
+        targets=mb.targets[padded.places],
+        nucleus=padded.nucleus,
         num_targets=len(mb.targets),
-        real=real,
+        real=padded.real,
     )

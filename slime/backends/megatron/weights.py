@@ -283,19 +283,6 @@ class HubWeights(SharedOut):
         pattern = self._family.mtp_pattern(self._dims)
         return {name for name in names if pattern is not None and pattern.fullmatch(name)}
 
-    def untrained(self, path: str | Path, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
-        """MTP heads that are not built here, from the folder that the model came from."""
-        with CheckpointFolder(path) as folder:
-            bucket: Bucket = []
-            for name in sorted(self._mtp_tensors(folder.names) - self.names):
-                tensor = folder.read(name)
-                bucket.append((name, tensor if dtype is None or _stays(name) else tensor.to(dtype)))
-                if sum(tensor.nbytes for _, tensor in bucket) >= bucket_bytes:
-                    yield bucket
-                    bucket = []
-            if bucket:
-                yield bucket
-
 
 def _sharing_group(pieces: list[ParameterPiece]) -> dist.ProcessGroup:
     """The ranks of a pipeline stage over which these parameters, all experts' or none, are spread."""
@@ -329,11 +316,6 @@ def _grouped(
         size += nbytes
     if group:
         yield group
-
-
-def _stays(name: str) -> bool:
-    """Whether hub checkpoints keep a tensor in fp32 beside 16-bit ones."""
-    return name.endswith("e_score_correction_bias")
 
 
 def _list(names: Sequence[str]) -> str:

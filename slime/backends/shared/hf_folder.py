@@ -28,6 +28,14 @@ TOKENIZER_FILES = (
 )
 
 
+def dtype_of(source: str) -> torch.dtype:
+    """The dtype in which the model of a folder or hub id was saved."""
+    # Heavy import, only needed where a model is saved.
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source).dtype or torch.float32
+
+
 def save(
     buckets: Iterator[Bucket], path: Path, source: str, dtype: torch.dtype, rank: int, *, scalar: bool = False
 ) -> None:

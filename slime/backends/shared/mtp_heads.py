@@ -55,5 +55,7 @@ def _read(folder: Path, wanted: Callable[[str], bool], dtype: torch.dtype) -> Bu
             continue
         if block is not None and (scale := tensors.get(name + SCALE_SUFFIX)) is not None:
             tensor = dequantize_blocks(tensor, scale, block, dtype)
-        found.append((name, tensor.to(dtype) if tensor.is_floating_point() else tensor))
+        # Hub checkpoints keep this bias in fp32: its last bits decide which experts are chosen.
+        keeps = not tensor.is_floating_point() or name.endswith("e_score_correction_bias")
+        found.append((name, tensor if keeps else tensor.to(dtype)))
     return found

@@ -1,10 +1,11 @@
 """The base of both trainers: additional models, the end of a step, checkpoints, moves between devices."""
 
 import copy
+import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,14 +17,17 @@ from slime.arguments import Args
 from slime.backends.base import (
     Bucket,
     Denominators,
+    HeadFunction,
     Layout,
     Loss,
     MicroBatch,
     NonFiniteStepError,
     StepPlace,
     StepStats,
+    TokenLists,
     has_update,
 )
+from slime.backends.shared import adapters, hf_folder
 from slime.backends.shared.learning_rate import learning_rate, set_rate
 from slime.backends.shared.model_roles import (
     critic_settings,
@@ -33,7 +37,15 @@ from slime.backends.shared.model_roles import (
     needs_reference,
     save_copies,
 )
-from slime.backends.shared.trainer_folder import check_content, is_checkpoint
+from slime.backends.shared.trainer_folder import (
+    FORMAT_VERSION,
+    MANIFEST,
+    check_content,
+    check_optimizer,
+    is_checkpoint,
+    load_random_state,
+    random_state,
+)
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, Stream, pass_flops
 from slime.utils.machine import accelerator
@@ -50,18 +62,42 @@ class TrainerBase(ABC):
     copies: WeightCopies
     optimizer: Any  # of torch, or Megatron's own
 
-    def __init__(
-        self, args: Args, *, rank: int, device: torch.device, total_steps: int | None, role: str
-    ) -> None:
+    hf_config: Any  # of transformers
+    state_folder = ""  # in a checkpoint: where weights and moments are
+
+    def __init__(self, args: Args, *, rank: int, device: torch.device, role: str) -> None:
         assert args.hf_checkpoint is not None, "a trainer starts from --hf-checkpoint"
         self.args, self.hf_checkpoint, self.role = args, args.hf_checkpoint, role
         self.rank, self.device = rank, device
-        self.critic: Self | None = None  # a second model and optimizer on the same ranks; set by `add_models`
+        self.critic: Self | None = None  # a second model and optimizer on the same ranks; set by `create`
         self.compute_dtype = accelerator.compute_dtype(args.dtype, device)
-        self.decay_steps = args.lr_decay_iters or total_steps
+        self.decay_steps = args.lr_decay_iters
         self.step = 0  # optimizer steps taken
         self._flops = 0.0  # operations of this rank since `drain_flops`
         self.is_scalar = role == "critic" or args.loss_type == "rm_loss"
+
+    @classmethod
+    def create(cls, args: Args, *, random_weights: bool = False, **place: Any) -> Self:
+        """Build this rank's trainer with the weights of --hf-checkpoint, and the models its algorithm needs.
+
+        torch.distributed must be initialised. `random_weights`: only the config is read, as speed tests do.
+        `place`: rank, number of ranks and device.
+        """
+        build: Any = cls  # each trainer's own constructor takes these
+        backend: Self = build(args, random_weights=random_weights, **place)
+        if needs_reference(args):
+            backend.load_model(args.ref_load or backend.hf_checkpoint, weights="ref")
+        if needs_critic(args):
+            backend.critic = critic = build(cls.settings_of_critic(args), role="critic", **place)
+            backend.check_vocabulary("--critic-load", critic.hf_checkpoint, critic.hf_config)
+        if args.use_opd and args.opd_type == "trainer":
+            assert args.opd_teacher_load is not None, "flags require --opd-teacher-load here"
+            backend.load_teacher(args.opd_teacher_load)
+        return backend
+
+    @classmethod
+    def settings_of_critic(cls, args: Args) -> Args:
+        return critic_settings(args)
 
     def expect_steps(self, num_steps: int) -> None:
         for model in (self, self.critic):
@@ -75,20 +111,31 @@ class TrainerBase(ABC):
         vars(changed)[name] = value
         self.args = changed
 
-    def add_models(self, build_critic: Callable[[Args], Self]) -> None:
-        """Load the reference, the critic and the teacher, each where the algorithm of the run needs it."""
-        args = self.args
-        if needs_reference(args):
-            self.load_model(args.ref_load or self.hf_checkpoint, weights="ref")
-        if needs_critic(args):
-            self.critic = build_critic(critic_settings(args))
-        if args.use_opd and args.opd_type == "trainer":
-            assert args.opd_teacher_load is not None, "flags require --opd-teacher-load here"
-            self.load_teacher(args.opd_teacher_load)
-
     def _own_critic(self) -> Self:
         assert self.critic is not None, "this run has no critic"
         return self.critic
+
+    # -- passes without gradients ----------------------------------------------------------------------------
+
+    def log_probs(
+        self,
+        mbs: list[MicroBatch],
+        *,
+        weights: str = LIVE,
+        entropy: bool = False,
+        at_head: HeadFunction | None = None,
+    ) -> TokenLists:
+        """Log-probs (and entropies) of every response token under the weights tagged `weights`."""
+        found = self._outputs(mbs, weights, entropy=entropy, at_head=at_head)
+        return TokenLists(found["log_probs"], found.get("entropy"), found.get("extra"))
+
+    def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
+        """The critic's value of every response token, [R_i] fp32 on the CPU."""
+        return self._own_critic()._outputs(mbs, LIVE)["values"]
+
+    @abstractmethod
+    def _outputs(self, mbs: list[MicroBatch], weights: str, **options: Any) -> dict[str, list[Tensor]]:
+        """Each kind of output by sample, in the order of the batch."""
 
     # -- optimizer steps -------------------------------------------------------------------------------------
 
@@ -187,13 +234,10 @@ class TrainerBase(ABC):
         if not is_checkpoint(path):
             self.load_hf(path, weights=weights)
             return
-        check_content(Path(path), self.args)
+        check_content(Path(path))
         with self.copies.filling(weights):
-            self._read_checkpoint(Path(path))
-
-    @abstractmethod
-    def _read_checkpoint(self, path: Path) -> None:
-        """Read the weights of a checkpoint of this same model into the live model."""
+            self._check_model(Path(path))
+            self._load_weights(Path(path) / self.state_folder)
 
     @abstractmethod
     def load_teacher(self, path: str | Path) -> None:
@@ -202,11 +246,12 @@ class TrainerBase(ABC):
         `path` is an HF folder, or a checkpoint of a model of the policy's shape.
         """
 
-    def check_vocabulary(self, flag: str, path: str | Path, theirs: int, own: int) -> None:
+    def check_vocabulary(self, flag: str, path: str | Path, theirs: Any) -> None:
         """Refuse a teacher or critic whose vocabulary differs; its size and family may differ."""
-        if theirs != own:
+        size, own = theirs.vocab_size, self.hf_config.vocab_size
+        if size != own:
             raise ValueError(
-                f"{flag} {path} has {theirs} tokens in its vocabulary, --hf-checkpoint has {own}: it reads "
+                f"{flag} {path} has {size} tokens in its vocabulary, --hf-checkpoint has {own}: it reads "
                 "the policy's own tokens, so both must share one tokenizer; choose one of the same family."
             )
 
@@ -227,6 +272,32 @@ class TrainerBase(ABC):
     def _buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
         """The weights that the live model holds now."""
 
+    @abstractmethod
+    def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        """Buckets of (peft's name, full tensor) of the adapters alone; a collective."""
+
+    @abstractmethod
+    def _adapter_names(self) -> Iterable[str]: ...
+
+    def adapter_config(self) -> dict[str, Any]:
+        """Return the adapter config for engines, in peft's format."""
+        return adapters.adapter_config(self.args, self._adapter_names())
+
+    def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write an HF folder with weights and tokenizer; it appears whole or not at all.
+
+        Adapters are merged into the weights, and also written alone to the sub-folder `adapter`.
+        """
+        path, dtype = Path(path), dtype or hf_folder.dtype_of(self.hf_checkpoint)
+        hf_folder.save(self.export(dtype), path, self.hf_checkpoint, dtype, self.rank, scalar=self.is_scalar)
+        if self.args.lora_rank:
+            pairs = (pair for bucket in self.export_adapter() for pair in bucket)
+            tensors = {name: tensor.cpu() for name, tensor in pairs if self.rank == 0}
+            config = self.adapter_config()
+            if self.rank == 0:
+                adapters.write_adapter(path / "adapter", tensors, config)
+            dist.barrier()
+
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> dict[str, Any]:
@@ -234,17 +305,40 @@ class TrainerBase(ABC):
 
         A critic has a folder of its own in it, and so have copies that move. Returns the manifest.
         """
+        path, with_optimizer = Path(path), not self.args.no_save_optim
         if self.critic is not None:
-            self.critic.save(Path(path) / "critic")
-        save_copies(self.args, self.copies, Path(path), self._save_weights)
-        return self._save_state(Path(path), with_optimizer=not self.args.no_save_optim)
+            self.critic.save(path / "critic")
+        save_copies(self.args, self.copies, path, self._save_weights)
+        path.mkdir(parents=True, exist_ok=True)
+        self._save_state(path / self.state_folder, with_optimizer=with_optimizer)
+        torch.save(random_state(), path / f"rng_{self.rank}.pt")
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "optimizer": self.args.optimizer if with_optimizer else None,
+            "step": self.step,
+            **self._manifest(),
+        }
+        if self.rank == 0:
+            (path / MANIFEST).write_text(json.dumps(manifest))
+        dist.barrier()
+        return manifest
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a folder written by `save`, also under another layout; with --finetune only its weights."""
+        path = Path(path)
         if self.critic is not None:
-            load_critic(self.critic.load, self.args, Path(path))
-        load_copies(self.args, self.copies, Path(path), self._load_weights)
-        return self._load_state(Path(path), weights_only=self.args.finetune)
+            load_critic(self.critic.load, self.args, path)
+        load_copies(self.args, self.copies, path, self._load_weights)
+        manifest = self._check_model(path)
+        with_optimizer = not (self.args.finetune or self.args.no_load_optim)
+        if with_optimizer:
+            check_optimizer(manifest, self.args.optimizer, path)
+        self._load_state(path / self.state_folder, manifest, with_optimizer=with_optimizer)
+        if not self.args.finetune:
+            self.step = manifest["step"]
+            if not self.args.no_load_rng:
+                load_random_state(path / f"rng_{self.rank}.pt", self.rank)
+        return manifest
 
     def finish_save(self, *, wait: bool) -> bool:
         """Whether the last save is complete on disk; `wait`: block until it is."""
@@ -252,10 +346,18 @@ class TrainerBase(ABC):
         return self._finish_own_save(wait) and done
 
     @abstractmethod
-    def _save_state(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]: ...
+    def _manifest(self) -> dict[str, Any]:
+        """What the manifest says of the model and its layout."""
 
     @abstractmethod
-    def _load_state(self, path: Path, *, weights_only: bool) -> dict[str, Any]: ...
+    def _check_model(self, path: Path) -> dict[str, Any]:
+        """Return the manifest of a checkpoint, which must be of this trainer and fit this model."""
+
+    @abstractmethod
+    def _save_state(self, path: Path, *, with_optimizer: bool) -> None: ...
+
+    @abstractmethod
+    def _load_state(self, path: Path, manifest: dict[str, Any], *, with_optimizer: bool) -> None: ...
 
     @abstractmethod
     def _save_weights(self, path: Path) -> None:
@@ -263,7 +365,7 @@ class TrainerBase(ABC):
 
     @abstractmethod
     def _load_weights(self, path: Path) -> None:
-        """Load what `_save_weights` wrote into the live model."""
+        """Load what `_save_weights` wrote, or the weights of a checkpoint, into the live model."""
 
     @abstractmethod
     def _finish_own_save(self, wait: bool) -> bool: ...

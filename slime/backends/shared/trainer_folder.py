@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.arguments import Args
 from slime.backends.shared.checkpoint_errors import unreadable_named
 from slime.utils.files.step_folders import check_trainer_folder
 
@@ -25,7 +24,7 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / MANIFEST).is_file()
 
 
-def check_content(path: Path, args: Args) -> None:
+def check_content(path: Path) -> None:
     """Refuse a checkpoint whose files differ from what was written, before reading it."""
     # Each rank reads its share of the files.
     check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))

@@ -9,7 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.backends.attention.context_parallel import zigzag_attention
+from slime.backends.attention.context_parallel import gather_keys
 from slime.backends.attention.packed_documents import packed_attention
 from slime.backends.megatron.stream import PackedStream
 
@@ -72,9 +72,9 @@ class PackedCoreAttention(MegatronModule):
         return rotate(x, stream.cos, stream.sin, interleaved=self.config.rotary_interleaved)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, stream: PackedStream) -> Tensor:
-        if stream.plan is None:
+        if stream.tree is None:
             return packed_attention(query, key, value, stream.documents, scale=self.scale)
-        return zigzag_attention(query, key, value, stream.plan, self.cp_group, scale=self.scale)
+        return stream.tree.attend(query, *gather_keys(key, value, self.cp_group), self.scale)
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -12,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from slime.backends.attention.context_parallel import place_tokens
+from slime.backends.attention.share import place_tokens
 from slime.backends.base import HeadFunction, MicroBatch, TokenOutputs
 from slime.backends.megatron.modules.mtp import also_train, mtp_loss
 from slime.backends.megatron.modules.vocab_parallel import VocabSlice, gather_vocab, vocab_parallel_log_probs
@@ -121,7 +121,7 @@ class PackedGPTModel(GPTModel):
             entropies = self._joined(entropies, stream)
         full = extra = None
         if call.logits or call.at_head is not None:
-            assert stream.plan is None, "context parallelism is refused for what needs whole samples here"
+            assert stream.tree is None, "context parallelism is refused for what needs whole samples here"
         if call.logits:
             local = hidden.index_select(0, stream.real) @ matrix.weight.T
             full = gather_vocab(local, groups.tp, self.real_vocab_size)[None].float()
@@ -131,7 +131,7 @@ class PackedGPTModel(GPTModel):
 
     def _joined(self, values: Tensor, stream: PackedStream) -> Tensor:
         """Return [R] values of all response tokens from the ones that this context-parallel rank predicts."""
-        if stream.plan is None:
+        if stream.tree is None:
             return values
         return place_tokens(values, stream.places, stream.num_targets, self.pg_collection.cp)
 

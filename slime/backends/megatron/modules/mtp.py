@@ -101,7 +101,7 @@ def mtp_loss(
     `hidden` [T_local, 1, H] comes from the decoder. Head k (from 0) predicts a token from k + 2 places before
     it, where there is one.
     """
-    assert stream.plan is None, "MTP heads with context parallelism are refused when the backend starts"
+    assert stream.tree is None, "MTP heads with context parallelism are refused when the backend starts"
     count = model.config.mtp_num_layers
     outputs = model.mtp(
         input_ids=stream.input_ids,

@@ -59,7 +59,7 @@ def build_routes(
         chosen[stream.real] = mb.routed_experts
 
     def mine(values: Tensor) -> Tensor:
-        values = values if stream.plan is None else values[stream.plan.local]
+        values = values if stream.local is None else values[stream.local]
         return values.chunk(tp[0])[tp[1]]
 
     return Routes(
