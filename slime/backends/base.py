@@ -16,12 +16,6 @@ Metrics = dict[str, Tensor]  # scalar sums over the micro-batch, detached
 Bucket = list[tuple[str, Tensor]]  # hub names
 
 
-class Movable(Protocol):
-    """Inputs that go to the device with their micro-batch."""
-
-    def to(self, device: torch.device) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Sizes of the parallel dimensions and this rank's place in them."""
@@ -66,7 +60,7 @@ class MicroBatch:
     nucleus: Nucleus | None = None  # R rows: the ids that the engine drew each token from; None: all ids
     # [S] what the processor made of each sample's images, or None; (): no sample has images
     media: tuple[Mapping[str, Any] | None, ...] = ()
-    images: Movable | None = None  # set by a trainer: `media` as its model takes it
+    images: Any = None  # set by a trainer: `media` as its model takes it
     learns: bool = True  # False: its loss has a gradient of 0, and a trainer may leave the backward pass out
 
     @property

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from slime.algorithms.reward_shaping import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
@@ -33,7 +32,6 @@ _DTYPES = {
     "rollout_top_p_token_ids": torch.int32,
     "rollout_top_p_token_offsets": torch.int32,
 }
-_NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 
 
 def samples_to_batch(
@@ -70,16 +68,8 @@ def samples_to_batch(
 
 def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
     """Each sample's rollout id; a sample without one stands alone and gets an unused number."""
-    used = [s.rollout_id for s in samples if s.rollout_id is not None]
-    next_id = max(used, default=-1) + 1
-    ids = []
-    for sample in samples:
-        if sample.rollout_id is None:
-            ids.append(next_id)
-            next_id += 1
-        else:
-            ids.append(sample.rollout_id)
-    return ids
+    unused = itertools.count(max((s.rollout_id for s in samples if s.rollout_id is not None), default=-1) + 1)
+    return [next(unused) if s.rollout_id is None else s.rollout_id for s in samples]
 
 
 def post_process_rewards(
@@ -95,10 +85,13 @@ def post_process_rewards(
 
 
 def _shaped(args: Flags, samples: Sequence[Sample], raw: Sequence[float]) -> list[float]:
-    if args.overlong_buffer_len is None:
+    """Raw rewards with the penalty for overlong responses."""
+    longest, buffer = args.rollout_max_response_len, args.overlong_buffer_len
+    if buffer is None:
         return list(raw)
+    assert longest is not None, "parsing asks for --rollout-max-response-len with --overlong-buffer-len"
     pairs = zip(raw, samples, strict=True)
-    return [reward + _length_penalty(args, sample.response_length) for reward, sample in pairs]
+    return [reward + overlong_penalty(sample.response_length, longest, buffer) for reward, sample in pairs]
 
 
 def compare_in_groups(
@@ -112,30 +105,26 @@ def compare_in_groups(
     estimator = ESTIMATORS[args.advantage_estimator]
     if estimator.baseline is None or not args.rewards_normalization:
         return list(rewards)
-    groups = [sample.group_index for sample in samples if sample.group_index is not None]
-    if len(groups) < len(samples):
-        ungrouped = next(sample.index for sample in samples if sample.group_index is None)
-        raise ValueError(
-            f"sample {ungrouped} has no group_index ({len(samples) - len(groups)} such samples): "
-            f"{args.advantage_estimator} compares "
-            "rewards within a group; set group_index in the rollout, or pass --disable-rewards-normalization."
-        )
+    numbers: dict[tuple[int, Any], int] = {}  # of groups, and in them of roles
+    groups = []
+    for sample in samples:
+        if sample.group_index is None:
+            raise ValueError(
+                f"sample {sample.index} has no group_index: {args.advantage_estimator} compares rewards of "
+                "a group; set group_index in the rollout, or pass --disable-rewards-normalization."
+            )
+        key = sample.group_index, sample.metadata.get(ROLE_KEY)
+        groups.append(numbers.setdefault(key, len(numbers)))
+    lengths = [float(sum(_mask_of(sample))) for sample in samples]
     scaled = estimator.scale_rewards and args.grpo_std_normalization
     return subtract_baselines(
         rewards,
-        _split_by_role(groups, samples),
+        groups,
         rollout_ids,
         baseline="mean_std" if scaled else estimator.baseline,
-        lengths=[_num_trained(s) for s in samples] if estimator.baseline == "length_weighted" else None,
+        lengths=lengths if estimator.baseline == "length_weighted" else None,
         greedy_rewards=[sample.metadata.get(GREEDY_REWARD_KEY) for sample in samples],
     )
-
-
-def _split_by_role(groups: Sequence[int], samples: Sequence[Sample]) -> list[int]:
-    """The group of each sample, as a number that differs between roles."""
-    keys = [(g, sample.metadata.get(ROLE_KEY)) for g, sample in zip(groups, samples, strict=True)]
-    numbers: dict[tuple[int, Any], int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def _token_rewards(
@@ -144,16 +133,16 @@ def _token_rewards(
     """--turn-discount: what each token earns by the turn it is in; None: by the whole sample alone."""
     if args.turn_discount is None or all(sample.turn_rewards is None for sample in samples):
         return None
-    triples = zip(samples, _shaped(args, samples, raw), strict=True)
-    turns = [whole_turns(s.turn_rewards, s.response_length, reward) for s, reward in triples]
+    shaped = zip(samples, _shaped(args, samples, raw), strict=True)
+    turns = [whole_turns(s.turn_rewards, s.response_length, reward) for s, reward in shaped]
     _check_turns(samples, turns)
     if ESTIMATORS[args.advantage_estimator].uses_gamma:
         return [on_last_tokens(own, _loss_mask(s)) for s, own in zip(samples, turns, strict=True)]
     values = compared_returns(
         turns, args.turn_discount, lambda numbers: compare_in_groups(args, numbers, samples, rollout_ids)
     )
-    triples_ = zip(samples, turns, values, strict=True)
-    return [on_all_tokens(own, value, s.response_length) for s, own, value in triples_]
+    rows = zip(samples, turns, values, strict=True)
+    return [on_all_tokens(own, value, s.response_length) for s, own, value in rows]
 
 
 def _check_turns(samples: Sequence[Sample], turns: Sequence[Sequence[Turn]]) -> None:
@@ -178,23 +167,15 @@ def _custom_rewards(path: str, args: Flags, samples: Sequence[Sample]) -> tuple[
     with plugin_call(option, path, lambda: subject):
         made = load_function(path)(args, samples)
         if not isinstance(made, (tuple, list)) or len(made) != 2:
-            wrong_return(
-                option, path, f"returned {type(made).__name__}; return (raw_rewards, rewards).", subject
-            )
+            complaint = f"returned {type(made).__name__}; return (raw_rewards, rewards)."
+            wrong_return(option, path, complaint, subject)
         raw, rewards = list(made[0]), [float(reward) for reward in made[1]]
     if not len(raw) == len(rewards) == len(samples):
         complaint = (
-            f"returned {len(raw)} raw rewards and {len(rewards)} rewards; return one of each per sample."
+            f"returned {len(raw)} raw rewards and {len(rewards)} rewards; return one of each a sample."
         )
         wrong_return(option, path, complaint, subject)
     return raw, rewards
-
-
-def _length_penalty(args: Flags, length: int) -> float:
-    assert args.overlong_buffer_len is not None, "without it no answer is too long"
-    longest = args.rollout_max_response_len
-    assert longest is not None, "parsing asks for --rollout-max-response-len with --overlong-buffer-len"
-    return overlong_penalty(length, longest, args.overlong_buffer_len)
 
 
 def _raw_reward(args: Flags, sample: Sample) -> float:
@@ -219,16 +200,17 @@ def mask_sums_by_rollout(mask_sums: Iterable[float], rollout_ids: Sequence[int])
 def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
     rollout_ids = fill_rollout_ids(samples)
     raw_reward, rewards = post_process_rewards(args, samples, rollout_ids)
-    loss_masks = _rows([_mask_of(sample) for sample in samples], torch.int32)
+    masks = [_mask_of(sample) for sample in samples]
     batch: RolloutBatch = {
         "tokens": _rows([sample.tokens for sample in samples], torch.int64),
         "response_lengths": [sample.response_length for sample in samples],
-        "loss_masks": loss_masks,
+        "loss_masks": _rows(masks, torch.int32),
         "rewards": rewards,
-        "raw_reward": _shown_rewards(samples, raw_reward),
+        # A rollout may report another number for people than the one it trains on.
+        "raw_reward": [s.metadata.get("raw_reward", raw) for s, raw in zip(samples, raw_reward, strict=True)],
         "group_index": [-1 if sample.group_index is None else sample.group_index for sample in samples],
         "rollout_ids": rollout_ids,
-        "rollout_mask_sums": mask_sums_by_rollout(map(_num_trained, samples), rollout_ids),
+        "rollout_mask_sums": mask_sums_by_rollout([float(sum(mask)) for mask in masks], rollout_ids),
         "sample_indices": [position if s.index is None else s.index for position, s in enumerate(samples)],
         "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
     }
@@ -249,9 +231,9 @@ def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
             batch[key] = _rows([getattr(s, key) for s in samples], torch.float32)
     if _all_or_none(samples, "rollout_routed_experts"):
         batch["routed_experts"] = [torch.tensor(s.rollout_routed_experts) for s in samples]
-    versions = _versions(samples)
-    if versions is not None:
-        batch["versions"] = versions
+    versions = [_token_versions(sample) for sample in samples]
+    if any(max(row, default=-1) >= 0 for row in versions):
+        batch["versions"] = _rows(versions, torch.int32)
     if any(sample.train_metadata is not None for sample in samples):
         batch["metadata"] = [sample.train_metadata for sample in samples]
     if any(sample.multimodal_train_inputs is not None for sample in samples):
@@ -272,35 +254,30 @@ def _all_or_none(samples: list[Sample], name: str) -> bool:
 
 def _add_nuclei(args: Flags, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
     """Add the token ids that samples were drawn from; without any it was the whole vocabulary."""
-    if replays_nucleus(args):
-        _require_nuclei(args, batch, samples)
-    if all(sample.rollout_top_p_token_offsets is None for sample in samples):
-        return
-    pairs = [_nucleus(sample) for sample in samples]
-    batch["rollout_top_p_token_ids"] = [ids for ids, _ in pairs]
-    batch["rollout_top_p_token_offsets"] = [offsets for _, offsets in pairs]
-
-
-def _require_nuclei(args: Flags, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
-    for sample, mask in zip(samples, batch["loss_masks"], strict=True):
-        if sample.rollout_top_p_token_offsets is None and mask.any():
-            raise ValueError(
-                f"sample {sample.index} (group {sample.group_index}) does not carry the token ids that it "
-                f"was drawn from (rollout_top_p_token_ids), which --rollout-top-p {args.rollout_top_p:g} "
-                f"and --rollout-top-k {args.rollout_top_k} need: let the generate function send its "
-                f"sampling_params as it gets them (custom_params has {top_p.REQUEST_FIELD!r}) and pass the "
-                "answer's meta_info to sample.append_response_tokens; or accept log-probs of another "
-                "distribution with --allow-sampling-mismatch."
-            )
+    missing = [sample for sample in samples if sample.rollout_top_p_token_offsets is None]
+    trained = [sample for sample in missing if any(_mask_of(sample))]
+    if trained and replays_nucleus(args):
+        raise ValueError(
+            f"sample {trained[0].index} (group {trained[0].group_index}) does not carry the token ids that "
+            f"it was drawn from (rollout_top_p_token_ids), which --rollout-top-p {args.rollout_top_p:g} "
+            f"and --rollout-top-k {args.rollout_top_k} need: let the generate function send its "
+            f"sampling_params as it gets them (custom_params has {top_p.REQUEST_FIELD!r}) and pass the "
+            "answer's meta_info to sample.append_response_tokens; or accept log-probs of another "
+            "distribution with --allow-sampling-mismatch."
+        )
+    if len(missing) < len(samples):
+        pairs = [_nucleus(sample) for sample in samples]
+        batch["rollout_top_p_token_ids"] = [ids for ids, _ in pairs]
+        batch["rollout_top_p_token_offsets"] = [offsets for _, offsets in pairs]
 
 
 def _nucleus(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, offsets) of one sample."""
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
-    if offsets is None:
-        ids, offsets = None, [0] * (sample.response_length + 1)
-    ids = torch.as_tensor([] if ids is None else ids, dtype=torch.int32)
-    return ids.reshape(-1), torch.as_tensor(offsets, dtype=torch.int32).reshape(-1)
+    if ids is None or offsets is None:
+        ids, offsets = [], [0] * (sample.response_length + 1) if offsets is None else offsets
+    ids, offsets = (torch.as_tensor(values, dtype=torch.int32).reshape(-1) for values in (ids, offsets))
+    return ids, offsets
 
 
 def _loss_mask(sample: Sample) -> torch.Tensor:
@@ -314,41 +291,7 @@ def _mask_of(sample: Sample) -> Sequence[int]:
 
 
 def _rows(values: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-    """A tensor of each list of numbers, all cut from one: a batch has hundreds, and each takes a while."""
-    if not all(type(value) in (list, tuple) for value in values):
-        return [torch.as_tensor(value, dtype=dtype) for value in values]
-    sizes = [len(value) for value in values]
-    # numpy reads a list of integers ten times as fast as torch does.
-    joined = np.fromiter(itertools.chain.from_iterable(values), _NUMPY_TYPES[dtype], sum(sizes))
-    return list(torch.from_numpy(joined).split(sizes))
-
-
-def _num_trained(sample: Sample) -> float:
-    """The sum of its loss mask."""
-    if sample.remove_sample:
-        return 0.0
-    return float(sample.response_length if sample.loss_mask is None else sum(sample.loss_mask))
-
-
-def _shown_rewards(samples: list[Sample], raw_reward: list[Any]) -> list[Any]:
-    """A rollout may report another number for people than the one it trains on: metadata["raw_reward"]."""
-    if not any("raw_reward" in sample.metadata for sample in samples):
-        return raw_reward
-    return [sample.metadata.get("raw_reward", raw) for sample, raw in zip(samples, raw_reward, strict=True)]
-
-
-def _versions(samples: Sequence[Sample]) -> list[torch.Tensor] | None:
-    """`_token_versions` of each sample; None where no token names one."""
-    lengths = [sample.response_length for sample in samples]
-    spans = [sample.version_spans for sample in samples]
-    if all(len(own) == 1 and tuple(own[0][1:]) == (0, n) for own, n in zip(spans, lengths, strict=True)):
-        # The usual case: one version wrote the whole answer.
-        numbers = {version: version_number(version) for version in {own[0][0] for own in spans}}
-        of_samples = [-1 if (n := numbers[version]) is None else n for [(version, _, _)] in spans]
-        joined = np.repeat(np.array(of_samples, np.int32), lengths)
-        return list(torch.from_numpy(joined).split(lengths)) if (joined >= 0).any() else None
-    rows = [_token_versions(sample) for sample in samples]
-    return _rows(rows, torch.int32) if any(max(row, default=-1) >= 0 for row in rows) else None
+    return [torch.as_tensor(value, dtype=dtype) for value in values]
 
 
 def _token_versions(sample: Sample) -> list[int]:
@@ -370,11 +313,8 @@ def _fill_versions(batch: RolloutBatch, engine_version: str) -> None:
     number = version_number(engine_version)
     if number is None:
         return
-    rows = batch.get("versions")
-    if rows is None:
-        rows = [torch.full((length,), -1, dtype=torch.int32) for length in batch["response_lengths"]]
-    elif not (torch.cat(rows) < 0).any():
-        return  # the usual case: every token names its version
+    unknown = [torch.full((length,), -1, dtype=torch.int32) for length in batch["response_lengths"]]
+    rows = batch.get("versions", unknown)
     pairs = zip(rows, batch["loss_masks"], strict=True)
     batch["versions"] = [
         torch.where((versions < 0) & (mask != 0), number, versions) for versions, mask in pairs
@@ -391,7 +331,7 @@ def _complete(made: dict[str, Any]) -> RolloutBatch:
     batch.setdefault("loss_masks", [torch.ones(length) for length in batch["response_lengths"]])
     for key, dtype in _DTYPES.items():
         if key in batch:
-            batch[key] = [torch.as_tensor(values, dtype=dtype) for values in batch[key]]
+            batch[key] = _rows(batch[key], dtype)
     batch.setdefault("raw_reward", list(batch["rewards"]))
     batch.setdefault("truncated", [0] * num_samples)
     batch.setdefault("sample_indices", list(range(num_samples)))

@@ -5,13 +5,10 @@ same number of micro-batches in a step; where the samples do not suffice an empt
 of weight zero.
 """
 
-import itertools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
-
-import torch
 
 from slime.arguments import Flags
 from slime.arguments.groups.objectives import CRITIC, PAIR_LOSSES
@@ -96,8 +93,6 @@ def plan_steps(
 
     A last step with fewer rollouts is kept and has its own, smaller count: nothing is dropped.
     """
-    if len(batch_lengths) != len(rollout_ids):
-        raise ValueError(f"{len(batch_lengths)} lengths for {len(rollout_ids)} rollout ids.")
     if not batch_lengths:
         raise ValueError("the batch holds no samples: there is nothing to schedule.")
     members: dict[int, list[int]] = {}
@@ -118,11 +113,9 @@ def plan_steps(
         steps.append(StepPlan(ranks=ranks, num_rollouts=len(chosen)))
     if len(rollouts) % size:
         logger.warning(
-            "%d rollouts are not a multiple of --global-batch-size %d: the last of %d optimizer steps has "
-            "%d rollouts.",
+            "%d rollouts are not a multiple of --global-batch-size %d: the last optimizer step has %d.",
             len(rollouts),
             size,
-            len(steps),
             len(rollouts) % size,
         )
     return steps
@@ -305,14 +298,8 @@ def _counts_prompts_once(args: Flags) -> bool:
 
 def _prompts(batch: RolloutBatch) -> list[Hashable]:
     """A key for each sample, the same for those with the same prompt."""
-    joined = torch.cat(batch["tokens"]).numpy()  # once: a call of torch for each sample takes longer
-    data, size = joined.tobytes(), joined.itemsize
-    lengths = [tokens.numel() for tokens in batch["tokens"]]
-    ends = itertools.accumulate(lengths)
-    return [
-        data[size * (end - length) : size * (end - response)]
-        for end, length, response in zip(ends, lengths, batch["response_lengths"], strict=True)
-    ]
+    pairs = zip(batch["tokens"], batch["response_lengths"], strict=True)
+    return [tokens[: len(tokens) - response].numpy().tobytes() for tokens, response in pairs]
 
 
 def _pack_scoring(args: Flags, shares: list[RankData], cp_size: int) -> list[RankData]:

@@ -5,8 +5,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from slime.utils import top_p
 from slime.utils.types import RolloutBatch, Sample, TokenKey, is_score
 
@@ -20,9 +18,8 @@ def check_reward(sample: Sample, value: Any) -> float:
     """The reward as a float, or an error that names the sample: only a finite number may be trained on."""
     if is_score(value):
         return float(value)
-    failure = (
-        f" ({sample.reward_failure.kind}: {sample.reward_failure.reason})" if sample.reward_failure else ""
-    )
+    why = sample.reward_failure
+    failure = f" ({why.kind}: {why.reason})" if why else ""
     hint = " It is a dict: choose its key with --reward-key." if isinstance(value, dict) else ""
     raise ValueError(
         f"the reward of sample {sample.index} (group {sample.group_index}) is {value!r}{failure}: only a "
@@ -60,16 +57,14 @@ def check_samples(samples: Sequence[Sample], generate_function: str | None = Non
 
 def check_distinct(samples: Sequence[Sample]) -> None:
     """Raise ValueError where a batch holds one Sample object several times: it would be trained so often."""
-    if len(set(map(id, samples))) == len(samples):
-        return
-    counts = Counter(map(id, samples))
-    twice = next(sample for sample in samples if counts[id(sample)] > 1)
-    count = counts[id(twice)]
-    raise ValueError(
-        f"the batch holds the same Sample object {count} times, now as sample {twice.index} (group "
-        f"{twice.group_index}): it would be trained {count} times. The generate or rollout function returned "
-        "one object for several samples; return a Sample of its own for each."
-    )
+    sample, count = Counter(map(id, samples)).most_common(1)[0]
+    if count > 1:
+        twice = next(member for member in samples if id(member) == sample)
+        raise ValueError(
+            f"the batch holds the same Sample object {count} times, now as sample {twice.index} (group "
+            f"{twice.group_index}): it would be trained {count} times. The generate or rollout function "
+            "returned one object for several samples; return a Sample of its own for each."
+        )
 
 
 def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> None:
@@ -88,61 +83,30 @@ def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> No
         raise ValueError(
             f"{source} has one of rollout_top_p_token_ids and rollout_top_p_token_offsets: it needs both."
         )
-    for position in range(num_samples):
-        _check_lengths(batch, position, source)
-    # All masks and log-probs in one go; who is wrong is looked for only if somebody is.
-    sound = _is_mask(torch.cat(batch["loss_masks"]))
-    if "rollout_log_probs" in batch:
-        sound = sound and bool(torch.cat(batch["rollout_log_probs"]).isfinite().all())
-    if sound and "rollout_top_p_token_ids" not in batch and all(map(math.isfinite, batch["rewards"])):
-        return
-    for position in range(num_samples):
-        _check_values(batch, position, source, sound=sound)
+    indices = batch.get("sample_indices", range(num_samples))
+    for position, index in enumerate(indices):
+        _check_sample(batch, position, f"sample {index} of {source}")
 
 
-def _name(batch: RolloutBatch, position: int, source: str) -> str:
-    return (
-        f"sample {batch['sample_indices'][position] if 'sample_indices' in batch else position} of {source}"
-    )
-
-
-def _is_mask(values: torch.Tensor) -> bool:
-    return bool(((values == 0) | (values == 1)).all())
-
-
-def _check_lengths(batch: RolloutBatch, position: int, source: str) -> None:
-    length = batch["response_lengths"][position]
-    total = batch["tokens"][position].shape[0]  # `len` of a tensor takes several times as long
-    if not 0 <= length <= total - 1:
+def _check_sample(batch: RolloutBatch, position: int, name: str) -> None:
+    length, tokens = batch["response_lengths"][position], batch["tokens"][position]
+    total, mask, reward = len(tokens), batch["loss_masks"][position], batch["rewards"][position]
+    if not 0 <= length < total:
         raise ValueError(
-            f"{_name(batch, position, source)} has response length {length} but {total} tokens: it must be "
-            f"at least 0 and below {total}."
+            f"{name} has response length {length} but {total} tokens: it must be from 0 to {total - 1}."
         )
     for key in PER_TOKEN_KEYS:
-        if key in batch and batch[key][position].shape[0] != length:
+        if key in batch and len(batch[key][position]) != length:
             raise ValueError(
-                f"{key} has {len(batch[key][position])} entries for {length} response tokens in "
-                f"{_name(batch, position, source)}."
+                f"{key} has {len(batch[key][position])} entries for {length} response tokens in {name}."
             )
-
-
-def _check_values(batch: RolloutBatch, position: int, source: str, *, sound: bool) -> None:
-    """`sound`: masks and log-probs were looked at already."""
-    name = _name(batch, position, source)
-    if not sound and not _is_mask(batch["loss_masks"][position]):
+    if not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"loss_masks of {name} holds other values than 0 and 1: a token is trained or not.")
-    if not math.isfinite(batch["rewards"][position]):
-        raise ValueError(
-            f"the reward of {name} is {batch['rewards'][position]}: only a finite number can be trained on."
-        )
-    known = sound or "rollout_log_probs" not in batch
-    if not known and not batch["rollout_log_probs"][position].isfinite().all():
-        raise ValueError(
-            f"rollout_log_probs of {name} holds NaN or inf: the engine returned a broken log-prob."
-        )
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward of {name} is {reward}: only a finite number can be trained on.")
+    if "rollout_log_probs" in batch and not batch["rollout_log_probs"][position].isfinite().all():
+        raise ValueError(f"rollout_log_probs of {name} holds NaN or inf: an engine returned a broken one.")
     if "rollout_top_p_token_ids" in batch:
-        total, length = len(batch["tokens"][position]), batch["response_lengths"][position]
         pair = batch["rollout_top_p_token_ids"][position], batch["rollout_top_p_token_offsets"][position]
-        wrong = top_p.wrong_with(*pair, batch["tokens"][position][total - length :].tolist())
-        if wrong:
+        if wrong := top_p.wrong_with(*pair, tokens[total - length :].tolist()):
             raise ValueError(f"{name} has {wrong}.")

@@ -1,4 +1,4 @@
-"""Triton kernels around the grouped products of a mixture of experts; imported only on CUDA machines.
+"""The steps of a mixture of experts by Triton kernels and torch's grouped products; only on CUDA machines.
 
 A "row" is one choice: a token at one of its experts. Rows stand in the order of the experts. `order[row]` is
 the flat place of the choice (token * k + number of the choice), `place[token, number]` is the row, and rows
@@ -107,6 +107,16 @@ def combine(rows: Tensor, place: Tensor, ends: Tensor) -> Tensor:
         rows, place, ends, out, LAST=len(ends) - 1, TOP_K=top_k, WIDTH=width, BLOCK=_block(width), num_warps=4
     )
     return out
+
+
+def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Rows of each 16-bit expert times its matrix."""
+    return torch._grouped_mm(rows, matrices, offs=ends)
+
+
+def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """The product of each expert's rows, turned, with its other rows: a gradient of its matrix."""
+    return torch._grouped_mm(left.T, right, offs=ends)
 
 
 def gate(both: Tensor, weights: Tensor, order: Tensor) -> Tensor:

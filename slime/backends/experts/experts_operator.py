@@ -121,7 +121,11 @@ def gated_experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor,
 
 
 def _steps(hidden: Tensor) -> Any:
-    return _Fused if hidden.is_cuda else _Plain
+    if not hidden.is_cuda:
+        return _Plain
+    from slime.backends.experts import experts_kernels  # Triton, which CPU machines need not have
+
+    return experts_kernels
 
 
 class _Plain:
@@ -166,39 +170,3 @@ class _Plain:
         grad = grad * weight
         grad_gate = grad * up * (share + silu * (1 - share))
         return torch.cat((grad_gate, grad * silu), dim=1), silu * up * weight, by_choice
-
-
-class _Fused:
-    """The steps by Triton kernels and torch's grouped products of 16-bit matrices."""
-
-    @staticmethod
-    def gather(source: Tensor, order: Tensor, top_k: int) -> Tensor:
-        return _kernels().gather(source, order, top_k)
-
-    @staticmethod
-    def combine(rows: Tensor, place: Tensor, ends: Tensor) -> Tensor:
-        return _kernels().combine(rows, place, ends)
-
-    @staticmethod
-    def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        return torch._grouped_mm(rows, matrices, offs=ends)
-
-    @staticmethod
-    def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-        return torch._grouped_mm(left.T, right, offs=ends)
-
-    @staticmethod
-    def gate(both: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-        return _kernels().gate(both, weights, order)
-
-    @staticmethod
-    def gate_backward(
-        both: Tensor, weights: Tensor, order: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _kernels().gate_backward(both, weights, order, grad)
-
-
-def _kernels() -> Any:
-    from slime.backends.experts import experts_kernels  # Triton, which CPU machines need not have
-
-    return experts_kernels

@@ -37,7 +37,6 @@ from slime.backends.fsdp import (
     tensor_parallel,
     vision,
 )
-from slime.backends.fsdp.cpu_norm import rms_norm
 from slime.backends.fsdp.expert_watch import ExpertWatch, balance_coefficient
 from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers, require_input_gradient
 from slime.backends.fsdp.mesh import Mesh
@@ -56,7 +55,6 @@ from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
 from slime.catalog.families import is_verified, refusal
 from slime.utils.files.torch_dist_folder import is_torch_dist
-from slime.utils.models.norms import fuse_norms
 
 _COMPILE_FROM_WIDTH = 1024
 
@@ -144,11 +142,8 @@ class FSDPBackend(TrainerBase):
         else:
             loading.fill(model.lm, path, known)
         model.eval()
-        if alone and self.device.type == "cpu" and self.compute_dtype == torch.float32:
-            if not compiles:
-                fuse_norms(model.lm, rms_norm)
-            if not self.is_scalar:
-                loading.add_rows_to_output_gradient(model.lm)
+        if alone and self.device.type == "cpu" and self.compute_dtype == torch.float32 and not self.is_scalar:
+            loading.add_rows_to_output_gradient(model.lm)
         return (
             WorkingCopy(model, self.compute_dtype) if alone and self.compute_dtype != torch.float32 else None
         )

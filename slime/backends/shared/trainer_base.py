@@ -84,16 +84,16 @@ class TrainerBase(ABC):
         `place`: rank, number of ranks and device.
         """
         build: Any = cls  # each trainer's own constructor takes these
-        backend: Self = build(args, random_weights=random_weights, **place)
+        trainer: Self = build(args, random_weights=random_weights, **place)
         if needs_reference(args):
-            backend.load_model(args.ref_load or backend.hf_checkpoint, weights="ref")
+            trainer.load_model(args.ref_load or trainer.hf_checkpoint, weights="ref")
         if needs_critic(args):
-            backend.critic = critic = build(cls.settings_of_critic(args), role="critic", **place)
-            backend.check_vocabulary("--critic-load", critic.hf_checkpoint, critic.hf_config)
+            trainer.critic = critic = build(cls.settings_of_critic(args), role="critic", **place)
+            trainer.check_vocabulary("--critic-load", critic.hf_checkpoint, critic.hf_config)
         if args.use_opd and args.opd_type == "trainer":
             assert args.opd_teacher_load is not None, "flags require --opd-teacher-load here"
-            backend.load_teacher(args.opd_teacher_load)
-        return backend
+            trainer.load_teacher(args.opd_teacher_load)
+        return trainer
 
     @classmethod
     def settings_of_critic(cls, args: Args) -> Args:
