@@ -2,25 +2,35 @@
 
 from typing import Any
 
-from slime.backends.families import deepseek_v3, glm4, glm4_moe, kimi_k2, llama, mimo, qwen2, qwen3, qwen3_moe
 from slime.backends.families.base import Dims, Family
+from slime.backends.families.dense import GLM4, LLAMA, MIMO, QWEN2, QWEN3
+from slime.backends.families.mixtures import DEEPSEEK_V3, GLM4_MOE, KIMI_K2, QWEN3_MOE
 from slime.catalog.backends import BACKENDS
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (llama, qwen2, qwen3, qwen3_moe, glm4, glm4_moe, deepseek_v3, mimo, kimi_k2)
+    family.model_type: family
+    for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3, MIMO, KIMI_K2)
 }
 assert tuple(FAMILIES) == BACKENDS["megatron"].families, "the trainer's row names other families"
 
-
-# Types that transformers has no model of -> what it computes from the same tensors.
-COMPUTED_AS = {module.MODEL_TYPE: module.COMPUTED_AS for module in (mimo, kimi_k2)}
+# Types that transformers has no model of (the hub holds code for them) -> what it computes from the same
+# tensors, but for MTP heads.
+COMPUTED_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
 
 def register_configs() -> None:
-    """Let transformers read configs of these types in this process."""
-    for module in (mimo, kimi_k2):
-        module.register_config()
+    """Let transformers read configs of these types in this process, as those of what they are computed as."""
+    # Heavy import, only needed where a model is built.
+    from transformers import AutoConfig, DeepseekV3Config, Qwen2Config
+
+    class MimoConfig(Qwen2Config):
+        model_type = "mimo"
+
+    class KimiK2Config(DeepseekV3Config):
+        model_type = "kimi_k2"
+
+    for kind in (MimoConfig, KimiK2Config):
+        AutoConfig.register(kind.model_type, kind, exist_ok=True)
 
 
 # Types that are asked for and cannot be built, and what is missing.
@@ -40,7 +50,7 @@ def family_of(hf_config: Any) -> Family:
     if kind not in FAMILIES:
         raise ValueError(
             f"--train-backend megatron knows no model of type {kind!r} (--hf-checkpoint); it knows "
-            f"{', '.join(sorted(FAMILIES))}. Use --train-backend fsdp, or add a file to "
+            f"{', '.join(sorted(FAMILIES))}. Use --train-backend fsdp, or add it to "
             "slime/backends/families."
         )
     return FAMILIES[kind]

@@ -133,6 +133,13 @@ def dense_settings(hf: Any) -> dict[str, Any]:
     }
 
 
+def refuse_biases(hf: Any, *names: str) -> None:
+    if found := [name for name in names if getattr(hf, name)]:
+        raise ValueError(
+            f"{hf.model_type} with {' and '.join(found)} is not supported by the Megatron backend."
+        )
+
+
 def in_layer(mcore: str, hub: Sequence[str] | str, kind: str) -> Rule:
     """A rule of every decoder layer; names are those inside the layer."""
     names = (hub,) if isinstance(hub, str) else tuple(hub)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slime.backends.families import mimo
+from slime.backends.families import COMPUTED_AS
 from slime.utils.models.model_files import check_model
 
 VOCABULARY = 512
@@ -46,7 +46,7 @@ def type_for_megatron_alone(path: str) -> str | None:
     """Return the model type if only Megatron builds it, and transformers under another name; else None."""
     file = Path(path) / "config.json"
     kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
-    return kind if kind == mimo.MODEL_TYPE else None
+    return kind if kind == "mimo" else None
 
 
 def retype(folder: Path, copy: Path, model_type: str) -> None:
@@ -64,9 +64,9 @@ def read_config(path: str) -> Any:
     file = Path(path) / "config.json"
     values = json.loads(file.read_text()) if file.is_file() else {}
     kind = values.get("model_type")
-    if kind == mimo.MODEL_TYPE:
+    if kind == "mimo":
         values = {name: value for name, value in values.items() if name not in ("auto_map", "architectures")}
-        return CONFIG_MAPPING[mimo.COMPUTED_AS].from_dict(values | {"model_type": mimo.COMPUTED_AS})
+        return CONFIG_MAPPING[COMPUTED_AS["mimo"]].from_dict(values | {"model_type": COMPUTED_AS["mimo"]})
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ValueError(
             f"--hf-checkpoint {path}: this transformers has no model of type {kind!r}, so there is nothing "

@@ -10,7 +10,7 @@ from megatron_families import make_checkpoint
 from trainer_helpers import backend_of, trainer_args, weights_of
 from transformers import AutoConfig
 
-from slime.backends.families import mimo
+from slime.backends.families import register_configs
 from slime.backends.shared.hub_folder import CheckpointFolder
 from slime.backends.torch_dist.keys import slices_of
 from slime.backends.torch_dist.pieces import StoredTensor, UnknownLayout
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 def convert(folder, name: str, **changes):
     """(HF folder, its torch_dist folder, its config); weights of one family and size are always the same."""
-    mimo.register_config()
+    register_configs()
     model, _ = make_checkpoint(folder, name, **changes)
     config = AutoConfig.from_pretrained(model)
     write(model, folder / f"{name}_torch_dist", config)
