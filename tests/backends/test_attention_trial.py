@@ -108,7 +108,7 @@ def test_two_functions_make_an_operator_that_torch_accepts_and_a_trial_finds_rig
     [
         (fake_without_scale, "its output"),
         (fake_across_documents, "its output"),
-        (fake_wrong_backward, "its value gradient"),
+        (fake_wrong_backward, "its gradient of the value"),
         (fake_failing, "AssertionError: heads of 7"),
         (fake_half_installed, "No module named 'cutlass'"),
     ],

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from slime.backends.attention import flash4
-from slime.backends.attention.attention_operator import NotInstalled
+from slime.backends.attention.trial import why_apart
 
 logger = logging.getLogger(__name__)
 _aten = torch.ops.aten
 
 # Queries and keys of the parts of a trial, short ones and long ones.
 _PARTS = ((300, 300), (40, 1100), (1, 24), (130, 131))
-_TOLERANCE = 0.02  # of the norm: 16-bit rounding is a tenth of it
 
 
 class Bounds(NamedTuple):
@@ -74,27 +73,13 @@ def _named(bounds: Bounds) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _flash4_forward(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float
-) -> tuple[Tensor, Tensor]:
-    return flash4.forward(query, key, value, scale, **_named(bounds))
-
-
-def _flash4_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    bounds: Bounds,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return flash4.backward(grad, query, key, value, out, sums, scale, **_named(bounds))
-
-
 TORCH = Passes(_torch_forward, _torch_backward)
-FLASH4 = Passes(_flash4_forward, _flash4_backward)
+FLASH4 = Passes(
+    lambda query, key, value, bounds, scale: flash4.forward(query, key, value, scale, **_named(bounds)),
+    lambda grad, query, key, value, out, sums, bounds, scale: flash4.backward(
+        grad, query, key, value, out, sums, scale, **_named(bounds)
+    ),
+)
 
 
 @functools.cache
@@ -110,19 +95,8 @@ def why_not(
     ours: Passes, known: Passes, heads: int, groups: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why one may not stand for the other; None: both passes agree; empty: its package is not installed."""
-    try:
-        found = _try(ours, heads, groups, width, dtype, device)
-    except NotInstalled:
-        return ""
-    except Exception as error:  # whatever a package raises on a shape or device it cannot take is the reason
-        return f"it failed on a small batch ({type(error).__name__}: {error})"
-    for number, (a, b) in enumerate(
-        zip(found, _try(known, heads, groups, width, dtype, device), strict=True)
-    ):
-        apart = ((a - b).float().norm() / b.float().norm()).item()
-        if not apart < _TOLERANCE:
-            return f"its result {number} is off by {apart:.2g} of the norm on a small batch"
-    return None
+    shape = heads, groups, width, dtype, device
+    return why_apart(lambda: _try(ours, *shape), lambda: _try(known, *shape))
 
 
 def _try(

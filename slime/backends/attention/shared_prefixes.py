@@ -10,7 +10,7 @@ to P and to A2. The gradients of the documents meet in the keys and values of wh
 those of the whole documents to rounding.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -22,7 +22,6 @@ from slime.backends.attention import prefix_operator
 from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.packed_documents import packed_attention, varlen_for
 from slime.backends.attention.prefix_operator import Readers, readers_of
-from slime.backends.attention.prefix_spans import LONGEST, SpanBatches
 from slime.backends.attention.share import Share
 from slime.backends.base import MicroBatch
 from slime.utils.ranges import ranges
@@ -48,7 +47,6 @@ class PrefixTree:
     # [] int64, on the host: of the part with the most keys. None: parts have no keys in common, so that the
     # operator for these is not needed.
     longest: Tensor | None
-    spans: SpanBatches = field(default_factory=SpanBatches)
     # On a GPU: by token of the stream the places in `keys` where it stands.
     readers: Readers | None = None
 
@@ -69,8 +67,6 @@ class PrefixTree:
             )
         if self.own is None:
             return self._attend_by_part(query, key, value, scale, variant)
-        if variant is PLAIN and query.device.type == "cpu" and query.dtype.itemsize >= 4 and bound <= LONGEST:
-            return self.spans.attend(query, key, value, self.cu_query, cu_key, self.keys, chosen)
         places = (self.keys, self.own)
         return packed_attention(query, key, value, self.whole, scale=scale, variant=variant, places=places)
 

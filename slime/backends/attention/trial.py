@@ -5,7 +5,7 @@ pass only: a trial costs a second, a wrong gradient costs a run.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -63,22 +63,32 @@ def why_wrong(operator: Operator, ratio: int, width: int, device: torch.device) 
     query, key, value = parts = _inputs(ratio, width, device)
     bounds = torch.tensor([0, *_LENGTHS]).cumsum(0)
     scale = 1.5 * width**-0.5  # not the usual one: an operator that passes over it must be seen
-    try:
+
+    def found() -> Sequence[Tensor]:
         out, _ = operator(query, key, value, bounds.to(device, torch.int32), bounds, scale)
-        found = [out, *torch.autograd.grad(out.float().square().sum(), parts)]
+        return out, *torch.autograd.grad(out.float().square().sum(), parts)
+
+    def expected() -> Sequence[Tensor]:
+        documents = zip(*(torch.split(x, list(_LENGTHS)) for x in parts), strict=True)
+        out = torch.cat([_plain(q, k, v, scale) for q, k, v in documents])
+        return out, *torch.autograd.grad(out.float().square().sum(), parts)
+
+    return why_apart(found, expected)
+
+
+def why_apart(found: Callable[[], Sequence[Tensor]], expected: Callable[[], Sequence[Tensor]]) -> str | None:
+    """Compare outputs and gradients of query, key and value; the results are those of `why_wrong`."""
+    try:
+        results = found()
     except NotInstalled:
         return ""
     except Exception as error:  # whatever a package raises on a shape or device it cannot take is the reason
         return f"it failed on a small batch ({type(error).__name__}: {error})"
-    documents = zip(*(torch.split(x, list(_LENGTHS)) for x in parts), strict=True)
-    plain = torch.cat([_plain(q, k, v, scale) for q, k, v in documents])
-    expected = [plain, *torch.autograd.grad(plain.float().square().sum(), parts)]
-    for what, a, b in zip(
-        ("output", "query gradient", "key gradient", "value gradient"), found, expected, strict=True
-    ):
-        apart = ((a - b).float().norm() / b.float().norm()).item()
+    names = ("output", "gradient of the query", "gradient of the key", "gradient of the value")
+    for name, a, b in zip(names, results, expected(), strict=True):
+        apart = ((a.float() - b.float()).norm() / b.float().norm()).item()
         if not apart < _TOLERANCE:
-            return f"its {what} is off by {apart:.2g} of the norm on a small batch"
+            return f"its {name} is off by {apart:.2g} of the norm on a small batch"
     return None
 
 

@@ -70,7 +70,6 @@ class Family:
     model_type: str
     settings: Callable[[Any], dict[str, Any]]
     rules: tuple[Rule, ...]
-    ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)  # in checkpoints, not parameters
     # Where checkpoints keep MTP heads, which are built only if they train, and else saved as they were read.
     mtp_prefix: str | None = None
     mtp_rules: tuple[Rule, ...] = ()  # for what an MTP head has besides a decoder layer

@@ -46,6 +46,7 @@ from slime.backends.fsdp.scalar_model import PackedLM, PackedScalarLM
 from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.shared.checkpoint_errors import plain_errors
+from slime.backends.shared.draw_weights import draw_weights
 from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
 from slime.backends.shared.placed_adam import PlacedAdamW, local
@@ -138,7 +139,7 @@ class FSDPBackend(TrainerBase):
         storage = torch.device("cpu") if args.fsdp_cpu_offload else self.device
         loading.allocate(model, storage, compute=self.device)
         if path is None:
-            loading.fill_randomly(model.lm, args.seed)
+            draw_weights(loading.saved_tensors(model.lm), args.seed)
         else:
             loading.fill(model.lm, path, known)
         model.eval()

@@ -139,18 +139,6 @@ def _fill_from_torch_dist(lm: HFModel, wanted: dict[str, Tensor], folder: TorchD
         write_part(tensor, folder.read(hub_name(name)).__getitem__)
 
 
-@torch.no_grad()
-def fill_randomly(lm: HFModel, seed: int) -> None:
-    """Weights as at the start of a training from nothing, where only the shapes matter."""
-    for name, tensor in saved_tensors(lm):
-        own = local(tensor)
-        if tensor.ndim > 1:
-            generator = torch.Generator(own.device).manual_seed(seed + len(name))
-            own.normal_(0.0, 0.02, generator=generator)
-        else:
-            own.fill_(0.0 if name.endswith("bias") else 1.0)
-
-
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """A tensor of a file: its shape, and the reader of a region of it."""

@@ -39,7 +39,6 @@ from slime.backends.megatron.modules import lora
 from slime.backends.megatron.modules.builder import build_chunks, wrap_for_training
 from slime.backends.megatron.modules.compiled import compile_layers, should_compile
 from slime.backends.megatron.modules.model import ModelCall
-from slime.backends.megatron.modules.random_weights import draw_weights
 from slime.backends.megatron.modules.routing import (
     RecordedByBatch,
     RoutingPlan,
@@ -54,6 +53,7 @@ from slime.backends.megatron.teacher import TeacherModel, critic_args, output_ma
 from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.weights import HubWeights, SharedOut
 from slime.backends.shared.checkpoint_errors import plain_errors
+from slime.backends.shared.draw_weights import draw_weights
 from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
 from slime.backends.shared.placed_adam import MomentPlan
@@ -108,7 +108,7 @@ class MegatronBackend(TrainerBase):
         freeze(args, self.hub.entries)
         # Before the optimizer: its fp32 copies are taken from the parameters.
         if random_weights:
-            draw_weights(chunks, args.seed)
+            draw_weights((pair for chunk in chunks for pair in chunk.named_parameters()), args.seed)
         else:
             self._fill(args.start_from)
         self.adapters: SharedOut | None = None  # with --lora-rank

@@ -260,8 +260,7 @@ class HubWeights(SharedOut):
         own: list[set[str]] = [set()] * dist.get_world_size()
         dist.all_gather_object(own, {name for entry in self.entries for name in entry.hub})
         wanted: set[str] = set().union(*own)
-        ignored = [re.compile(pattern) for pattern in self._family.ignored]
-        extra = {name for name in present - wanted if not any(p.fullmatch(name) for p in ignored)}
+        extra = {name for name in present - wanted if not name.endswith("rotary_emb.inv_freq")}
         extra -= self._mtp_tensors(extra)
         if self._tied or self._scalar_seed is not None:
             extra.discard("lm_head.weight")

@@ -261,12 +261,10 @@ class TrainerBase(ABC):
     def has_weights(self, tag: str) -> bool:
         return tag in self.copies
 
-    def export(
-        self, dtype: torch.dtype | None = None, *, weights: str = LIVE, bucket_bytes: int | None = None
-    ) -> Iterator[Bucket]:
+    def export(self, dtype: torch.dtype | None = None, *, weights: str = LIVE) -> Iterator[Bucket]:
         """Buckets of (hub name, full tensor); a collective. Tensors are valid until the next bucket."""
         with self.copies.active(weights):
-            yield from self._buckets(bucket_bytes or self.args.update_weight_buffer_size, dtype)
+            yield from self._buckets(self.args.update_weight_buffer_size, dtype)
 
     @abstractmethod
     def _buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:

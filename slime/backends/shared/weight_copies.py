@@ -36,9 +36,6 @@ class WeightCopies:
         # Pinned on GPU machines, so that swapping runs at bus speed.
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
 
-    def drop(self, tag: str) -> None:
-        self._copies.pop(tag, None)
-
     @contextmanager
     def active(self, tag: str) -> Iterator[None]:
         """The live model holds the weights of `tag` inside the block, and its own again after it."""

@@ -108,8 +108,8 @@ WRONG = {
     FakeThatIgnoresTheScale: "its output is off by",
     FakeWithAWrongGradient: "its gradient of the key is off by",
     FakeWithNotANumber: "its output is off by nan",
-    FakeThatRaises: r"it failed on a small packed batch \(Exception: No dot product attention support",
-    FakeOfHalfTheWidth: "it failed on a small packed batch",
+    FakeThatRaises: r"it failed on a small batch \(Exception: No dot product attention support",
+    FakeOfHalfTheWidth: "it failed on a small batch",
 }
 
 

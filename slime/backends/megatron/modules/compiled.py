@@ -47,8 +47,8 @@ def should_compile(args: Args, config: TransformerConfig, device: torch.device) 
     return bool(args.compile) or (device.type == "cuda" and config.hidden_size >= _FROM_WIDTH)
 
 
-def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, device: torch.device) -> int:
-    """Replace the forward of every plain layer by compiled functions; returns their number."""
+def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, device: torch.device) -> None:
+    """Replace the forward of every plain layer by compiled functions."""
     if device.type == "cuda":
         packed_documents.prepare(config.num_attention_heads // config.num_query_groups, config.kv_channels)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
@@ -69,13 +69,10 @@ def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, devic
         hidden, normed = attention(layer, hidden_states[:, 0], stream.cos, stream.sin, stream.documents)
         return (hidden[:, None] + layer.mlp(normed[:, None])[0]), None
 
-    count = 0
     for module in (module for chunk in chunks for module in chunk.modules()):
         if is_plain(module):
             routed = isinstance(module, RoutedLayer)
             module.forward = types.MethodType(run_routed if routed else run_dense, module)
-            count += 1
-    return count
 
 
 def is_plain(module: nn.Module) -> bool:

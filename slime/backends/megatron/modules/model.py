@@ -25,7 +25,6 @@ class ModelCall:
 
     temperature: float
     chunk_size: int = -1
-    memory_gib: float = 0.0
     entropy: bool = False
     logits: bool = False
     at_head: HeadFunction | None = None
@@ -112,7 +111,6 @@ class PackedGPTModel(GPTModel):
             vocab_size=self.real_vocab_size,
             temperature=call.temperature,
             chunk_size=call.chunk_size,
-            memory_gib=call.memory_gib,
             with_entropy=call.entropy,
             nucleus=stream.nucleus,
         )

@@ -122,14 +122,12 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     chunk_size: int = -1,
     with_entropy: bool = False,
-    memory_gib: float = 0.0,
     nucleus: Nucleus | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies [T], the same on all ranks of `group`; `weight` [V / size, H] is a slice.
 
     The gradient of `hidden` is this rank's part: the caller sums it over the ranks. Rows at or above
-    `vocab_size` pad. `memory_gib` is for logits kept for the backward pass, where one rank has the whole
-    vocabulary. `nucleus`: of T rows, over whose ids each softmax goes; None: over all.
+    `vocab_size` pad. `nucleus`: of T rows, over whose ids each softmax goes; None: over all.
     """
     if group.size() == 1 and weight.shape[0] == vocab_size:
         return chunked_log_probs(
@@ -139,7 +137,6 @@ def vocab_parallel_log_probs(
             temperature=temperature,
             chunk_size=chunk_size,
             with_entropy=with_entropy,
-            memory_gib=memory_gib,
             nucleus=nucleus,
         )
     if hidden.shape[0] == 0:
