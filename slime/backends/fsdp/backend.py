@@ -43,13 +43,13 @@ from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, reshard, shard
 from slime.backends.fsdp.optimizer import build_optimizer
 from slime.backends.fsdp.scalar_model import PackedLM, PackedScalarLM
-from slime.backends.fsdp.trainable import choose_trainable
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.shared.checkpoint_errors import plain_errors
 from slime.backends.shared.draw_weights import draw_weights
 from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
 from slime.backends.shared.placed_adam import PlacedAdamW, local
+from slime.backends.shared.trainable import freeze
 from slime.backends.shared.trainer_base import TrainerBase
 from slime.backends.shared.trainer_folder import is_checkpoint, read_manifest
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
@@ -83,7 +83,9 @@ class FSDPBackend(TrainerBase):
         self.save_group: dist.ProcessGroup | None = None  # set by the first such save
         self.model = self._build_model()
         self.hf_config = self.model.lm.config
-        choose_trainable(args, self.model.lm)
+        freeze(args, [((name,), parameter) for name, parameter in self.model.lm.named_parameters()])
+        if args.freeze_vision_tower:
+            vision.freeze_tower(self.model.lm)
         lora.add_adapters(args, self.model.lm)
         self._set_costs(self.hf_config, self.model.lm.parameters())
         self.experts = ExpertWatch(self.model.lm, balance_coefficient(args, self.model.lm))

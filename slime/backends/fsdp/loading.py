@@ -9,8 +9,7 @@ and broadcast tensor by tensor.
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,11 +23,11 @@ from slime.backends.fsdp import families, vision
 from slime.backends.fsdp.hf_export import hub_shapes
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
+from slime.backends.shared.hub_folder import CheckpointFolder
 from slime.backends.shared.placed_adam import local
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
 from slime.utils.files.safetensors_files import files_by_tensor, model_files
 from slime.utils.files.torch_dist_folder import is_torch_dist
-from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_part
 from slime.utils.models.fp8_config import block_size_of
 from slime.utils.models.hub_names import folder_of, is_converted, saved_tensors
 
@@ -100,96 +99,38 @@ def fill(lm: HFModel, path: str | Path, known: dict[str, Tensor] | None = None) 
     for name, tensor in saved_tensors(lm):
         if name in known:
             write_part(tensor, known[name].__getitem__)
+    folder: TorchDistFolder | CheckpointFolder | None = None
     if is_torch_dist(path):
-        with TorchDistFolder(path, lm.config) as folder:
-            lm.hub_names = frozenset(folder.names)
-            _fill_from_torch_dist(lm, wanted, folder)
+        folder = TorchDistFolder(path, lm.config)
+        lm.hub_names = frozenset(folder.names)
+        expected = hub_shapes(lm.config)
+        if "lm_head.weight" not in map(hub_name, wanted):
+            expected.pop("lm_head.weight", None)  # another head has its place
+        check_fit(folder, expected)
+    else:
+        lm.hub_names = frozenset(files_by_tensor(folder_of(str(path))))
+        files = model_files(Path(path))
+        if files and all(file.is_file() for file in files):
+            folder = CheckpointFolder(path)
+    if folder is None or is_converted(lm) or any(hub_name(name) not in folder.names for name in wanted):
+        _broadcast(lm, wanted, folder if isinstance(folder, TorchDistFolder) else path)
         return
-    lm.hub_names = frozenset(files_by_tensor(folder_of(str(path))))
-    with ExitStack() as stack:
-        source = None if is_converted(lm) else _open_files(Path(path), stack)
-        if source is None or any(hub_name(name) not in source for name in wanted):
-            _broadcast(lm, wanted, path)
-            return
-        _check_shapes(wanted, {name: reader.shape for name, reader in source.items()}, path)
-        for name, tensor in wanted.items():
-            write_part(tensor, source[hub_name(name)].read)
+    _check_shapes(wanted, folder, path)
+    for name, tensor in wanted.items():
+        write_part(tensor, functools.partial(folder.read, hub_name(name)))
 
 
-def _check_shapes(wanted: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], path: str | Path) -> None:
+def _check_shapes(
+    wanted: dict[str, Tensor], folder: TorchDistFolder | CheckpointFolder, path: str | Path
+) -> None:
     """ValueError where a file's tensor has another size: a part of a larger one would pass for the whole."""
     for name, tensor in wanted.items():
-        held, built = shapes[hub_name(name)], tuple(tensor.shape)
+        held, built = tuple(folder.shape(hub_name(name))), tuple(tensor.shape)
         if held != built:
             raise ValueError(
                 f"{path}: {hub_name(name)} is {held} in its file, but {built} by config.json: the "
                 "configuration and the weights are of different models; copy both again."
             )
-
-
-def _fill_from_torch_dist(lm: HFModel, wanted: dict[str, Tensor], folder: TorchDistFolder) -> None:
-    expected = hub_shapes(lm.config)
-    if "lm_head.weight" not in map(hub_name, wanted):
-        expected.pop("lm_head.weight", None)  # another head has its place
-    check_fit(folder, expected)
-    if is_converted(lm):
-        _broadcast(lm, wanted, folder)
-        return
-    for name, tensor in wanted.items():
-        write_part(tensor, folder.read(hub_name(name)).__getitem__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of a file: its shape, and the reader of a region of it."""
-
-    shape: tuple[int, ...]
-    read: Reader
-
-
-def _open_files(folder: Path, stack: ExitStack) -> dict[str, _Stored] | None:
-    """Name -> tensor, over all safetensors files of a folder; None where there are none."""
-    from safetensors import safe_open  # with transformers, only needed where a model is loaded
-
-    files = model_files(folder)
-    if not files or not all(file.is_file() for file in files):
-        return None
-    stored: dict[str, _Stored] = {}
-    for path in files:
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        for key in file.keys():  # noqa: SIM118 - not a dict
-            shape = tuple(file.get_slice(key).get_shape())
-            stored[key] = _Stored(shape, functools.partial(_read_region, file, key))
-    return _dequantizing(stored, block_size_of(folder))
-
-
-def _read_region(file: Any, key: str, region: tuple[slice, ...]) -> Tensor:
-    part: Tensor = file.get_slice(key)[region]
-    return part
-
-
-def _dequantizing(stored: dict[str, _Stored], block: tuple[int, int] | None) -> dict[str, _Stored]:
-    """Readers of the weights that FP8 values and their factors stand for; the others as they are."""
-    scales = {
-        key.removesuffix(SCALE_SUFFIX): held.read
-        for key, held in stored.items()
-        if key.endswith(SCALE_SUFFIX)
-    }
-    if block is None or not scales:
-        return stored
-
-    def dequantizing(read: Reader, read_scale: Reader) -> Reader:
-        def of_region(region: tuple[slice, ...]) -> Tensor:
-            whole = (slice(None), slice(None))
-            return dequantize_part(read(region), read_scale(whole), block, (region[0].start, region[1].start))
-
-        return of_region
-
-    plain = {key: held for key, held in stored.items() if not key.endswith(SCALE_SUFFIX)}
-    return {
-        key: replace(held, read=dequantizing(held.read, scales[key])) if key in scales else held
-        for key, held in plain.items()
-    }
 
 
 def write_part(target: Tensor, read: Reader) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.algorithms.expert_balance import load_metrics
 from slime.arguments import Args
@@ -50,13 +50,13 @@ from slime.backends.megatron.modules.te_attention import choose_attention
 from slime.backends.megatron.modules.vocab_parallel import VocabSlice
 from slime.backends.megatron.passes import Passes
 from slime.backends.megatron.teacher import TeacherModel, critic_args, output_matrix_of
-from slime.backends.megatron.trainable import freeze
 from slime.backends.megatron.weights import HubWeights, SharedOut
 from slime.backends.shared.checkpoint_errors import plain_errors
 from slime.backends.shared.draw_weights import draw_weights
 from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
 from slime.backends.shared.placed_adam import MomentPlan
+from slime.backends.shared.trainable import freeze
 from slime.backends.shared.trainer_base import TrainerBase
 from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
@@ -105,7 +105,8 @@ class MegatronBackend(TrainerBase):
             tied=bool(self.hf_config.tie_word_embeddings),
             scalar_seed=args.seed if self.is_scalar else None,
         )
-        freeze(args, self.hub.entries)
+        entries = [entry for entry in self.hub.entries if isinstance(entry.parameter, nn.Parameter)]
+        freeze(args, [(entry.hub, entry.parameter) for entry in entries])
         # Before the optimizer: its fp32 copies are taken from the parameters.
         if random_weights:
             draw_weights((pair for chunk in chunks for pair in chunk.named_parameters()), args.seed)

@@ -235,9 +235,9 @@ class HubWeights(SharedOut):
     @torch.no_grad()
     def load(self, path: str | Path, hf_config: Any) -> None:
         """Read an HF folder (or hub id), or a torch_dist folder of such a model, into the parameters."""
-        with TorchDistFolder(path, hf_config) if is_torch_dist(path) else CheckpointFolder(path) as folder:
-            self._check_names(folder.names, folder.path)
-            wrong = [text for entry in self.entries for text in self._load_entry(entry, folder)]
+        folder = TorchDistFolder(path, hf_config) if is_torch_dist(path) else CheckpointFolder(path)
+        self._check_names(folder.names, folder.path)
+        wrong = [text for entry in self.entries for text in self._load_entry(entry, folder)]
         if wrong:
             raise ValueError(f"{path} is of another shape than its config says: {_list(wrong)}.")
 

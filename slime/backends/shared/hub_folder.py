@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from slime.utils.files.safetensors_files import files_by_tensor
+from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_part
+from slime.utils.models.fp8_config import block_size_of
 
 
 class CheckpointFolder:
@@ -21,31 +23,40 @@ class CheckpointFolder:
         self._files = files_by_tensor(self.path)
         if not self._files:
             raise ValueError(
-                f"{self.path} holds no model.safetensors and no index of several: the Megatron backend reads "
+                f"{self.path} holds no model.safetensors and no index of several: weights are read from "
                 "safetensors; save the model again with save_pretrained."
             )
         self._open: dict[str, Any] = {}
 
-    def __enter__(self) -> "CheckpointFolder":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.clear()
+        self._block = block_size_of(self.path)
 
     @property
     def names(self) -> set[str]:
-        return set(self._files)
+        if self._block is None:
+            return set(self._files)
+        return {name for name in self._files if not name.endswith(SCALE_SUFFIX)}
 
-    def read(self, name: str) -> Tensor:
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._stored(name).get_shape())
+
+    def read(self, name: str, region: tuple[slice, ...] | None = None) -> Tensor:
+        """Return a tensor, or a region of it; FP8 values in blocks become what they stand for, in fp32."""
+        region = region or tuple(slice(0, size) for size in self.shape(name))
+        tensor: Tensor = self._stored(name)[region]
+        if self._block is not None and name + SCALE_SUFFIX in self._files:
+            scale = self._stored(name + SCALE_SUFFIX)[:]
+            return dequantize_part(tensor, scale, self._block, (region[0].start, region[1].start))
+        if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+            raise ValueError(
+                f"{name} in {self.path} is {tensor.dtype}: such a checkpoint cannot be trained; use one "
+                "in 16 or 32 bits."
+            )
+        return tensor
+
+    def _stored(self, name: str) -> Any:
         from safetensors import safe_open  # with transformers, only needed here
 
         file = self._files[name]
         if file not in self._open:
             self._open[file] = safe_open(self.path / file, framework="pt")
-        tensor = self._open[file].get_tensor(name)
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"{name} in {self.path} is {tensor.dtype}: quantised checkpoints cannot be trained; use the "
-                "16- or 32-bit one."
-            )
-        return tensor
+        return self._open[file].get_slice(name)

@@ -68,12 +68,6 @@ class TorchDistFolder:
             )
         self._last: tuple[tuple[str, ...], list[Tensor]] = ((), [])
 
-    def __enter__(self) -> "TorchDistFolder":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._last = ((), [])
-
     @property
     def names(self) -> set[str]:
         return set(self._parts)
@@ -81,13 +75,13 @@ class TorchDistFolder:
     def is_mtp_head(self, name: str) -> bool:
         return self._mtp is not None and bool(self._mtp.fullmatch(name))
 
-    def read(self, name: str) -> Tensor:
-        """Return the whole tensor of a hub name; tensors that share a parameter are read together, once."""
+    def read(self, name: str, region: tuple[slice, ...] | None = None) -> Tensor:
+        """Return a tensor, or a region of it; tensors that share a parameter are read together, once."""
         rule, hub, parts = self._parts[name]
         if self._last[0] != hub:
             whole = torch.cat([read_slice(self.path, part.tensor, part.index) for part in parts])
             self._last = hub, self._split(rule, hub, whole)
-        return self._last[1][hub.index(name)]
+        return self._last[1][hub.index(name)][region or ()]
 
     def shape(self, name: str) -> torch.Size:
         """The shape of what `read` returns, without reading it."""

@@ -44,9 +44,9 @@ def write(source: Path, target: Path, hf_config: Any) -> None:
     staging = target.with_name(target.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     (staging / RELEASE).mkdir(parents=True)
-    with CheckpointFolder(source) as folder:
-        planner = _Planner(_plan(folder, hf_config), folder, dims_of(hf_config))
-        save({}, storage_writer=FileSystemWriter(staging / RELEASE), planner=planner, no_dist=True)
+    folder = CheckpointFolder(source)
+    planner = _Planner(_plan(folder, hf_config), folder, dims_of(hf_config))
+    save({}, storage_writer=FileSystemWriter(staging / RELEASE), planner=planner, no_dist=True)
     # What Megatron asks of a folder before it looks for tensors.
     kinds = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {f"{name}_version": 1 for name in kinds}
