@@ -165,25 +165,24 @@ def _split_step(
     cost: Callable[[int], float],
 ) -> list[list[list[int]]]:
     sizes = [_unit_size(unit, lengths, prompt_sizes) for unit in units]
-    everything = list(range(len(units)))
-    if args.balance_data or args.balance_by_flops:
-        costs = [sum(cost(lengths[p]) for p in unit) for unit in units]
-        shares = balance(costs, dp_size)
-        ranks = [_pack(args, share, sizes, len(units[0]), cp_size) for share in shares]
-        count = max(len(bins) for bins in ranks)
-        ranks = [split_largest(bins, sizes, count) for bins in ranks]
-        if args.use_dynamic_batch_size:
-            works = costs if args.balance_by_flops else sizes
-            ranks = [_even_bins(bins, works, sizes, _token_budget(args, cp_size)) for bins in ranks]
+    costs = [sum(cost(lengths[p]) for p in unit) for unit in units]
+    balances, cap = args.balance_data or args.balance_by_flops, _token_budget(args, cp_size)
+    shares = balance(costs, dp_size) if balances else [list(range(len(units)))]
+    samples = max(1, args.micro_batch_size // len(units[0]))
+    packed = [_pack(share, sizes, cap, samples) for share in shares]
+    longest = max(len(bins) for bins in packed)
+    target = longest if balances else -(-longest // dp_size) * dp_size
+    if balances or cap:
+        packed = [split_largest(bins, sizes, target) for bins in packed]
+    if cap:
+        works = costs if args.balance_by_flops else sizes
+        packed = [_even_bins(bins, works, sizes, cap) for bins in packed]
+    if balances:
         # Ranks wait for each other at every micro-batch: the heaviest of each meet.
-        ranks = [sorted(bins, key=lambda members: -sum(costs[unit] for unit in members)) for bins in ranks]
+        ranks = [sorted(bins, key=lambda members: -sum(costs[unit] for unit in members)) for bins in packed]
     else:
-        bins = _pack(args, everything, sizes, len(units[0]), cp_size)
-        if args.use_dynamic_batch_size:
-            bins = split_largest(bins, sizes, -(-len(bins) // dp_size) * dp_size)
-            bins = _even_bins(bins, sizes, sizes, _token_budget(args, cp_size))
-        ranks = [bins[rank::dp_size] for rank in range(dp_size)]
-        count = max(len(bins) for bins in ranks)
+        ranks = [packed[0][rank::dp_size] for rank in range(dp_size)]
+    count = max(len(bins) for bins in ranks)
     # By length within a micro-batch: attention then meets its short documents in one run.
     ordered = [[sorted(members, key=lambda unit: sizes[unit]) for members in bins] for bins in ranks]
     as_positions = [[[p for unit in members for p in units[unit]] for members in bins] for bins in ordered]
@@ -205,20 +204,18 @@ def _even_bins(
     return even if fits and all(even) else bins
 
 
-def _pack(
-    args: Flags, positions: list[int], lengths: Sequence[int], samples_per_unit: int, cp_size: int
-) -> list[list[int]]:
-    """Bins of units; `positions` and `lengths` are theirs."""
-    if not positions:
-        return []
-    if args.use_dynamic_batch_size:
-        bins = pack_first_fit([lengths[p] for p in positions], _token_budget(args, cp_size))
-        return [[positions[i] for i in members] for members in bins]
-    size = max(1, args.micro_batch_size // samples_per_unit)
-    return [positions[start : start + size] for start in range(0, len(positions), size)]
+def _pack(units: list[int], sizes: Sequence[int], cap: int, samples: int) -> list[list[int]]:
+    """Bins of units: up to `cap` tokens each, or, where that is 0, of `samples` units."""
+    if cap:
+        bins = pack_first_fit([sizes[unit] for unit in units], cap)
+        return [[units[i] for i in members] for members in bins]
+    return [units[start : start + samples] for start in range(0, len(units), samples)]
 
 
 def _token_budget(args: Flags, cp_size: int) -> int:
+    """Tokens of a micro-batch over the ranks of a replica; 0: micro-batches of equal numbers of samples."""
+    if not args.use_dynamic_batch_size:
+        return 0
     if not args.max_tokens_per_gpu:
         raise ValueError(
             "--use-dynamic-batch-size packs micro-batches up to a token budget: set it with "

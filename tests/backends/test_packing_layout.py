@@ -24,7 +24,7 @@ from slime.batch.convert import samples_to_batch
 
 @pytest.mark.parametrize(
     "operator",
-    [long_documents.attend, prefix_operator._forward, flash4.attend, experts_operator._forward],
+    [long_documents.attend, prefix_operator.attend, flash4.attend, experts_operator._forward],
 )
 def test_selective_recomputation_keeps_our_own_operators_by_their_names(operator):
     assert operator._name in layer_execution._KEPT_OPERATORS

@@ -80,4 +80,4 @@ def _backward(
 
 
 # One sum per head and token.
-attend = packed_operator("flash4_attention", _forward, _backward, lambda query, _bounds: query.shape[1::-1])
+attend = packed_operator("flash4_attention", _forward, _backward, lambda query, *_: query.shape[1::-1])

@@ -174,5 +174,8 @@ def _no_dropout(device: torch.device) -> Tensor:
 
 
 attend = packed_operator(
-    "packed_attention", _forward, _backward, lambda query, bounds: (_statistics_size(query, bounds),)
+    "packed_attention",
+    _forward,
+    _backward,
+    lambda query, key, value, cu_seqlens, bounds, scale: (_statistics_size(query, bounds),),
 )

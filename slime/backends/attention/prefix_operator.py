@@ -6,11 +6,12 @@ one pass that reads each once. Left to autograd it is a sum over heads and an ad
 as long as attention does.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from slime.backends.attention.attention_operator import packed_operator
 from slime.backends.attention.prefix_passes import Bounds, Passes, passes_for
 
 
@@ -21,7 +22,6 @@ class Readers(NamedTuple):
     ends: Tensor  # [T + 1] int32
 
 
-@torch.library.custom_op("slime::prefix_attention", mutates_args=())
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -40,14 +40,6 @@ def _forward(
     return out, sums.flatten()
 
 
-@_forward.register_fake
-def _(query: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    tokens, heads, _width = query.shape
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    return out, query.new_empty(heads * tokens, dtype=torch.float32)
-
-
-@torch.library.custom_op("slime::prefix_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     query: Tensor,
@@ -72,46 +64,17 @@ def _backward(
     return grad_query, grad_key, grad_value
 
 
-@_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *layout, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output, *layout)
-
-
-def _differentiate(ctx: Any, grad: Tensor, _grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.scale), *[None] * 7
-
-
-_forward.register_autograd(_differentiate, setup_context=_keep)
-
-
 def _passes(query: Tensor, key: Tensor) -> Passes:
     return passes_for(query.shape[1], key.shape[1], query.shape[2], query.dtype, query.device)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    readers: Tensor,
-    reader_ends: Tensor,
-    cu_query: Tensor,
-    cu_key: Tensor,
-    longest: Tensor,
-    scale: float,
-) -> Tensor:
-    """[T, H, D]: part i of the stream, queries from cu_query[i] on, reads `keys` from cu_key[i] on.
-
-    `keys` [S] are places in the stream; `readers` [S] are the places in `keys` in the order of the tokens
-    that stand there, those of token t up to `reader_ends`[t + 1]. `longest`, on the host, is how many keys a
-    part has at most: a tensor, because layers would be compiled again for each value of a number.
-    """
-    return _forward(query, key, value, keys, readers, reader_ends, cu_query, cu_key, longest, scale)[0]
+# [T, H, D]: part i of the stream, queries from cu_query[i] on, reads `keys` from cu_key[i] on. `keys` [S] are
+# places in the stream; `readers` [S] are the places in `keys` in the order of the tokens that stand there,
+# those of token t up to `reader_ends`[t + 1]. `longest`, on the host, is the largest number of keys of a part:
+# a tensor, because layers would be compiled again for each value of a number.
+attend = packed_operator(
+    "prefix_attention", _forward, _backward, lambda query, *_: (query.shape[0] * query.shape[1],)
+)
 
 
 def readers_of(keys: Tensor, tokens: int) -> Readers:

@@ -60,7 +60,7 @@ class PrefixTree:
             if self.readers is not None and variant is PLAIN and value.shape[-1] == query.shape[-1]:
                 assert self.longest is not None, "readers are made where it is known"
                 layout = (self.keys, *self.readers, self.cu_query, cu_key, self.longest)
-                return prefix_operator.attend(query, key, value, *layout, chosen)
+                return prefix_operator.attend(query, key, value, *layout, chosen)[0]
             key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
             return kernel(
                 query, key, value, self.cu_query, cu_key, bound, bound, scale, window=variant.window

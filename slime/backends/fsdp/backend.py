@@ -83,6 +83,7 @@ class FSDPBackend(TrainerBase):
         self.save_group: dist.ProcessGroup | None = None  # set by the first such save
         self.model = self._build_model()
         self.hf_config = self.model.lm.config
+        self.has_experts = families.has_experts(self.hf_config.get_text_config())
         freeze(args, [((name,), parameter) for name, parameter in self.model.lm.named_parameters()])
         if args.freeze_vision_tower:
             vision.freeze_tower(self.model.lm)
@@ -189,7 +190,7 @@ class FSDPBackend(TrainerBase):
             for mb, share in [self._send(mb, self.model, loss) for mb in mbs]:
                 copies = None if share is None else share.copies
                 # An expert whose tokens all are of such a micro-batch would have no gradient instead of 0.
-                learns = mb.learns or families.has_experts(self.model.lm.config.get_text_config())
+                learns = mb.learns or self.has_experts
                 with self.experts.listening(mb, copies), torch.set_grad_enabled(learns):
                     out = self._forward(
                         mb, share, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head
@@ -222,7 +223,7 @@ class FSDPBackend(TrainerBase):
         That is a stream in which samples share prefixes, this rank's part under context parallelism, or both.
         """
         # The balance of experts is measured over all tokens.
-        counted = families.has_experts(model.lm.config.get_text_config())
+        counted = self.has_experts
         shares = self._shares_prefixes(mb, model, loss)
         prefixes = PrefixShare.of(mb, all_tokens=counted) if shares else None
         if model is self.model and mb.positions:

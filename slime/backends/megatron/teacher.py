@@ -70,26 +70,17 @@ def critic_args(args: Args) -> Args:
 
 
 def _for_model(args: Args, hf_config: Any) -> Args:
-    args = _without_model_flags(args, hf_config)
-    return args if "num_moe_experts" in family_of(hf_config).settings(hf_config) else _without_experts(args)
-
-
-def _without_model_flags(args: Args, hf_config: Any) -> Args:
-    """`args` without flags that describe the policy's architecture: a teacher has its own."""
+    """`args` for a model that is not the policy: without flags that describe the policy's architecture."""
     described = architecture(hf_config)
     fields = {name: value for name, value in args.megatron_config.items() if name not in described}
-    return args.replace(megatron_config=fields)
-
-
-def _without_experts(args: Args) -> Args:
-    """`args` without the flags of a mixture of experts, which the policy is and this teacher is not."""
-    given = args.megatron_config.items()
+    if "num_moe_experts" in family_of(hf_config).settings(hf_config):
+        return args.replace(megatron_config=fields)
     return args.replace(
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=1,
         use_routing_replay=False,
         use_rollout_routing_replay=False,
-        megatron_config={name: value for name, value in given if not name.startswith("moe_")},
+        megatron_config={name: value for name, value in fields.items() if not name.startswith("moe_")},
     )
 
 

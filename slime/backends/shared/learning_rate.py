@@ -1,7 +1,6 @@
 """The learning rate of each optimizer step, from the flags: a warm-up, then constant, linear or cosine."""
 
 import math
-from typing import Any
 
 from slime.arguments import Args
 
@@ -21,10 +20,3 @@ def learning_rate(args: Args, step: int, decay_steps: int | None) -> float:
     progress = min((step - warmup) / max(decay_steps - warmup, 1), 1.0)
     share = 1.0 - progress if args.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return args.min_lr + (args.lr - args.min_lr) * share
-
-
-def set_rate(optimizer: Any, rate: float) -> tuple[float, ...]:
-    """Give every parameter group the rate; returns it per group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    return (rate,) * len(optimizer.param_groups)

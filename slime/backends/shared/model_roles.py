@@ -1,19 +1,13 @@
 """Decides which models a run needs in addition to the actor, and builds the settings of the critic."""
 
 import copy
-import logging
-from collections.abc import Callable
-from pathlib import Path
 
 from slime.arguments import Args, Flags
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.backends.shared import old_policy
-from slime.backends.shared.weight_copies import WeightCopies
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSSES
 from slime.utils.files.torch_dist_folder import is_torch_dist
-
-logger = logging.getLogger(__name__)
 
 
 def needs_reference(args: Flags) -> bool:
@@ -75,42 +69,7 @@ def critic_settings(args: Args) -> Args:
     return settings
 
 
-def load_critic(load: Callable[[Path], object], args: Args, path: Path) -> None:
-    """Load the critic that was saved with the actor in `path`; only --finetune may do without it."""
-    if (path / "critic").is_dir():
-        load(path / "critic")
-    elif args.finetune:
-        logger.warning(
-            "checkpoint %s has no critic: it starts from %s.", path, args.critic_load or args.hf_checkpoint
-        )
-    else:
-        raise ValueError(
-            f"checkpoint {path} has no critic, but --advantage-estimator {args.advantage_estimator} trains "
-            "one: resume with the estimator it was saved with, or take only its weights with --finetune."
-        )
-
-
 def moving_copies(args: Args) -> tuple[str, ...]:
     """Tags of the copies that change during the run, which a checkpoint has to store."""
     reference = ("ref",) if args.ref_update_interval else ()
     return (*reference, *(old_policy.TAGS if args.keep_old_actor else ()))
-
-
-def save_copies(args: Args, copies: WeightCopies, path: Path, write: Callable[[Path], None]) -> None:
-    """Save each copy in a folder of its own in `path`; `write` saves what the live model holds then."""
-    for tag in moving_copies(args):
-        if tag in copies:
-            with copies.active(tag):
-                write(path / tag)
-
-
-def load_copies(args: Args, copies: WeightCopies, path: Path, read: Callable[[Path], None]) -> None:
-    """Load what `save_copies` wrote; `read` fills the live model. --finetune reads none."""
-    if args.finetune:
-        return
-    for tag in moving_copies(args):
-        if (path / tag).is_dir():
-            with copies.filling(tag):
-                read(path / tag)
-        elif tag in copies:
-            logger.warning("checkpoint %s has no weights %r: the run keeps its initial ones.", path, tag)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
@@ -28,19 +29,16 @@ from slime.backends.base import (
     has_update,
 )
 from slime.backends.shared import adapters, hf_folder
-from slime.backends.shared.learning_rate import learning_rate, set_rate
+from slime.backends.shared.learning_rate import learning_rate
 from slime.backends.shared.model_roles import (
     critic_settings,
-    load_copies,
-    load_critic,
+    moving_copies,
     needs_critic,
     needs_reference,
-    save_copies,
 )
 from slime.backends.shared.trainer_folder import (
     FORMAT_VERSION,
     MANIFEST,
-    check_content,
     check_optimizer,
     is_checkpoint,
     load_random_state,
@@ -48,7 +46,10 @@ from slime.backends.shared.trainer_folder import (
 )
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, Stream, pass_flops
+from slime.utils.files.step_folders import check_trainer_folder
 from slime.utils.machine import accelerator
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerBase(ABC):
@@ -175,12 +176,15 @@ class TrainerBase(ABC):
                 "in this batch."
             )
         started = time.perf_counter()
-        rates = set_rate(self.optimizer, learning_rate(self.args, self.step, self.decay_steps))
+        rate = learning_rate(self.args, self.step, self.decay_steps)
+        groups = self.optimizer.param_groups
+        for group in groups:
+            group["lr"] = rate
         applied = has_update(loss, denominators, metrics, grad_norm)
         if applied:
             self._apply(grad_norm)
             self.step += 1
-        return StepStats(metrics, grad_norm, rates, time.perf_counter() - started, applied)
+        return StepStats(metrics, grad_norm, (rate,) * len(groups), time.perf_counter() - started, applied)
 
     def reset_optimizer(self) -> None:
         """Reset the moments of actor and critic; learning-rate schedules continue."""
@@ -234,7 +238,8 @@ class TrainerBase(ABC):
         if not is_checkpoint(path):
             self.load_hf(path, weights=weights)
             return
-        check_content(Path(path))
+        # Before reading; each rank checks its share of the files.
+        check_trainer_folder(Path(path), share=(dist.get_rank(), dist.get_world_size()))
         with self.copies.filling(weights):
             self._check_model(Path(path))
             self._load_weights(Path(path) / self.state_folder)
@@ -306,7 +311,10 @@ class TrainerBase(ABC):
         path, with_optimizer = Path(path), not self.args.no_save_optim
         if self.critic is not None:
             self.critic.save(path / "critic")
-        save_copies(self.args, self.copies, path, self._save_weights)
+        for tag in moving_copies(self.args):
+            if tag in self.copies:
+                with self.copies.active(tag):
+                    self._save_weights(path / tag)
         path.mkdir(parents=True, exist_ok=True)
         self._save_state(path / self.state_folder, with_optimizer=with_optimizer)
         torch.save(random_state(), path / f"rng_{self.rank}.pt")
@@ -325,8 +333,13 @@ class TrainerBase(ABC):
         """Read a folder written by `save`, also under another layout; with --finetune only its weights."""
         path = Path(path)
         if self.critic is not None:
-            load_critic(self.critic.load, self.args, path)
-        load_copies(self.args, self.copies, path, self._load_weights)
+            self._load_critic(self.critic, path)
+        for tag in () if self.args.finetune else moving_copies(self.args):
+            if (path / tag).is_dir():
+                with self.copies.filling(tag):
+                    self._load_weights(path / tag)
+            elif tag in self.copies:
+                logger.warning("checkpoint %s has no weights %r: the run keeps its initial ones.", path, tag)
         manifest = self._check_model(path)
         with_optimizer = not (self.args.finetune or self.args.no_load_optim)
         if with_optimizer:
@@ -337,6 +350,20 @@ class TrainerBase(ABC):
             if not self.args.no_load_rng:
                 load_random_state(path / f"rng_{self.rank}.pt", self.rank)
         return manifest
+
+    def _load_critic(self, critic: Self, path: Path) -> None:
+        """Load the critic that was saved with the actor in `path`; only --finetune may do without it."""
+        args = self.args
+        if (path / "critic").is_dir():
+            critic.load(path / "critic")
+        elif args.finetune:
+            start = args.critic_load or args.hf_checkpoint
+            logger.warning("checkpoint %s has no critic: it starts from %s.", path, start)
+        else:
+            raise ValueError(
+                f"checkpoint {path} has no critic, but --advantage-estimator {args.advantage_estimator} "
+                "trains one: resume with the estimator it was saved with, or load it with --finetune."
+            )
 
     def finish_save(self, *, wait: bool) -> bool:
         """Whether the last save is complete on disk; `wait`: block until it is."""

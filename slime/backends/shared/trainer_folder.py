@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from slime.backends.shared.checkpoint_errors import unreadable_named
-from slime.utils.files.step_folders import check_trainer_folder
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +20,6 @@ MANIFEST = "trainer.json"
 def is_checkpoint(path: str | Path) -> bool:
     """Whether a trainer saved `path`; else it is an HF folder or a hub id."""
     return (Path(path) / MANIFEST).is_file()
-
-
-def check_content(path: Path) -> None:
-    """Refuse a checkpoint whose files differ from what was written, before reading it."""
-    # Each rank reads its share of the files.
-    check_trainer_folder(path, share=(dist.get_rank(), dist.get_world_size()))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -22,13 +22,8 @@ from slime.backends.shared.hub_folder import CheckpointFolder
 from slime.backends.torch_dist.keys import BRANCH_NORMS, FUSED_ATTENTION, FUSED_MLP, LATENT_NORMS
 from slime.utils.files.torch_dist_folder import CONFIG, RELEASE, TRACKER
 
-
-@dataclass(frozen=True, slots=True)
-class WeightsSource:
-    """What one piece of a stored tensor is made of."""
-
-    rule: Rule
-    hub: tuple[str, ...]
+# What a piece of a stored tensor is made of: hub names, by a rule.
+WeightsSource = tuple[Rule, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ def _plan(folder: CheckpointFolder, hf_config: Any) -> dict[str, Stored]:
             if set(hub) <= left:
                 left -= set(hub)
                 key, index, lengths = _place(rule, numbers, settings)
-                plan.setdefault(key, Stored({}, lengths)).sources[index] = WeightsSource(rule, hub)
+                plan.setdefault(key, Stored({}, lengths)).sources[index] = rule, hub
     if hf_config.tie_word_embeddings:
         plan.pop("output_layer.weight", None)
     mtp = family.mtp_pattern(dims)
@@ -146,6 +141,7 @@ class _Planner(DefaultSavePlanner):
         return self._whole(source).reshape(write_item.tensor_data.chunk.sizes)
 
     def _whole(self, source: WeightsSource, *, meta: bool = False) -> Tensor:
-        tensors = [self._folder.read(name) for name in source.hub]
+        rule, hub = source
+        tensors = [self._folder.read(name) for name in hub]
         tensors = [tensor.to("meta") for tensor in tensors] if meta else tensors
-        return to_local(source.rule.kind, tensors, self._dims, 1, 0).contiguous()
+        return to_local(rule.kind, tensors, self._dims, 1, 0).contiguous()
