@@ -141,7 +141,7 @@ def _measure(
     backend: Any, args: Args, step: Callable[[], None], options: argparse.Namespace, device: torch.device
 ) -> Record:
     parameters = list(backend.model.lm.parameters())
-    backend.optimizer = build_optimizer(args, backend.model.lm.named_parameters())
+    backend.optimizer = build_optimizer(args, backend.model.lm.parameters())
     free_memory(device)
     begun = time.perf_counter()
     step()  # creates the moments, and locks their pages

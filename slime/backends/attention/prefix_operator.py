@@ -70,8 +70,8 @@ def _passes(query: Tensor, key: Tensor) -> Passes:
 
 # [T, H, D]: part i of the stream, queries from cu_query[i] on, reads `keys` from cu_key[i] on. `keys` [S] are
 # places in the stream; `readers` [S] are the places in `keys` in the order of the tokens that stand there,
-# those of token t up to `reader_ends`[t + 1]. `longest`, on the host, is the largest number of keys of a part:
-# a tensor, because layers would be compiled again for each value of a number.
+# those of token t up to `reader_ends`[t + 1]. `longest`, on the host, is the most keys that a part has: a
+# tensor, because layers would be compiled again for each value of a number.
 attend = packed_operator(
     "prefix_attention", _forward, _backward, lambda query, *_: (query.shape[0] * query.shape[1],)
 )

@@ -90,12 +90,17 @@ class FSDPBackend(TrainerBase):
         lora.add_adapters(args, self.model.lm)
         self._set_costs(self.hf_config, self.model.lm.parameters())
         self.experts = ExpertWatch(self.model.lm, balance_coefficient(args, self.model.lm))
-        if args.share_prefix:  # a balance that flags ask for is known where micro-batches are made
-            families.refuse_to_share(
-                self.model.lm, self.experts.has_balance and not args.router_aux_loss_coef
+        # A balance that flags ask for is known where micro-batches are made.
+        balances = self.experts.has_balance and not args.router_aux_loss_coef
+        if args.share_prefix and (balances or not families.can_share_prefixes(self.model.lm)):
+            # Its micro-batches, which count a shared prompt once, would be too large.
+            raise ValueError(
+                f"--share-prefix: a {self.hf_config.model_type} cannot share what samples begin with: "
+                "its layers, or the even use of experts that its config asks for, need every sample whole; "
+                "remove it."
             )
         self.working = self._place(self.model, None if random_weights else self.start)
-        self.optimizer = build_optimizer(args, self.model.lm.named_parameters())
+        self.optimizer = build_optimizer(args, self.model.lm.parameters())
         self._host = HostMemory()
         self._reserve_host_memory()
         self.copies = WeightCopies(lambda: [local(p.data) for p in self.model.parameters()])

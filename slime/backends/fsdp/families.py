@@ -156,24 +156,6 @@ def can_share_prefixes(lm: HFModel) -> bool:
     return runs_packed(lm) and not needs_whole_documents(lm) and vision.family_of(lm.config) is None
 
 
-def refuse_to_share(lm: HFModel, has_balance: bool) -> None:
-    """A ValueError where --share-prefix is given and each sample computes what it begins with itself.
-
-    Its micro-batches, which count a shared prompt once, would be too large. `has_balance`: a loss of its
-    config's for the even use of experts.
-    """
-    if not can_share_prefixes(lm):
-        reason = "its layers need every sample whole"
-    elif has_balance:
-        reason = "its config asks for an even use of experts, which looks at all tokens of every sample"
-    else:
-        return
-    raise ValueError(
-        f"--share-prefix: a {lm.config.model_type} cannot share what samples begin with, because {reason}; "
-        "remove it."
-    )
-
-
 def run_stream(lm: HFModel, input_ids: Tensor, position_ids: Tensor, documents: Any) -> Tensor:
     """Hidden states [T, H] of a packed stream, or of a rank's share of one."""
     for module in lm.modules():

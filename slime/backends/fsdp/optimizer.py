@@ -10,15 +10,10 @@ from slime.arguments import Args
 from slime.backends.shared.placed_adam import MomentPlan, PlacedAdamW
 
 
-def build_optimizer(
-    args: Args, named_parameters: Iterable[tuple[str, nn.Parameter]]
-) -> torch.optim.Optimizer:
+def build_optimizer(args: Args, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Two parameter groups: matrices with weight decay; vectors (norms, biases) without."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for _, parameter in named_parameters:
-        if parameter.requires_grad:
-            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.ndim > 1) is matrix] for matrix in (True, False))
     decays = ((matrices, args.weight_decay), (vectors, 0.0))
     groups: list[dict[str, Any]] = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
     if args.optimizer == "sgd":

@@ -8,15 +8,11 @@ _LARGE = 1 << 23
 
 def add_gradient_(total: Tensor, part: Tensor, *, empty: bool = False) -> None:
     """total += part, by the quicker kernel where it is worth its start. `empty`: `total` is zero."""
-    if _is_large(total, part):
+    fits = total.is_cuda and total.dtype == torch.float32 and total.is_contiguous() and part.is_contiguous()
+    # Large enough that the device adds longer than the host takes to start a kernel of Python's.
+    if fits and total.numel() >= _LARGE:
         from slime.backends.shared import add_kernel  # Triton, which CPU machines need not have
 
         add_kernel.add_(total, part, empty=empty)
     else:
         total.add_(part)
-
-
-def _is_large(total: Tensor, part: Tensor) -> bool:
-    """Whether it takes the device longer to add than it takes the host to start a kernel of Python's."""
-    fits = total.is_cuda and total.dtype == torch.float32 and total.is_contiguous() and part.is_contiguous()
-    return fits and total.numel() >= _LARGE

@@ -12,19 +12,10 @@ from slime.backends.base import Bucket
 from slime.backends.shared.mtp_heads import unbuilt_heads
 from slime.utils.files.safetensors_files import SINGLE, write_index, write_tensors
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
+# The tokenizer, and the code of a model that brings its own: its configuration names the modules.
+_BESIDE_WEIGHTS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template.*", "*processor_config.json", "*.py"),
 )
 
 
@@ -98,12 +89,10 @@ def _name_files(folder: Path, files: list[dict[str, int]]) -> None:
 
 
 def _copy_beside_weights(source: str, folder: Path) -> None:
-    """The tokenizer, and the code of a model that brings its own: its configuration names the modules."""
     if Path(source).is_dir():
-        code = [file.name for file in Path(source).glob("*.py")]
-        for name in (*TOKENIZER_FILES, *code):
-            if (Path(source) / name).is_file():
-                shutil.copyfile(Path(source) / name, folder / name)
+        for file in (file for pattern in _BESIDE_WEIGHTS for file in Path(source).glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
         return
     # A hub id: transformers finds the files in its cache.
     from transformers import AutoTokenizer

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from slime.backends.megatron.optimizer import members
 from slime.backends.shared.placed_adam import PlacedAdamW
 
 _installed = False
 
 
 def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for member in members(optimizer):
         if isinstance(member.optimizer, torch.optim.Optimizer):
             yield member.optimizer
 

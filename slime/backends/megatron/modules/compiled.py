@@ -28,6 +28,7 @@ from slime.arguments import Args
 from slime.backends.attention import packed_documents
 from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.packed_documents import packed_attention
+from slime.backends.megatron.modules.grouped_experts import is_plain_mlp
 from slime.backends.megatron.modules.layers import PackedCoreAttention, RMSNorm, rotate
 from slime.backends.megatron.modules.lora import ADAPTED
 from slime.backends.megatron.modules.routing import RoutedLayer
@@ -101,12 +102,8 @@ def _has_plain_parts(layer: TransformerLayer) -> bool:
     return bool(
         not any(isinstance(join, nn.Module) for join in joins)
         and all(type(part) in (kind, ADAPTED.get(kind)) for part, kind in kinds.items())
-        and not config.add_bias_linear
+        and is_plain_mlp(config)
         and not config.attention_output_gate
-        and config.gated_linear_unit
-        and config.activation_func is F.silu
-        and config.activation_func_clamp_value is None
-        and config.glu_linear_offset == 0.0
         and config.hidden_dropout == 0.0
         and not config.fp32_residual_connection
     )

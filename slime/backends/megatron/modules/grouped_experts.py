@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.backends.experts.experts_operator import gated_experts
@@ -23,6 +23,17 @@ from slime.backends.megatron.fixes import list_kernels
 _VIEW = (
     "_slime_view"  # attribute of an expert's weight or gradient: the view of all experts', if there is one
 )
+
+
+def is_plain_mlp(config: TransformerConfig) -> bool:
+    """Whether an MLP, or an expert, is silu(gate) * up between two products without biases."""
+    return bool(
+        not config.add_bias_linear
+        and config.gated_linear_unit
+        and config.activation_func is F.silu
+        and config.activation_func_clamp_value is None
+        and config.glu_linear_offset == 0.0
+    )
 
 
 class GroupedExperts(SequentialMLP):
@@ -140,21 +151,12 @@ def _in_place(layer: MoELayer, hidden_states: Tensor, *args: Any, **kwargs: Any)
     return (out if shared is None else out + shared), None
 
 
-def use_grouped_experts(spec: ModuleSpec) -> None:
-    """Put grouped experts into the spec of a mixture layer."""
-    spec.submodules.mlp.submodules.experts.module = GroupedExperts
-
-
 def _is_plain(experts: SequentialMLP) -> bool:
     config = experts.config
     first = experts.local_experts[0]
     return bool(
         type(first.linear_fc1) is ColumnParallelLinear
         and type(first.linear_fc2) is RowParallelLinear
-        and not config.add_bias_linear
-        and config.gated_linear_unit
-        and config.activation_func is F.silu
-        and config.activation_func_clamp_value is None
-        and config.glu_linear_offset == 0.0
+        and is_plain_mlp(config)
         and not config.moe_apply_probs_on_input
     )

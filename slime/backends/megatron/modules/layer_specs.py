@@ -6,10 +6,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from slime.backends.megatron.modules.grouped_experts import use_grouped_experts
+from slime.backends.megatron.modules.grouped_experts import GroupedExperts
 from slime.backends.megatron.modules.layers import NormedAdd, PackedCoreAttention, RMSNorm
-from slime.backends.megatron.modules.mla import use_packed_mla
-from slime.backends.megatron.modules.routing import use_packed_router
+from slime.backends.megatron.modules.mla import MLANorm, PackedMLA
+from slime.backends.megatron.modules.routing import PackedRouter, RoutedLayer
 
 
 def layer_spec(
@@ -27,12 +27,13 @@ def layer_spec(
     outer.submodules.core_attention = attention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if config.multi_latent_attention:
-        use_packed_mla(outer)
+        outer.module = PackedMLA
+        outer.submodules.q_layernorm = outer.submodules.kv_layernorm = MLANorm
     elif config.qk_layernorm:
         outer.submodules.q_layernorm = outer.submodules.k_layernorm = RMSNorm
     if moe:
-        use_packed_router(spec)
-        use_grouped_experts(spec)
+        spec.module, mixture = RoutedLayer, layer.mlp.submodules
+        mixture.router, mixture.experts.module = PackedRouter, GroupedExperts
     if branch_norms:
         sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormedAdd, params=sizes)

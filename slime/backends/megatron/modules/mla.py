@@ -11,7 +11,6 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -93,9 +92,3 @@ class PackedMLA(MLASelfAttention):
 
     def _by_head(self, x: Tensor, width: int) -> Tensor:
         return x.view(x.shape[0], self.num_attention_heads_per_partition, width)
-
-
-def use_packed_mla(attention: ModuleSpec) -> None:
-    """Put our parts into the spec of Megatron's MLA."""
-    attention.module = PackedMLA
-    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = MLANorm

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -213,12 +212,6 @@ class RoutedLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.mlp.router.routes = kwargs["packed_seq_params"].routes
         return super().forward(*args, **kwargs)
-
-
-def use_packed_router(spec: ModuleSpec) -> None:
-    """Put our router into the spec of a mixture layer."""
-    spec.module = RoutedLayer
-    spec.submodules.mlp.submodules.router = PackedRouter
 
 
 def routers_of(chunks: Sequence[nn.Module]) -> list[PackedRouter]:
