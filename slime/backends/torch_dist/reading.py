@@ -11,7 +11,13 @@ from torch import Tensor
 from slime.backends.families import dims_of, family_of
 from slime.backends.families.base import SCALAR_HEAD, Rule, to_hub
 from slime.backends.torch_dist.keys import Slice, slices_of
-from slime.backends.torch_dist.pieces import UnknownLayout, read_slice, stored_tensors
+from slime.backends.torch_dist.pieces import (
+    UnknownLayout,
+    damaged,
+    read_slice,
+    stored_tensors,
+    why_incomplete,
+)
 from slime.utils.files.torch_dist_folder import is_release, is_torch_dist
 
 logger = logging.getLogger(__name__)
@@ -42,7 +48,10 @@ class TorchDistFolder:
         self._mtp = family.mtp_pattern(self._dims)
         rules = [(rule.pattern, rule) for rule in family.all_rules]
         slices: dict[str, list[Slice]] = {}
-        for tensor in stored_tensors(self.path).values():
+        stored = stored_tensors(self.path)
+        if why := why_incomplete(self.path, stored):
+            raise damaged(self.path, why)
+        for tensor in stored.values():
             for part in slices_of(tensor):
                 slices.setdefault(part.name, []).append(part)
         self._parts: dict[str, tuple[Rule, tuple[str, ...], list[Slice]]] = {}

@@ -140,7 +140,7 @@ def test_bytes_that_changed_are_named(copy):
 def test_a_file_that_is_not_there_is_named(copy):
     release, config = copy
     (release / "__0_0.distcp").unlink()
-    with pytest.raises(ValueError, match=rf"checkpoint {release} .*__0_0.distcp is missing, which holds"):
+    with pytest.raises(ValueError, match=rf"checkpoint {release} .*__0_0.distcp is missing, which its"):
         dict(TorchDistFolder(release, config).tensors())
 
 
