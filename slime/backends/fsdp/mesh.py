@@ -23,11 +23,6 @@ class Mesh:
     def build(cls, args: Args, rank: int, world_size: int, device_type: str) -> "Mesh":
         """Example: 8 ranks, tensor 2, context 2: rank 5 = data 1, context 0, tensor 1."""
         tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-        if world_size % (tp * cp):
-            raise ValueError(
-                f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not divide "
-                f"{world_size} ranks."
-            )
         dp = world_size // (tp * cp)
         layout = Layout(
             dp_size=dp,

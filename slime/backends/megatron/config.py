@@ -315,16 +315,6 @@ def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.d
         raise ValueError(
             "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2."
         )
-    if args.sequence_parallel and tp == 1:
-        raise ValueError(
-            "--sequence-parallel splits sequences over tensor-parallel ranks: set "
-            "--tensor-model-parallel-size of at least 2, or remove it."
-        )
-    if args.loss_type == "custom_loss" and cp > 1:
-        raise ValueError(
-            "--loss-type custom_loss reads whole logits, which --context-parallel-size above 1 cuts over "
-            "ranks: use 1."
-        )
     if experts is None:
         _refuse_experts(args, hf_config)
     else:
@@ -369,13 +359,9 @@ def _check_experts(args: Args, experts: int, world_size: int, device: torch.devi
 
 def _refuse_experts(args: Args, hf_config: Any) -> None:
     """Refuse flags that do nothing for a dense model."""
-    if args.expert_model_parallel_size > 1 or args.expert_tensor_parallel_size > 1:
-        raise ValueError(
-            "--expert-model-parallel-size and --expert-tensor-parallel-size are for mixtures of "
-            f"experts; {hf_config.model_type} is dense: remove them."
-        )
-    given = ["use_routing_replay"] * args.use_routing_replay
-    given += ["use_rollout_routing_replay"] * args.use_rollout_routing_replay
+    sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    given = [name for name in sizes if getattr(args, name) > 1]
+    given += [n for n in ("use_routing_replay", "use_rollout_routing_replay") if getattr(args, n)]
     given += [name for name in args.megatron_config if name.startswith("moe_")]
     if given:
         option = "--" + given[0].replace("_", "-")

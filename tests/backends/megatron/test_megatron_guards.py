@@ -36,11 +36,9 @@ def moe(tmp_path_factory):
         (dict(tp=3), 3, "4 attention heads"),
         (dict(pp=3), 3, "4 layers"),
         (dict(vpp=2), 1, "needs --pipeline-model-parallel-size"),
-        (dict(sp=True), 1, "set --tensor-model-parallel-size"),
         (dict(ep=2), 2, "qwen3 is dense"),
         (dict(use_routing_replay=True), 1, "--use-routing-replay is for mixtures"),
         (dict(megatron_config={"moe_aux_loss_coeff": 0.1}), 1, "--moe-aux-loss-coeff is for mixtures"),
-        (dict(cp=2, loss_type="custom_loss"), 2, "whole logits"),
     ],
 )
 def test_impossible_layout_is_refused(dense, changes, ranks, message):
