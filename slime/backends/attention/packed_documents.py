@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix, variant_of
 from slime.backends.attention import flash4, long_documents
@@ -110,7 +111,7 @@ OPERATORS: dict[str, Operator] = {
     "cuDNN for long documents": long_documents.attend,
 }
 _CHOSEN: dict[tuple[int, int], Operator | None] = {}
-_VARLEN: list[Callable[..., Tensor] | None] = []
+_VARLEN: list[Callable[..., Tensor]] = []
 
 
 def operator_for(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
@@ -162,22 +163,12 @@ def head_shape(config: Any) -> tuple[int, int]:
 
 @functools.cache
 def _varlen_has_windows() -> bool:
-    try:
-        # Not in every torch that we support.
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
     return "window_size" in inspect.signature(varlen_attn).parameters
 
 
 @functools.cache
-def _varlen_attention() -> Callable[..., Tensor] | None:
-    """torch's causal variable-length attention behind one signature, or None where this torch has none."""
-    try:
-        # Not in every torch that we support.
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+def _varlen_attention() -> Callable[..., Tensor]:
+    """torch's causal variable-length attention behind one signature."""
     accepted = inspect.signature(varlen_attn).parameters
     # How a causal mask is asked for, and whether grouped queries and a scale are known, differs by release.
     options: dict[str, Any] = {} if _varlen_has_windows() else {"is_causal": True}

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from slime.utils.files.pickled_names import foreign_name
 
@@ -61,7 +62,8 @@ def unreadable_named(path: Path) -> Iterator[None]:
     Nothing in the folder is run: its metadata may hold what torch writes there, and the rest is plain values.
     """
     try:
-        with plain_errors(), _plain_values_only():
+        # Libraries that ask torch to read files with any code in them get plain values, or an error.
+        with plain_errors(), mock.patch.dict(os.environ, {_SAFE_ONLY: "1"}):
             _refuse_code(path / _METADATA)
             yield
     except CodeInCheckpoint:
@@ -81,17 +83,3 @@ def _refuse_code(metadata: Path) -> None:
             f"checkpoint {metadata.parent} is refused: {_METADATA} would run {name}, which no checkpoint of "
             "slime's does; use one from a source that you trust."
         )
-
-
-@contextmanager
-def _plain_values_only() -> Iterator[None]:
-    """Libraries that ask torch to read files with any code in them get plain values, or an error."""
-    before = os.environ.get(_SAFE_ONLY)
-    os.environ[_SAFE_ONLY] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_SAFE_ONLY, None)
-        else:
-            os.environ[_SAFE_ONLY] = before

@@ -26,15 +26,13 @@ class WeightCopies:
             return
         source = self._tensors(src)
         if dst != LIVE and dst not in self._copies:
-            self._copies[dst] = [self._place_for(x) for x in source]
+            # Pinned on GPU machines, so that swapping runs at bus speed.
+            pinned = torch.cuda.is_available()
+            self._copies[dst] = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in source]
         for target, value in zip(self._tensors(dst), source, strict=True):
             target.copy_(value, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-
-    def _place_for(self, tensor: Tensor) -> Tensor:
-        # Pinned on GPU machines, so that swapping runs at bus speed.
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
 
     @contextmanager
     def active(self, tag: str) -> Iterator[None]:
