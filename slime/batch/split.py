@@ -113,9 +113,11 @@ def plan_steps(
         steps.append(StepPlan(ranks=ranks, num_rollouts=len(chosen)))
     if len(rollouts) % size:
         logger.warning(
-            "%d rollouts are not a multiple of --global-batch-size %d: the last optimizer step has %d.",
+            "%d rollouts are not a multiple of --global-batch-size %d: the last of %d optimizer steps has "
+            "%d rollouts.",
             len(rollouts),
             size,
+            len(steps),
             len(rollouts) % size,
         )
     return steps

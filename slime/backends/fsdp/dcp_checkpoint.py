@@ -25,6 +25,7 @@ from slime.backends.fsdp.lora import hub_name, is_adapter
 from slime.backends.fsdp.optimizer import init_state
 from slime.backends.fsdp.scalar_model import PackedLM
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
+from slime.backends.shared.hub_folder import listed
 from slime.backends.shared.placed_adam import PlacedAdamW
 from slime.catalog.deadlines import timeout_s
 from slime.utils.files.torch_dist_folder import is_torch_dist
@@ -95,9 +96,8 @@ def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> 
         there, here = saved["shapes"].get(name), own["shapes"].get(name)
         if there != here:
             differences.append(f"{name} is {there or 'absent'} there and {here or 'absent'} here")
-    more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
     raise ValueError(
-        f"checkpoint {path} is of another model than --hf-checkpoint: {'; '.join(differences[:4])}{more}. "
+        f"checkpoint {path} is of another model than --hf-checkpoint: {listed(differences)}. "
         "Use the checkpoint of this model, or the --hf-checkpoint that it was trained from."
     )
 

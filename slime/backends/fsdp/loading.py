@@ -23,7 +23,7 @@ from slime.backends.fsdp import families, vision
 from slime.backends.fsdp.hf_export import hub_shapes
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
-from slime.backends.shared.hub_folder import CheckpointFolder
+from slime.backends.shared.hub_folder import CheckpointFolder, listed
 from slime.backends.shared.placed_adam import local
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
 from slime.utils.files.safetensors_files import files_by_tensor, model_files
@@ -166,9 +166,7 @@ def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path | TorchD
     missing = [[name for name in wanted if hub_name(name) not in source]]
     dist.broadcast_object_list(missing, src=0)
     if missing[0]:
-        raise ValueError(
-            f"{path} has no weights for {', '.join(missing[0][:4])}: it is another model's folder."
-        )
+        raise ValueError(f"{path} has no weights for {listed(missing[0])}: it is another model's folder.")
     for name, value in _sent(wanted, source):
         write_part(wanted[name], value.__getitem__)
 

@@ -41,7 +41,12 @@ def apply(lm: HFModel, mesh: DeviceMesh) -> None:
     """Cut the decoder of `lm` over the one-dimensional `mesh`."""
     size, config = mesh.size(), lm.config.get_text_config()
     plan, experts = plan_of(lm, size)
-    styles = {name: _style(pattern_style, size, config.model_type) for name, pattern_style in plan.items()}
+    if unknown := sorted(set(plan.values()) - _STYLES.keys()):
+        raise ValueError(
+            f"--tensor-model-parallel-size {size}: the plan of {config.model_type} asks for {unknown[0]!r}, "
+            "which this version does not know; use 1."
+        )
+    styles = {name: _STYLES[style] for name, style in plan.items()}
     base = lm.base_model
     chosen: dict[str, ParallelStyle] = {}
     for name, module in base.named_modules():
@@ -112,12 +117,3 @@ def is_cut(parameter: Any) -> bool:
     mesh = getattr(parameter, "device_mesh", None)
     names = mesh.mesh_dim_names if mesh is not None else ()
     return "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()
-
-
-def _style(name: str, size: int, model_type: str) -> Any:
-    if name in _STYLES:
-        return _STYLES[name]
-    raise ValueError(
-        f"--tensor-model-parallel-size {size}: the plan of {model_type} asks for {name!r}, which this "
-        "version does not know; use 1."
-    )

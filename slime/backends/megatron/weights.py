@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from slime.backends.base import Bucket
 from slime.backends.families.base import SCALAR_HEAD, Dims, Family, Rule, to_hub, to_local
 from slime.backends.megatron.modules.model import PackedGPTModel
-from slime.backends.shared.hub_folder import CheckpointFolder
+from slime.backends.shared.hub_folder import CheckpointFolder, listed
 from slime.backends.shared.scalar_head import draw_head
 from slime.backends.torch_dist.reading import TorchDistFolder
 from slime.utils.files.torch_dist_folder import is_torch_dist
-
-_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +71,18 @@ class SharedOut:
     @torch.no_grad()
     def buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
         """Whole tensors under hub names on every rank, at most about `bucket_bytes` at a time."""
-        own_stage = parallel_state.get_pipeline_model_parallel_rank()
+        pp = parallel_state.get_pipeline_model_parallel_group()
         for stage, pieces_of_stage in enumerate(self.pieces()):
-            entries = iter(self._shown if stage == own_stage else [])
+            entries = iter(self._shown if stage == pp.rank() else [])
             for pieces in _grouped(pieces_of_stage, bucket_bytes, dtype):
-                local = [next(entries).exported for _ in pieces] if stage == own_stage else None
-                yield self._split(pieces, self._over_stages(pieces, local, stage, dtype))
+                if stage == pp.rank():
+                    gathered = self._over_shards(pieces, [next(entries).exported for _ in pieces], dtype)
+                else:
+                    shape = (_sharing_group(pieces).size(), sum(piece.count for piece in pieces))
+                    gathered = torch.empty(shape, dtype=pieces[0].wire(dtype), device=self._device)
+                if pp.size() > 1:
+                    dist.broadcast(gathered, src=dist.get_process_group_ranks(pp)[stage], group=pp)
+                yield self._split(pieces, gathered)
 
     def stage_buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
         """The buckets of this rank's own pipeline stage, on the ranks of that stage alone.
@@ -133,24 +137,6 @@ class SharedOut:
         parts = [torch.empty_like(flat) for _ in range(group.size())]
         dist.all_gather(parts, flat, group=group)
         return torch.stack(parts)
-
-    def _over_stages(
-        self,
-        pieces: list[ParameterPiece],
-        parameters: list[Tensor] | None,
-        stage: int,
-        dtype: torch.dtype | None,
-    ) -> Tensor:
-        """`_over_shards` of one stage, broadcast to all; `parameters` is None on the other stages."""
-        if parameters is not None:
-            gathered = self._over_shards(pieces, parameters, dtype)
-        else:
-            shape = (_sharing_group(pieces).size(), sum(piece.count for piece in pieces))
-            gathered = torch.empty(shape, dtype=pieces[0].wire(dtype), device=self._device)
-        pp = parallel_state.get_pipeline_model_parallel_group()
-        if pp.size() > 1:
-            dist.broadcast(gathered, src=dist.get_process_group_ranks(pp)[stage], group=pp)
-        return gathered
 
     def _split(self, pieces: list[ParameterPiece], gathered: Tensor) -> Bucket:
         bucket: Bucket = []
@@ -239,7 +225,7 @@ class HubWeights(SharedOut):
         self._check_names(folder.names, folder.path)
         wrong = [text for entry in self.entries for text in self._load_entry(entry, folder)]
         if wrong:
-            raise ValueError(f"{path} is of another shape than its config says: {_list(wrong)}.")
+            raise ValueError(f"{path} is of another shape than its config says: {listed(wrong)}.")
 
     def _load_entry(self, entry: ParameterEntry, folder: CheckpointFolder | TorchDistFolder) -> Iterator[str]:
         if self._scalar_seed is not None and entry.rule is SCALAR_HEAD and entry.hub[0] not in folder.names:
@@ -269,9 +255,11 @@ class HubWeights(SharedOut):
             extra -= set(SCALAR_HEAD.hub)
         problems = []
         if wanted - present:
-            problems.append(f"{len(wanted - present)} tensors are missing: {_list(sorted(wanted - present))}")
+            problems.append(
+                f"{len(wanted - present)} tensors are missing: {listed(sorted(wanted - present))}"
+            )
         if extra:
-            problems.append(f"{len(extra)} tensors have no place in the model: {_list(sorted(extra))}")
+            problems.append(f"{len(extra)} tensors have no place in the model: {listed(sorted(extra))}")
         if problems:
             raise ValueError(
                 f"{path} does not hold a {self._family.model_type} as its config says. {'; '.join(problems)}."
@@ -315,8 +303,3 @@ def _grouped(
         size += nbytes
     if group:
         yield group
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

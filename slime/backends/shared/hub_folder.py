@@ -1,5 +1,6 @@
 """The weights of a Hugging Face folder or hub id, read one tensor at a time."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_part
 from slime.utils.models.fp8_config import block_size_of
+
+_SHOWN = 4
 
 
 class CheckpointFolder:
@@ -60,3 +63,9 @@ class CheckpointFolder:
         if file not in self._open:
             self._open[file] = safe_open(self.path / file, framework="pt")
         return self._open[file].get_slice(name)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of many names, for a message."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

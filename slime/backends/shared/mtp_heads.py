@@ -6,8 +6,7 @@ tensors that the folder does not contain.
 
 import logging
 import re
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,21 +33,9 @@ def unbuilt_heads(source: str, config: Any, written: Iterable[str], dtype: torch
     """Tensors of the MTP heads of `source` that are not among those `written`, as `dtype`."""
     num_layers, written = config.get_text_config().num_hidden_layers, set(written)
     folder = folder_of(source)
-    found = _read(folder, lambda name: is_mtp_head(name, num_layers) and name not in written, dtype)
-    if found:
-        logger.info(
-            "%d tensors of parts that were not trained (MTP heads, vision, audio) are those of %s",
-            len(found),
-            source,
-        )
-    return found
-
-
-def _read(folder: Path, wanted: Callable[[str], bool], dtype: torch.dtype) -> Bucket:
-    files = all_files(folder)
-    names = [name for file in files for name in tensor_names(file) if wanted(name)]
-    tensors = dict(read_tensors(files, names))
-    block = block_size_of(folder)
+    files, block = all_files(folder), block_size_of(folder)
+    names = {name for file in files for name in tensor_names(file) if is_mtp_head(name, num_layers)}
+    tensors = dict(read_tensors(files, names - written))
     found: Bucket = []
     for name, tensor in tensors.items():
         if block is not None and name.endswith(SCALE_SUFFIX):
@@ -58,4 +45,7 @@ def _read(folder: Path, wanted: Callable[[str], bool], dtype: torch.dtype) -> Bu
         # Hub checkpoints keep this bias in fp32: its last bits decide which experts are chosen.
         keeps = not tensor.is_floating_point() or name.endswith("e_score_correction_bias")
         found.append((name, tensor if keeps else tensor.to(dtype)))
+    if found:
+        parts = "parts that were not trained (MTP heads, vision, audio)"
+        logger.info("%d tensors of %s are those of %s", len(found), parts, source)
     return found

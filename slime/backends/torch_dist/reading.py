@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slime.backends.families import dims_of, family_of
 from slime.backends.families.base import SCALAR_HEAD, Rule, to_hub
+from slime.backends.shared.hub_folder import listed
 from slime.backends.torch_dist.keys import Slice, slices_of
 from slime.backends.torch_dist.pieces import (
     UnknownLayout,
@@ -21,7 +22,6 @@ from slime.backends.torch_dist.pieces import (
 from slime.utils.files.torch_dist_folder import is_release, is_torch_dist
 
 logger = logging.getLogger(__name__)
-_SHOWN = 4
 
 
 def weights_source(path: str | Path, hf_config: Any, instead: str) -> str | Path:
@@ -73,7 +73,7 @@ class TorchDistFolder:
             raise UnknownLayout(
                 f"it holds no weights of a {hf_config.model_type}"
                 if not self._parts
-                else f"a {hf_config.model_type} has no place for {_list(sorted(set(unknown)))}"
+                else f"a {hf_config.model_type} has no place for {listed(sorted(set(unknown)))}"
             )
         self._last: tuple[tuple[str, ...], list[Tensor]] = ((), [])
 
@@ -128,15 +128,10 @@ def check_fit(folder: TorchDistFolder, wanted: dict[str, torch.Size]) -> None:
     ]
     more = (name for name in folder.names - wanted.keys() if not folder.is_mtp_head(name))
     beyond = sorted(name for name in more if name.startswith("model.layers."))
-    problems = [f"it has no {_list(missing)}"] * bool(missing) + wrong[:1]
-    problems += [f"it has more layers or experts: {_list(beyond)}"] * bool(beyond)
+    problems = [f"it has no {listed(missing)}"] * bool(missing) + wrong[:1]
+    problems += [f"it has more layers or experts: {listed(beyond)}"] * bool(beyond)
     if missing or wrong or beyond:
         raise ValueError(
             f"checkpoint {folder.path} does not hold the model of --hf-checkpoint: {'; '.join(problems)}. "
             "Give the model that it was converted from as --hf-checkpoint."
         )
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
