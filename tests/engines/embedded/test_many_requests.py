@@ -34,7 +34,7 @@ def check(answers):
         if status == 200:
             assert len(json.loads(body)["output_ids"]) == 2
         else:
-            assert "ask again later" in json.loads(body)["error"]["message"] and retry == "1"
+            assert "retry" in json.loads(body)["error"]["message"] and retry == "1"
     return counts[200]
 
 
