@@ -32,7 +32,6 @@ class DiskSender:
 
     def __init__(self, options: SenderOptions):
         self._folder, self._options = options.folder, options
-        self._keep_files = options.keep_files
         self._written: list[Path] = []
         self._index: dict[str, str] = {}
         self._nbytes = 0
@@ -43,16 +42,13 @@ class DiskSender:
 
     def send(self, bucket: NamedTensors) -> None:
         with room_for("weights", self._folder, "--update-weight-disk-dir"):
-            self._write(bucket)
-
-    def _write(self, bucket: NamedTensors) -> None:
-        if not self._index:
-            shutil.rmtree(self._staging, ignore_errors=True)
-            self._staging.mkdir(parents=True)
-        file = f"model-{len(set(self._index.values())) + 1:05d}.safetensors"
-        write_tensors(self._staging / file, dict(bucket))
+            if not self._index:
+                shutil.rmtree(self._staging, ignore_errors=True)
+                self._staging.mkdir(parents=True)
+            file = f"model-{len(set(self._index.values())) + 1:05d}.safetensors"
+            write_tensors(self._staging / file, dict(bucket))
         self._index.update((name, file) for name, _ in bucket)
-        self._nbytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+        self._nbytes += sum(tensor.nbytes for _, tensor in bucket)
 
     def finish(self, version: str) -> WeightBundle:
         with room_for(f"weights {version}", self._folder, "--update-weight-disk-dir"):
@@ -67,7 +63,7 @@ class DiskSender:
         )
         self._forget()
         self._written.append(target)
-        if not self._keep_files:
+        if not self._options.keep_files:
             for old in self._written[:-_KEEP]:
                 shutil.rmtree(old, ignore_errors=True)
             del self._written[:-_KEEP]
@@ -76,12 +72,12 @@ class DiskSender:
     def _left_by_another(self, version: str) -> list[Path]:
         """Earlier versions of this run, in order, of a sender whose process has ended."""
         run, _, number = version.rpartition(":")
-        found = {
-            int(path.name.rpartition("-")[2]): path
-            for path in self._folder.glob(f"{self._target(f'{run}:').name}*")
-            if path.name.rpartition("-")[2].isdecimal()
-        }
-        return [found[n] for n in sorted(found) if number.isdecimal() and n < int(number)]
+        found = {}
+        for path in self._folder.glob(f"{self._target(f'{run}:').name}*"):
+            earlier = path.name.rpartition("-")[2]
+            if earlier.isdecimal() and number.isdecimal() and int(earlier) < int(number):
+                found[int(earlier)] = path
+        return [found[n] for n in sorted(found)]
 
     def _forget(self) -> None:
         """The next bucket is the first of a version."""
@@ -92,7 +88,7 @@ class DiskSender:
 
     def close(self) -> None:
         shutil.rmtree(self._staging, ignore_errors=True)
-        for folder in () if self._keep_files else self._written:
+        for folder in () if self._options.keep_files else self._written:
             shutil.rmtree(folder, ignore_errors=True)
         self._written = []
 

@@ -8,10 +8,10 @@ instead.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
-from collections.abc import AsyncIterator
 from pathlib import Path
+
+import torch
 
 from slime.utils.files.safetensors_files import write_tensors
 from slime.utils.machine import shm
@@ -32,35 +32,30 @@ class HttpTensorSender(SharedMemorySender):
 
 async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
     """The engine must be paused."""
-    async with update_session(control, info):
-        for bucket in bundle.payload.buckets:
-            text = await asyncio.to_thread(_read_bucket, bucket)
-            await control.update_from_tensors([text] * info.num_ranks, bundle.version)
+    if info.has_begin_end:
+        await control.begin_update()
+    for bucket in bundle.payload.buckets:
+        text = await asyncio.to_thread(_pack, bucket)
+        await control.update_from_tensors([text] * info.num_ranks, bundle.version)
+    if info.has_begin_end:  # after an error the engine is evicted
+        await control.end_update()
     return Receipt(await control.version(), None, None, None)
 
 
-@contextlib.asynccontextmanager
-async def update_session(control: EngineControl, info: EngineInfo) -> AsyncIterator[None]:
-    """An update between begin and end, where the engine knows them. After an error the engine is evicted."""
-    if info.has_begin_end:
-        await control.begin_update()
-    yield
-    if info.has_begin_end:
-        await control.end_update()
+def _pack(bucket: BucketManifest) -> str:
+    return pack_bucket(read_bucket(bucket), bucket.tensors)
 
 
-def _read_bucket(bucket: BucketManifest) -> str:
+def read_bucket(bucket: BucketManifest) -> torch.Tensor:
+    """Copy a bucket out of shared memory; RuntimeError: its bytes are not what the trainer wrote."""
     segment = shm.open_segment(bucket.segment)
     try:
-        flat = segment.buffer[: bucket.nbytes]
-        if byte_checksum(flat) != bucket.checksum:
-            raise RuntimeError(
-                f"shared segment {bucket.segment} is not what the trainer wrote: checksum differs"
-            )
-        # A clone: a view would be pickled with the whole segment behind it.
-        return pack_bucket(flat.clone(), bucket.tensors)
+        flat = segment.buffer[: bucket.nbytes].clone()
     finally:
         segment.close()
+    if byte_checksum(flat) != bucket.checksum:
+        raise RuntimeError(f"shared segment {bucket.segment} is not what the trainer wrote: checksum differs")
+    return flat
 
 
 async def compare(
@@ -68,10 +63,9 @@ async def compare(
 ) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="slime-compare-") as folder:
         for i, bucket in enumerate(bundle.payload.buckets):
-            segment = shm.open_segment(bucket.segment)
-            tensors = {entry.name: entry.view(segment.buffer).clone() for entry in bucket.tensors}
+            flat = read_bucket(bucket)
+            tensors = {entry.name: entry.view(flat).clone() for entry in bucket.tensors}
             write_tensors(Path(folder) / f"model-{i + 1:05d}.safetensors", tensors)
-            segment.close()
         return await reload_and_compare(control, Path(folder), bundle.version)
 
 

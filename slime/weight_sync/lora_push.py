@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from slime.utils.machine import shm
 from slime.weight_sync.base import NamedTensors, SenderOptions, Transport, WeightBundle
+from slime.weight_sync.http_tensor import read_bucket
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.weight_sync.shared_memory import SharedMemorySender
 from slime.wire.control import EngineControl, Receipt
-from slime.wire.manifest import BucketManifest, WeightManifest, byte_checksum
+from slime.wire.manifest import BucketManifest, WeightManifest
 from slime.wire.protocol import ADAPTER_NAME, EngineInfo
 
 
@@ -49,10 +49,7 @@ class AdapterSender(SharedMemorySender):
         tensors, self._tensors = self._tensors, []
         super().send(tensors)
         bundle = super().finish(version)
-        payload = AdapterPayload(bundle.payload, self._config)
-        return WeightBundle(
-            version, self.transport, bundle.num_tensors, bundle.nbytes, bundle.checksum, payload
-        )
+        return replace(bundle, payload=AdapterPayload(bundle.payload, self._config))
 
 
 class AdapterTensorSender(AdapterSender):
@@ -97,13 +94,7 @@ async def compare_by_tensors(
 
 def _pack(bucket: BucketManifest) -> tuple[str, dict[str, str]]:
     """The bucket in SGLang's format, and the checksum that SGLang takes of each tensor."""
-    segment = shm.open_segment(bucket.segment)
-    try:
-        flat = segment.buffer[: bucket.nbytes].clone()
-    finally:
-        segment.close()
-    if byte_checksum(flat) != bucket.checksum:
-        raise RuntimeError(f"shared segment {bucket.segment} is not what the trainer wrote: checksum differs")
+    flat = read_bucket(bucket)
     raw = {entry.name: flat[entry.offset : entry.offset + entry.nbytes] for entry in bucket.tensors}
     checksums = {name: hashlib.sha256(part.numpy().tobytes()).hexdigest() for name, part in raw.items()}
     return pack_bucket(flat, bucket.tensors), checksums

@@ -163,9 +163,8 @@ class LocalCopy:
         self, source: DeltaSource, version: str | None, exact: bool, attempts: _Attempts, started: float
     ) -> Arrival | None:
         """One try to follow; None: the version is not there yet."""
-        index = read_index(source)
+        index, state = read_index(source), self._state()
         target = _target(index, version, exact)
-        state = self._state()
         if target is None:
             return None
         if state is not None and state["version"] == target:
@@ -181,29 +180,26 @@ class LocalCopy:
         try:
             folder = self._follow(route, source, target, state)
         except _Broken as error:
-            self._learn(route, error, attempts)
+            logger.warning("weights do not apply: %s", error)
+            attempts.why.append(str(error))
+            # The copy here may be at fault: it is left aside first. What fails on a full copy too is broken.
+            if route.full is None and not error.surely:
+                attempts.held_is_wrong = True
+            else:
+                attempts.broken.append(error.entry.folder)
             return None
         kind = "delta" if route.full is None else "full"
         return Arrival(target, folder, kind, len(route.deltas), route.nbytes, time.monotonic() - started)
-
-    def _learn(self, route: Route, error: _Broken, attempts: _Attempts) -> None:
-        """The copy here may be at fault: it is left aside first. What fails on a full copy too is broken."""
-        logger.warning("weights do not apply: %s", error)
-        attempts.why.append(str(error))
-        if route.full is None and not error.surely:
-            attempts.held_is_wrong = True
-        else:
-            attempts.broken.append(error.entry.folder)
 
     def _no_way(self, source: DeltaSource, version: str | None, attempts: _Attempts) -> str:
         try:
             latest = read_index(source).latest
         except DeltaError as error:
             latest = f"unknown, as {error}"
-        why = f" What was tried: {'; '.join(attempts.why)}." if attempts.why else ""
+        tried = f" What was tried: {'; '.join(attempts.why)}." if attempts.why else ""
         return (
             f"no way from weights {self.version} in {self._folder} to {version or 'the newest'}: {source} "
-            f"publishes up to {latest}.{why} The copy here is unchanged."
+            f"publishes up to {latest}.{tried} The copy here is unchanged."
         )
 
     # ---- one route -----------------------------------------------------------------------------------------
@@ -225,7 +221,7 @@ class LocalCopy:
                     base = self._fetch_full(route.full, source, staging)
                 begin = held["version"] if held is not None else None
                 steps = _Steps.read(route, source, begin, staging / "fetched")
-                with _closing(steps), worker_pool() as pool:
+                with worker_pool() as pool:
                     _rewrite(base, staging / "new", steps, pool, link=held is not None)
                 return self._switch(staging / "new", target)
         finally:
@@ -236,8 +232,7 @@ class LocalCopy:
         manifest = _read_manifest(entry, source)
         base = staging / "base"
         base.mkdir()
-        for file, nbytes in manifest.files.items():
-            path = _fetch(entry, source, file, nbytes, staging / "fetched")
+        for file, path in _fetch(entry, manifest, source, staging / "fetched").items():
             (base / file).symlink_to(path.resolve())
         return base
 
@@ -267,9 +262,8 @@ class LocalCopy:
     @contextlib.contextmanager
     def _locked(self, deadline_s: float) -> Iterator[None]:
         with open(self._folder / _LOCK, "w") as file:
-            waits.until(
-                lambda: _try_lock(file.fileno()), f"the copy of weights in {self._folder}", deadline_s
-            )
+            what = f"the copy of weights in {self._folder}"
+            waits.until(lambda: _try_lock(file.fileno()), what, deadline_s)
             yield  # closing the file gives the lock back
 
 
@@ -294,42 +288,50 @@ def _target(index: Index, version: str | None, exact: bool) -> str | None:
 # ---- bytes -------------------------------------------------------------------------------------------------
 
 
-def _read_manifest(entry: DeltaEntry, source: DeltaSource) -> DeltaManifest:
+@contextlib.contextmanager
+def _blaming(entry: DeltaEntry) -> Iterator[None]:
+    """What is published is damaged, or the trainer has tidied it up meanwhile."""
     try:
-        manifest = DeltaManifest.from_json(source.read(entry.folder, MANIFEST))
+        yield
     except (DeltaError, FileNotFoundError) as error:
         raise _Broken(entry, error, surely=True) from error
-    if (manifest.version, manifest.base) != (entry.version, entry.base):
-        raise _Broken(
-            entry,
-            f"made from {manifest.base} to {manifest.version}, where {INDEX} says from {entry.base} to "
-            f"{entry.version}",
-            surely=True,
-        )
+
+
+def _read_manifest(entry: DeltaEntry, source: DeltaSource) -> DeltaManifest:
+    with _blaming(entry):
+        manifest = DeltaManifest.from_json(source.read(entry.folder, MANIFEST))
+        if (manifest.version, manifest.base) != (entry.version, entry.base):
+            raise DeltaError(
+                f"made from {manifest.base} to {manifest.version}, where {INDEX} says from {entry.base} to "
+                f"{entry.version}"
+            )
     return manifest
 
 
-def _fetch(entry: DeltaEntry, source: DeltaSource, file: str, nbytes: int, scratch: Path) -> Path:
-    try:
-        return source.path_of(entry.folder, file, nbytes, scratch)
-    except (DeltaError, FileNotFoundError) as error:  # damaged, or tidied up by the trainer meanwhile
-        raise _Broken(entry, error, surely=True) from error
+def _fetch(entry: DeltaEntry, manifest: DeltaManifest, source: DeltaSource, scratch: Path) -> dict[str, Path]:
+    """Return where the files of a published folder can be read, by name."""
+    with _blaming(entry):
+        return {
+            file: source.path_of(entry.folder, file, nbytes, scratch)
+            for file, nbytes in manifest.files.items()
+        }
 
 
 @dataclass(slots=True)
 class _Step:
-    """One delta, its payload files open."""
+    """One delta, and where its payload files are."""
 
     entry: DeltaEntry
     manifest: DeltaManifest
     tensors: dict[str, TensorRecord]
-    files: dict[str, int]  # name -> file descriptor
+    files: dict[str, Path]
 
     def change(self, name: str, data: np.ndarray) -> None:
         record = self.tensors[name]
         if record.size:
-            payload = os.pread(self.files[record.file], record.size, record.offset)
-            apply(payload, data, record.itemsize, self.manifest.encoding)
+            with open(self.files[record.file], "rb") as file:
+                file.seek(record.offset)
+                apply(file.read(record.size), data, record.itemsize, self.manifest.encoding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,26 +353,14 @@ class _Steps:
             manifest = _read_manifest(entry, source)
             if manifest.base != version:
                 raise _Broken(entry, f"made for weights {manifest.base}, and these are {version}")
-            step = _Step(entry, manifest, {record.name: record for record in manifest.tensors}, {})
-            deltas.append(step)
-            for file, nbytes in manifest.files.items():
-                step.files[file] = os.open(_fetch(entry, source, file, nbytes, scratch), os.O_RDONLY)
+            tensors = {record.name: record for record in manifest.tensors}
+            deltas.append(_Step(entry, manifest, tensors, _fetch(entry, manifest, source, scratch)))
             version, last, last_entry = manifest.version, manifest, entry
         assert last is not None and last_entry is not None, "a route has a full copy, or deltas"
         return cls(deltas, last, last_entry)
 
     def changes(self, name: str) -> bool:
         return any(step.tensors[name].size for step in self.deltas if name in step.tensors)
-
-
-@contextlib.contextmanager
-def _closing(steps: _Steps) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for step in steps.deltas:
-            for fd in step.files.values():
-                os.close(fd)
 
 
 def _rewrite(

@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -70,9 +70,8 @@ class DeltaSender:
         check_installed(options.delta.checksum)
         self._options, self._delta, self._folder = options, options.delta, options.folder
         self._checksum = checksum_function(options.delta.checksum)
-        self._known: dict[
-            str, torch.Tensor
-        ] = {}  # the bytes of `_version`, or of the version that is being sent
+        # The bytes of `_version`, or of the version that is being sent.
+        self._known: dict[str, torch.Tensor] = {}
         self._sums: dict[str, str] = {}
         self._version: str | None = None  # None: nothing is published, or a push is under way
         self._base: str | None = None
@@ -82,7 +81,8 @@ class DeltaSender:
         self._state = threading.Lock()
         self._pool = worker_pool()
         self._closing = threading.Event()
-        self._background: threading.Thread | None = None
+        self._background = threading.Thread(target=self._look_after, name="full-copies", daemon=True)
+        self._background.start()
 
     @property
     def _staging(self) -> Path:
@@ -101,7 +101,8 @@ class DeltaSender:
             file = f"delta-{len({record.file for record in self._records}) + 1:05d}.bin"
             with open(self._staging / file, "wb") as out:
                 for record, payload in self._pool.map(lambda item: self._encode(*item), news):
-                    self._records.append(_placed(record, file, out.tell(), payload))
+                    size, offset = len(payload), out.tell()
+                    self._records.append(replace(record, file=file, offset=offset, size=size))
                     out.write(payload)
                 out.flush()
                 os.fsync(out.fileno())
@@ -139,7 +140,6 @@ class DeltaSender:
                 entry = self._write_delta(version, records)
             self._version = version
             self._publish(entry)
-            self._start_background()
         nbytes = sum(record.nbytes for record in records)
         num_elements = sum(record.nbytes // record.itemsize for record in records)
         metrics: dict[str, float] = {"perf/update_weights_wire_bytes": entry.nbytes}
@@ -164,8 +164,9 @@ class DeltaSender:
     # ---- what is published ---------------------------------------------------------------------------------
 
     def _write_delta(self, version: str, records: list[TensorRecord]) -> DeltaEntry:
-        for file in [path for path in self._staging.iterdir() if not path.stat().st_size]:
-            file.unlink()  # of a bucket in which nothing changed
+        for file in list(self._staging.iterdir()):
+            if not file.stat().st_size:
+                file.unlink()  # of a bucket in which nothing changed
         return self._rename(self._staging, "delta", version, self._base, records)
 
     def _write_full(
@@ -178,15 +179,11 @@ class DeltaSender:
             file = f"model-{i:05d}.safetensors"
             write_tensors(staging / file, shard)
             weight_map.update(dict.fromkeys(shard, file))
-        total = sum(t.numel() * t.element_size() for t in tensors.values())
-        write_index(staging, weight_map, total)
+        write_index(staging, weight_map, sum(t.nbytes for t in tensors.values()))
         copy_config(self._options, staging)
         for path in staging.iterdir():
             sync_path(path)
-        records = [
-            TensorRecord(name, t.numel() * t.element_size(), t.element_size(), sums[name])
-            for name, t in tensors.items()
-        ]
+        records = [TensorRecord(name, t.nbytes, t.element_size(), sums[name]) for name, t in tensors.items()]
         return self._rename(staging, "full", version, None, records)
 
     def _rename(
@@ -197,15 +194,14 @@ class DeltaSender:
             version, base, self._delta.encoding, self._delta.checksum, files, tuple(records)
         )
         replace_text(staging / MANIFEST, manifest.to_json())
-        target = self._folder / folder_name(kind, version)
-        again = 1
-        while target.exists():
+        name, again = folder_name(kind, version), 1
+        target = self._folder / name
+        while target.exists():  # a full copy that is found broken is replaced
             again += 1
-            target = self._folder / f"{folder_name(kind, version)}-{again}"
+            target = self._folder / f"{name}-{again}"
         staging.rename(target)
-        return DeltaEntry(
-            version, base, target.name, sum(files.values()) + (target / MANIFEST).stat().st_size
-        )
+        nbytes = sum(files.values()) + (target / MANIFEST).stat().st_size
+        return DeltaEntry(version, base, target.name, nbytes)
 
     def _publish(self, entry: DeltaEntry) -> None:
         """Publish an entry, a late full copy in its place; what it makes superfluous is removed."""
@@ -246,11 +242,6 @@ class DeltaSender:
 
     # ---- full copies beside training -----------------------------------------------------------------------
 
-    def _start_background(self) -> None:
-        if self._background is None:
-            self._background = threading.Thread(target=self._look_after, name="full-copies", daemon=True)
-            self._background.start()
-
     def _look_after(self) -> None:
         while not self._closing.wait(_LOOK_S):
             wanted = self._folder / WANTED
@@ -284,8 +275,7 @@ class DeltaSender:
 
     def close(self) -> None:
         self._closing.set()
-        if self._background is not None:
-            self._background.join()
+        self._background.join()
         self._pool.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._staging, ignore_errors=True)
         if not self._options.keep_files:
@@ -300,23 +290,15 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def _placed(record: TensorRecord, file: str, offset: int, payload: bytes) -> TensorRecord:
-    size = len(payload)
-    return TensorRecord(
-        record.name, record.nbytes, record.itemsize, record.checksum, file, offset, size, record.num_changed
-    )
-
-
 def _shards(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        if size and size + nbytes > _SHARD_BYTES:
+        if size and size + tensor.nbytes > _SHARD_BYTES:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
-        size += nbytes
+        size += tensor.nbytes
     return shards
 
 

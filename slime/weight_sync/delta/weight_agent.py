@@ -13,17 +13,16 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from slime.liveness import waits
 from slime.utils import http_utils
-from slime.utils.browser_guard import browser_guard, names_of_this_machine
+from slime.utils.browser_guard import browser_guard, names_of_this_machine, token_guard
 from slime.utils.errors import RunStopped
 from slime.weight_sync.delta.codec import DeltaError
 from slime.weight_sync.delta.local_copy import LocalCopy
@@ -56,15 +55,7 @@ class WeightAgent:
             *(arrival.version, arrival.route, arrival.num_deltas, arrival.nbytes, arrival.seconds),
             "loaded" if load else "held",
         )
-        return {
-            "success": True,
-            "version": arrival.version,
-            "folder": str(arrival.folder),
-            "route": arrival.route,
-            "num_deltas": arrival.num_deltas,
-            "nbytes": arrival.nbytes,
-            "seconds": arrival.seconds,
-        }
+        return {"success": True, **asdict(arrival), "folder": str(arrival.folder)}
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -115,7 +106,7 @@ def serve(app: web.Application, host: str, port: int) -> None:
                 f"they are. Set {http_utils.TOKEN_VARIABLE} to a secret here and where its clients run, or "
                 "use 127.0.0.1."
             )
-        app.middlewares.append(_asking_for(token))
+        app.middlewares.append(token_guard(token))
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
@@ -125,17 +116,6 @@ def serve(app: web.Application, host: str, port: int) -> None:
     print(f"listening on http://{host}:{listener.getsockname()[1]}", flush=True)
     app.on_cleanup.append(_close_session)
     web.run_app(app, sock=listener, print=None)
-
-
-def _asking_for(token: str) -> Middleware:
-    @web.middleware
-    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not secrets.compare_digest(given, f"Bearer {token}".encode()):
-            return web.json_response({"success": False, "message": "a token is needed"}, status=401)
-        return await handler(request)
-
-    return ask
 
 
 async def ask_agent(agent_url: str, version: str, *, load: bool) -> dict[str, Any]:
