@@ -90,7 +90,7 @@ def _train(
     flags: Mapping[str, Any],
 ) -> Result:
     """Write the inputs of a run to its folder, and run it."""
-    held = {file for file in folder.iterdir()} if folder.exists() else set()
+    held = set(folder.iterdir()) if folder.exists() else set()
     fresh, inputs = held <= {lock_file(folder, CLAIM)}, folder / "inputs"
     inputs.mkdir(parents=True, exist_ok=True)
     try:

@@ -24,9 +24,9 @@ class PluginPoint:
 
     flag: str  # the name in args
     positional: tuple[str, ...]  # passed by position, in this order
-    style: Style
     returns: str
     when: str
+    style: Style = "sync"
     keywords: tuple[str, ...] = ()  # passed by name
     optional: tuple[str, ...] = ()  # passed by name to functions that have such a parameter
     methods: tuple[str, ...] = ()  # what an object of a class must offer
@@ -53,7 +53,6 @@ PLUGIN_POINTS = (
         "rollout_function_path",
         positional=("args", "rollout_id", "data_source"),
         keywords=("evaluation",),
-        style="sync",
         returns="RolloutFnTrainOutput, or a list of samples or groups",
         when="once per rollout: makes all samples of it",
     ),
@@ -61,7 +60,6 @@ PLUGIN_POINTS = (
         "eval_function_path",
         positional=("args", "rollout_id", "data_source"),
         keywords=("evaluation",),
-        style="sync",
         returns="RolloutFnEvalOutput, or its data dict",
         when="at each evaluation",
     ),
@@ -110,77 +108,66 @@ PLUGIN_POINTS = (
     PluginPoint(
         "dynamic_sampling_filter_path",
         positional=("args", "samples"),
-        style="sync",
         returns="DynamicFilterOutput, or a bool",
         when="on each finished group: keep it or drop it",
     ),
     PluginPoint(
         "buffer_filter_path",
         positional=("args", "rollout_id", "buffer", "num_samples"),
-        style="sync",
         returns="the groups it took out of the buffer",
         when="before new prompts are fetched",
     ),
     PluginPoint(
         "rollout_sample_filter_path",
         positional=("args", "groups"),
-        style="sync",
         returns="nothing; sets sample.remove_sample to keep a sample out of the loss",
         when="at the end of a rollout, on the groups of the batch",
     ),
     PluginPoint(
         "rollout_all_samples_process_path",
         positional=("args", "all_groups", "data_source"),
-        style="sync",
         returns="nothing",
         when="at the end of a rollout, on all finished groups, dropped ones included",
     ),
     PluginPoint(
         "custom_reward_post_process_path",
         positional=("args", "samples"),
-        style="sync",
         returns="(raw_rewards, rewards), one of each per sample",
         when="instead of group normalisation",
     ),
     PluginPoint(
         "custom_convert_samples_to_train_data_path",
         positional=("args", "samples"),
-        style="sync",
         returns="the train data (a RolloutBatch)",
         when="instead of the conversion of samples",
     ),
     PluginPoint(
         "custom_rollout_log_function_path",
         positional=("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
-        style="sync",
         returns="true to skip the default metrics",
         when="after each rollout",
     ),
     PluginPoint(
         "custom_eval_rollout_log_function_path",
         positional=("rollout_id", "args", "data", "extra_metrics"),
-        style="sync",
         returns="true to skip the default metrics",
         when="after each evaluation",
     ),
     PluginPoint(
         "rollout_data_postprocess_path",
         positional=("args", "rollout_id", "rollout_data"),
-        style="sync",
         returns="nothing; edits rollout_data in place",
         when="on every trainer rank, after advantages and before training",
     ),
     PluginPoint(
         "custom_advantage_function_path",
         positional=("args", "rollout_data"),
-        style="sync",
         returns='nothing; sets rollout_data["advantages"] and ["returns"]',
         when="instead of the advantage estimator",
     ),
     PluginPoint(
         "custom_policy_loss_function_path",
         positional=("args", "inputs"),
-        style="sync",
         returns="(loss per token, dict of per-token metrics)",
         when="for each micro-batch, with a slime.algorithms.policy_loss.PolicyInputs, instead of "
         "--policy-loss-type",
@@ -197,7 +184,6 @@ PLUGIN_POINTS = (
             "total_lengths",
             "response_lengths",
         ),
-        style="sync",
         returns="(pg_loss, loss masks with rejected tokens at 0, which leave policy, KL and entropy terms, "
         "dict of per-token metrics)",
         when="for each micro-batch, with --use-tis or --get-mismatch-metrics (then only for its metrics)",
@@ -205,14 +191,12 @@ PLUGIN_POINTS = (
     PluginPoint(
         "custom_pg_loss_reducer_function_path",
         positional=("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
-        style="sync",
         returns="a callable: flat per-token losses -> their sum",
         when="for each micro-batch, for the policy-gradient term only",
     ),
     PluginPoint(
         "custom_loss_function_path",
         positional=("args", "batch", "logits", "sum_of_sample_mean"),
-        style="sync",
         returns="(loss, dict of metrics)",
         when="for each micro-batch, with --loss-type custom_loss; logits are not divided by "
         "--rollout-temperature",
@@ -220,7 +204,6 @@ PLUGIN_POINTS = (
     PluginPoint(
         "custom_update_weight_post_write_path",
         positional=("args", "version_dir", "rollout_engines"),
-        style="sync",
         returns="nothing",
         when="on every trainer rank when a version lies in version_dir, before the engines (their "
         "addresses) read it; with deltas also on the first rank alone, for full copies beside them and for "
@@ -229,14 +212,12 @@ PLUGIN_POINTS = (
     PluginPoint(
         "custom_megatron_init_path",
         positional=("args",),
-        style="sync",
         returns="nothing",
         when="once on every rank of the Megatron trainer: process groups stand, no model is built",
     ),
     PluginPoint(
         "custom_megatron_before_log_prob_hook_path",
         positional=("args", "model", "store_prefix"),
-        style="sync",
         returns="nothing",
         when='before each pass of the Megatron trainer that records log-probs; store_prefix is "", "ref_" '
         'or "teacher_"',
@@ -244,7 +225,6 @@ PLUGIN_POINTS = (
     PluginPoint(
         "custom_megatron_before_train_step_hook_path",
         positional=("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
-        style="sync",
         returns="nothing",
         when="before each optimizer step of the Megatron trainer's policy; the scheduler offers get_lr() "
         "and num_steps",
@@ -252,7 +232,6 @@ PLUGIN_POINTS = (
     PluginPoint(
         "custom_model_provider_path",
         positional=("pre_process", "post_process"),
-        style="sync",
         returns="a slime.backends.megatron.modules.model.PackedGPTModel",
         when="for each chunk that a rank builds; `build` makes the usual one, a critic's head is put in "
         "afterwards",

@@ -202,7 +202,7 @@ async def compare_with_folder(
     folder: Path, version: str, control: EngineControl, info: EngineInfo, shm_prefix: str
 ) -> list[str]:
     """The files' tensors, laid out in shared memory, against the engine's."""
-    if not info.compares_manifests:
+    if not info.dialect.compares_manifests:
         return await reload_and_compare(control, folder, version)
     tensors = list(read_tensors(all_files(folder)))
     segment = shm.create_segment(plan_bucket(tensors)[1], shm_prefix)

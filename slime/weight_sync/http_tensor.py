@@ -32,12 +32,12 @@ class HttpTensorSender(SharedMemorySender):
 
 async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
     """The engine must be paused."""
-    if info.has_begin_end:
+    if info.dialect.has_begin_end:
         await control.begin_update()
     for bucket in bundle.payload.buckets:
         text = await asyncio.to_thread(_pack, bucket)
         await control.update_from_tensors([text] * info.num_ranks, bundle.version)
-    if info.has_begin_end:  # after an error the engine is evicted
+    if info.dialect.has_begin_end:  # after an error the engine is evicted
         await control.end_update()
     return Receipt(await control.version(), None, None, None)
 

@@ -67,7 +67,7 @@ async def deliver_by_memory(bundle: WeightBundle, control: EngineControl, info: 
 async def compare_by_memory(
     bundle: WeightBundle, control: EngineControl, info: EngineInfo, shm_prefix: str
 ) -> list[str]:
-    return await control.check_adapter_equal(bundle.payload.manifest)
+    return await control.check_equal(bundle.payload.manifest, adapter=True)
 
 
 async def deliver_by_tensors(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:

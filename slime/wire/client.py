@@ -83,18 +83,14 @@ class EngineClient:
         Workers are called directly because the router has no control endpoints. A worker ignores ids that it
         does not hold; a worker that is gone has nothing left to abort.
         """
-        slots = asyncio.Semaphore(MAX_ABORTS)
-        calls = [(url, {"rid": rid}) for url in engine_urls for rid in rids]
-        await asyncio.gather(*(_abort(url, which, slots) for url, which in calls))
+        await _abort([(url, {"rid": rid}) for url in engine_urls for rid in rids])
 
     async def cancel_scope(self, engine_urls: Sequence[str], scope: str) -> None:
         """Abort all requests whose ids start with `scope`, by one call to each worker.
 
         Only for workers whose dialect has `aborts_by_prefix`: others read it as the id of one request.
         """
-        slots = asyncio.Semaphore(MAX_ABORTS)
-        which = {"rid": scope, "prefix": True}
-        await asyncio.gather(*(_abort(url, which, slots) for url in engine_urls))
+        await _abort([(url, {"rid": scope, "prefix": True}) for url in engine_urls])
 
 
 def _id_is_taken(error: http_utils.HttpError) -> bool:
@@ -105,10 +101,17 @@ def _id_is_taken(error: http_utils.HttpError) -> bool:
     return error.status == 400 and ID_IS_TAKEN in error.body
 
 
-async def _abort(url: str, which: dict[str, Any], slots: asyncio.Semaphore) -> None:
-    try:
-        async with slots:
-            await http_utils.post(f"{url.rstrip('/')}/abort_request", which, max_retries=0, timeout_s=30.0)
-    except http_utils.HttpError as error:
-        if error.status != 0:
-            raise
+async def _abort(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    slots = asyncio.Semaphore(MAX_ABORTS)
+
+    async def abort(url: str, which: dict[str, Any]) -> None:
+        try:
+            async with slots:
+                await http_utils.post(
+                    f"{url.rstrip('/')}/abort_request", which, max_retries=0, timeout_s=30.0
+                )
+        except http_utils.HttpError as error:
+            if error.status != 0:
+                raise
+
+    await asyncio.gather(*(abort(url, which) for url, which in calls))

@@ -211,36 +211,26 @@ class EngineControl:
 
     async def overwrite_weights(self) -> None:
         """Noise in place of the weights that it tells checksums of: only a whole push makes it fit again."""
-        _accepted(
-            await self._post("weights_checker", {"action": "reset_tensors"}), "to overwrite its weights"
-        )
+        answer = await self._post("weights_checker", {"action": "reset_tensors"})
+        _accepted(answer, "to overwrite its weights")
 
     async def score(self, ids: Sequence[int], extra: Mapping[str, Any]) -> list[float]:
         """Log-probs of all tokens but the first, at temperature 1; nothing is drawn, nothing is cached."""
-        sampling = {"temperature": 1.0, "max_new_tokens": 0, "sampling_seed": 0}
-        answer = await self._post(
-            "generate",
-            {
-                "input_ids": list(ids),
-                "sampling_params": sampling,
-                "return_logprob": True,
-                "logprob_start_len": 0,
-                **extra,
-            },
-        )
+        payload = {
+            "input_ids": list(ids),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "sampling_seed": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self._post("generate", {**payload, **extra})
         entries = (answer.get("meta_info") or {}).get("input_token_logprobs") or []
         if [entry[1] for entry in entries] != list(ids):
             raise ValueError(f"{self.url} scored {len(entries)} tokens of an input of {len(ids)}")
         return [float(entry[0]) for entry in entries[1:]]
 
-    async def check_equal(self, manifest: WeightManifest) -> list[str]:
-        """Names of tensors that differ from the manifest's bytes, or that the manifest does not have."""
-        payload = {"action": "compare", "manifest": manifest.to_json()}
-        return list((await self._post("weights_checker", payload))["mismatched"])
-
-    async def check_adapter_equal(self, manifest: WeightManifest) -> list[str]:
-        """Names of adapter tensors that differ from the manifest's bytes, or that only one side has."""
-        payload = {"action": "compare_adapter", "manifest": manifest.to_json()}
+    async def check_equal(self, manifest: WeightManifest, *, adapter: bool = False) -> list[str]:
+        """Names of tensors that differ from the manifest's bytes, or that only one side has."""
+        payload = {"action": "compare_adapter" if adapter else "compare", "manifest": manifest.to_json()}
         return list((await self._post("weights_checker", payload))["mismatched"])
 
     async def _post(self, endpoint: str, payload: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ The manifest travels as JSON, the bytes through shared memory; nothing is pickle
 every bucket before it touches a parameter.
 """
 
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import torch
 
 ALIGNMENT = 16  # bytes; every tensor starts on a multiple, so that a typed view of the segment is legal
 _CHUNK_WORDS = 1 << 17  # 1 MiB of int64: the temporaries of the checksum stay in cache
-_CHUNKS_AT_ONCE = 16  # are in a cache when they are read a second time
 # Segments of one update; each is a mapping of its own, of which a process may have some 65,000.
 MAX_BUCKETS = 16_384
 
@@ -30,6 +30,7 @@ DTYPES: dict[str, torch.dtype] = {
     "uint8": torch.uint8,
     "bool": torch.bool,
 }
+_KINDS: dict[type, str] = {int: "an integer that is not negative", str: "a string", list: "a list"}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -46,44 +47,23 @@ def byte_checksum(data: torch.Tensor) -> int:
     body = data[: data.numel() - tail]
     if body.storage_offset() % 8 or not body.is_contiguous():
         body = body.contiguous().clone()
-    words = body.view(torch.int64)
-    # x * (2 (start + j) + 1) = x * (2 j + 1) + x * 2 start; int64 arithmetic wraps modulo 2^64. The words at
-    # place j of all chunks have the factor 2 j + 1 in common.
-    width = min(_CHUNK_WORDS, words.numel())
-    whole = words.numel() // max(width, 1)
-    rest = words[whole * width :]
-    together = torch.zeros(width, dtype=torch.int64, device=data.device)
-    together[: rest.numel()] = rest
-    sums = []
-    for chunks in words[: whole * width].view(whole, width).split(_CHUNKS_AT_ONCE):
-        together.add_(chunks.sum(0))
-        sums.append(chunks.sum(1))
-    sums.append(rest.sum()[None])
-    odd = torch.arange(width, dtype=torch.int64, device=data.device).mul_(2).add_(1)
-    starts = torch.arange(whole + 1, dtype=torch.int64, device=data.device).mul_(2 * width)
-    total = int(together.mul_(odd).sum()) + int(torch.cat(sums).mul_(starts).sum())
+    words, total = body.view(torch.int64), 0
+    odd = torch.arange(min(_CHUNK_WORDS, words.numel()), dtype=torch.int64, device=data.device) * 2 + 1
+    for start in range(0, words.numel(), _CHUNK_WORDS):
+        # x * (2 (start + j) + 1) = x * (2 j + 1) + x * 2 start; int64 arithmetic wraps modulo 2^64.
+        chunk = words[start : start + _CHUNK_WORDS]
+        total += int(torch.dot(chunk, odd[: len(chunk)])) + int(chunk.sum()) * 2 * start
     if tail:
         last = int.from_bytes(bytes(data[data.numel() - tail :].tolist()), "little")
         total += last * (2 * words.numel() + 1)
     return total % 2**64
 
 
-def _whole(what: str, value: Any) -> int:
-    """A count, as JSON gives it: no text, no fraction, not true."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{what} must be an integer that is not negative, got {reprlib.repr(value)}")
-    return value
-
-
-def _text(what: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{what} must be a string, got {reprlib.repr(value)}")
-    return value
-
-
-def _items(what: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{what} must be a list, got {reprlib.repr(value)}")
+def _read(what: str, data: Any, name: str, kind: type) -> Any:
+    """Return a field of JSON: no text for a number, and no count below zero."""
+    value = data[name]
+    if type(value) is not kind or (kind is int and value < 0):
+        raise ValueError(f"{name} of {what} must be {_KINDS[kind]}, got {reprlib.repr(value)}")
     return value
 
 
@@ -98,10 +78,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def view(self, segment: torch.Tensor) -> torch.Tensor:
         """The tensor as a view of the segment's uint8 buffer."""
@@ -113,13 +90,15 @@ class TensorEntry:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "TensorEntry":
-        name, dtype = _text("a tensor's name", data["name"]), _text("a tensor's dtype", data["dtype"])
+        name, dtype = _read("a tensor", data, "name", str), _read("a tensor", data, "dtype", str)
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name} has dtype {dtype!r}, expected one of {sorted(DTYPES)}")
-        shape = tuple(
-            _whole(f"the shape of {name}", n) for n in _items(f"the shape of {name}", data["shape"])
-        )
-        entry = cls(name, _whole(f"the offset of {name}", data["offset"]), dtype, shape)
+        shape = _read(name, data, "shape", list)
+        if not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(
+                f"the shape of {name} is {reprlib.repr(shape)}: expected integers, none below zero"
+            )
+        entry = cls(name, _read(name, data, "offset", int), dtype, tuple(shape))
         if entry.offset % DTYPES[dtype].itemsize:
             raise ValueError(f"tensor {name} has offset {entry.offset}: not addressable as {dtype}")
         return entry
@@ -152,11 +131,9 @@ class BucketManifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "BucketManifest":
-        segment = _text("a bucket's segment", data["segment"])
-        tensors = tuple(
-            TensorEntry.from_json(entry) for entry in _items(f"tensors of {segment}", data["tensors"])
-        )
-        nbytes, checksum = (_whole(f"the {key} of {segment}", data[key]) for key in ("nbytes", "checksum"))
+        segment = _read("a bucket", data, "segment", str)
+        tensors = tuple(TensorEntry.from_json(entry) for entry in _read(segment, data, "tensors", list))
+        nbytes, checksum = (_read(segment, data, name, int) for name in ("nbytes", "checksum"))
         return cls(segment, nbytes, checksum, tensors)
 
 
@@ -200,7 +177,7 @@ class WeightManifest:
     @classmethod
     def from_json(cls, data: Any) -> "WeightManifest":
         try:
-            given = _items("buckets", data["buckets"])
+            given = _read("a manifest", data, "buckets", list)
             if len(given) > MAX_BUCKETS:
                 raise ValueError(
                     f"{len(given)} buckets in one update: at most {MAX_BUCKETS}; use larger ones."
@@ -208,8 +185,8 @@ class WeightManifest:
             buckets = tuple(BucketManifest.from_json(bucket) for bucket in given)
             if len({bucket.segment for bucket in buckets}) != len(buckets):
                 raise ValueError("one segment is named by two buckets")
-            counts = (_whole(key, data[key]) for key in ("num_tensors", "nbytes"))
-            return cls(_text("version", data["version"]), buckets, *counts)
+            counts = (_read("a manifest", data, name, int) for name in ("num_tensors", "nbytes"))
+            return cls(_read("a manifest", data, "version", str), buckets, *counts)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a weight manifest: {type(error).__name__} {error}") from error
 

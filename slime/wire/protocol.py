@@ -32,14 +32,12 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+def _number(name: str, value: Any, low: float, high: float) -> float:
     # An integer is finite, and may be too large to become a float.
-    if isinstance(value, bool) or not (
-        isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-    ):
+    if type(value) is not int and not (isinstance(value, float) and math.isfinite(value)):
         raise ValueError(f"{name} must be a finite number, got {shown(value)}")
-    if value < low or value > high or (open_low and value == low):
-        raise ValueError(f"{name} is {shown(value)}: it must lie in {'(' if open_low else '['}{low}, {high}]")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {shown(value)}: it must lie in [{low}, {high}]")
     return float(value)
 
 
@@ -86,21 +84,29 @@ def wrong_token_id(ids: Sequence[Any], vocab_size: int | None) -> str | None:
     return shown(next(i for i in ids if type(i) is not int or not 0 <= i < high))
 
 
-def _custom_params(value: Any) -> Mapping[str, Any]:
-    """The one field of what SGLang hands to its plug-ins that is part of the protocol."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"custom_params must be an object, got {shown(value)}")
-    unknown = sorted(str(name) for name in value if name != top_p.REQUEST_FIELD)
-    if unknown:
-        raise ValueError(
-            f"custom_params has unknown field {shown(unknown[0])}, expected {top_p.REQUEST_FIELD}"
-        )
-    return value
-
-
-_SWITCHES = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+# From, to; None: without end.
+_NUMBERS = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+}
+_NEVER_ZERO = ("top_p", "repetition_penalty", "top_k")
+_INTEGERS = {
+    "top_k": (-1, MAX_INT32),
+    "max_new_tokens": (0, None),
+    "min_new_tokens": (0, None),
+    "sampling_seed": (-MAX_INT64 - 1, MAX_INT64),
+    "n": (1, None),
+    "stream_interval": (1, MAX_INT32),
+}
+_OPTIONAL = ("max_new_tokens", "sampling_seed", "stream_interval")
+_SWITCHES = (
+    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
+    top_p.REQUEST_FIELD,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,41 +140,27 @@ class SamplingParams:
     stream_interval: int | None = None  # tokens from one event of a stream to the next; None: the engine's
 
     def __post_init__(self) -> None:
-        checked = {
-            "temperature": _number("temperature", self.temperature, 0.0, 1e6),
-            "top_p": _number("top_p", self.top_p, 0.0, 1.0, open_low=True),
-            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
-            "top_k": _integer("top_k", self.top_k, -1, MAX_INT32),
-            "min_new_tokens": _integer("min_new_tokens", self.min_new_tokens, 0),
+        checked: dict[str, Any] = {
             "stop": _strings("stop", self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
-            "repetition_penalty": _number(
-                "repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True
-            ),
-            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            "n": _integer("n", self.n, 1),
         }
-        for name in (*_SWITCHES, top_p.REQUEST_FIELD):
-            checked[name] = _boolean(name, getattr(self, name))
+        for name, (low, high) in _NUMBERS.items():
+            checked[name] = _number(name, getattr(self, name), low, high)
+        for name, (least, most) in _INTEGERS.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                _integer(name, getattr(self, name), least, most)
+        for name in _SWITCHES:
+            _boolean(name, getattr(self, name))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        self._check_rules()
-
-    def _check_rules(self) -> None:
-        if self.top_k == 0:
-            raise ValueError("top_k is 0: no token could be drawn; use -1 for the whole vocabulary")
-        if self.max_new_tokens is not None:
-            _integer("max_new_tokens", self.max_new_tokens, 0)
-            if self.min_new_tokens > self.max_new_tokens:
-                raise ValueError(
-                    f"min_new_tokens is {self.min_new_tokens}: it must not exceed max_new_tokens "
-                    f"{self.max_new_tokens}"
-                )
-        if self.stream_interval is not None:
-            _integer("stream_interval", self.stream_interval, 1, MAX_INT32)
-        if self.sampling_seed is not None:
-            _integer("sampling_seed", self.sampling_seed, -MAX_INT64 - 1, MAX_INT64)
+        for name in _NEVER_ZERO:
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} is 0: no token could be drawn")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens}: it must not exceed max_new_tokens "
+                f"{self.max_new_tokens}"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -180,7 +172,13 @@ class SamplingParams:
             return cls()
         if not isinstance(data, Mapping):
             raise ValueError(f"sampling_params must be an object, got {shown(data)}")
-        data = {**data, **_custom_params(data.get("custom_params"))}
+        custom = data.get("custom_params") or {}
+        # The one field of what SGLang hands to its plug-ins that is part of the protocol.
+        if not isinstance(custom, Mapping) or not custom.keys() <= {top_p.REQUEST_FIELD}:
+            raise ValueError(
+                f"custom_params is {shown(custom)}: expected an object with {top_p.REQUEST_FIELD}"
+            )
+        data = {**data, **custom}
         data.pop("custom_params", None)
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
@@ -296,7 +294,10 @@ class Generation:
             # Column by column: an answer has thousands of these, and all of them come at once.
             ids, log_probs = tuple([t[1] for t in triples]), tuple(map(float, [t[0] for t in triples]))
             if "output_ids" in data and tuple(data["output_ids"]) != ids:
-                raise ValueError(_disagreement(shown(meta.get("id")), ids, data["output_ids"]))
+                raise ValueError(
+                    f"request {shown(meta.get('id'))}: {len(ids)} log-probs for {len(data['output_ids'])} "
+                    "output tokens, or for other tokens than these"
+                )
             if not math.isfinite(sum(log_probs)):
                 raise ValueError(
                     f"request {shown(meta.get('id'))}: log-probs that are no numbers, or of a token that "
@@ -318,12 +319,6 @@ class Generation:
             cached_tokens=int(meta.get("cached_tokens") or 0),
             meta=meta,
         )
-
-
-def _disagreement(rid: Any, ids: Sequence[int], output_ids: Sequence[int]) -> str:
-    if len(ids) != len(output_ids):
-        return f"request {rid}: {len(ids)} log-probs for {len(output_ids)} output tokens"
-    return f"request {rid}: the log-probs are of other tokens than output_ids"
 
 
 def _read_spans(meta: Mapping[str, Any], version: str, num_tokens: int) -> tuple[VersionSpan, ...]:
@@ -358,18 +353,6 @@ class EngineInfo:
         """Ways to bring weights in; adapters alone only where the engine was started for them."""
         adapters = self.dialect.adapters_by if self.raw.get("enable_lora") else None
         return (*self.dialect.transports, *([adapters] if adapters else []))
-
-    @property
-    def has_spans(self) -> bool:
-        return self.dialect.has_spans
-
-    @property
-    def has_begin_end(self) -> bool:
-        return self.dialect.has_begin_end
-
-    @property
-    def compares_manifests(self) -> bool:
-        return self.dialect.compares_manifests
 
     @property
     def can_be_overwritten(self) -> bool:

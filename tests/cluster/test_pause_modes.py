@@ -16,12 +16,12 @@ SILENT = EngineInfo(ENGINES["sglang"].older_dialects[0][1], "model", "run:1", No
     [("auto", "retract"), ("retract", "retract"), ("in_place", "in_place"), ("abort",) * 2],
 )
 def test_an_engine_that_names_versions_does_what_is_asked(asked, taken):
-    assert EMBEDDED.has_spans and pause_mode(asked, EMBEDDED) == taken
+    assert EMBEDDED.dialect.has_spans and pause_mode(asked, EMBEDDED) == taken
 
 
 @pytest.mark.parametrize("asked", ["auto", "retract", "in_place", "abort"])
 def test_requests_come_back_where_versions_are_not_told_or_cannot_be_kept(asked):
-    assert not SILENT.has_spans and pause_mode(asked, SILENT) == "abort"
+    assert not SILENT.dialect.has_spans and pause_mode(asked, SILENT) == "abort"
     assert pause_mode(asked, EMBEDDED, keep=False) == "abort"
 
 

@@ -176,7 +176,7 @@ def test_an_engine_that_was_killed_comes_back_with_the_model_and_the_current_ada
 def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(engines, trainer, sender):
     (fleet, weights, _), backend = engines, trainer[0]
     info = weights.info(fleet.urls[0])
-    if not info.compares_manifests:
+    if not info.dialect.compares_manifests:
         pytest.skip("this engine does not promise to live after adapters that do not fit")
     weights.receive(make_bundle(sender, backend, "run:8"))
     for bucket in backend.export_adapter():
@@ -200,7 +200,7 @@ def test_a_request_for_adapters_that_the_engine_has_not_is_refused(engines, trai
 
 def test_whole_weights_after_adapters_leave_none_of_them(engines, trainer, sender, model, tmp_path):
     fleet, weights, _ = engines
-    if not weights.info(fleet.urls[0]).compares_manifests:
+    if not weights.info(fleet.urls[0]).dialect.compares_manifests:
         pytest.skip("only the embedded engine merges adapters")
     control = EngineControl(fleet.urls[0])
     weights.receive(make_bundle(sender, trainer[0], "run:11"))

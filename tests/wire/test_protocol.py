@@ -130,4 +130,4 @@ def test_engine_info_of_sglang_takes_the_version_from_model_info():
         {"model_path": "/m2", "weight_version": "run:3"},
     )
     assert (info.model_path, info.weight_version, info.vocab_size) == ("/m2", "run:3", None)
-    assert info.has_begin_end and info.memory_saver
+    assert info.dialect.has_begin_end and info.memory_saver

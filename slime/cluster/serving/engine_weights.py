@@ -170,7 +170,7 @@ class EngineWeights:
             control = self._control(url)
             await self._pause(control, info)
             await self._loaded.overwrite(self._key(url), control)
-            if info.has_begin_end:
+            if info.dialect.has_begin_end:
                 await control.begin_update()
 
         self._on_each(self._alive, begin)
@@ -181,7 +181,7 @@ class EngineWeights:
         """The trainer was lost on the way: engines stay paused, with whatever came, until the next push."""
 
         async def end(url: str, info: EngineInfo) -> None:
-            if info.has_begin_end:
+            if info.dialect.has_begin_end:
                 await self._control(url).end_update()
 
         with self._freeze():
@@ -193,7 +193,7 @@ class EngineWeights:
 
         async def end(url: str, info: EngineInfo) -> None:
             control = self._control(url)
-            if info.has_begin_end:
+            if info.dialect.has_begin_end:
                 await control.end_update()
             if url in report.failures:
                 return
@@ -272,7 +272,7 @@ class EngineWeights:
             except RuntimeError as error:
                 self._fleet.evict(url, error)
                 failures += 1
-        if first and not proven and not self.info(reference).compares_manifests:
+        if first and not proven and not self.info(reference).dialect.compares_manifests:
             failures += self._on_each([reference], self._compare_paused(bundle))
         return failures + self._evict_overwritten(apart)
 
@@ -363,7 +363,7 @@ def pause_mode(asked: str, info: EngineInfo, *, keep: bool = True) -> PauseMode:
     the transport does not let it `keep` them, they are aborted and sent again, so that each part has one
     version.
     """
-    if not (info.has_spans and keep) or asked == "abort":
+    if not (info.dialect.has_spans and keep) or asked == "abort":
         return "abort"
     return "in_place" if asked == "in_place" else "retract"
 

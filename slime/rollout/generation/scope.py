@@ -6,12 +6,11 @@ A scope lives in a context variable: every task that a rollout starts inherits i
 import asyncio
 import contextlib
 import itertools
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-
-from slime.wire.request_names import new_scope_name, part_name
 
 _POLL_S = 0.005
 _current: ContextVar["RequestScope | None"] = ContextVar("slime_request_scope", default=None)
@@ -21,11 +20,12 @@ class RequestScope:
     """Request ids in flight, and the cost of all requests: `num_sent`, `tokens` and `seconds`.
 
     After `abort` no new work starts. Adapters register ids from their own threads. `engines`: the router that
-    "default" means for these requests. `name`: the prefix of the ids of its requests, and of no others.
+    "default" means for these requests. `name`: the prefix of the ids of its requests, and of no others: its
+    first part has a fixed width, each part of a scope adds a number, and every part ends with a dot.
     """
 
     def __init__(self, max_context_len: int | None = None, engines: str = "default") -> None:
-        self.name = new_scope_name()
+        self.name = f"{os.urandom(8).hex()}."
         self.max_context_len = max_context_len  # prompt plus response; None: only the engine's limit
         self.engines = engines
         self.rids: set[str] = set()
@@ -49,7 +49,7 @@ class RequestScope:
     def child(self) -> "RequestScope":
         """Return a part of this scope that can be aborted alone, and is aborted with the whole."""
         new = RequestScope(self.max_context_len, self.engines)
-        new.name, new._parent = part_name(self.name, next(self._numbers)), self
+        new.name, new._parent = f"{self.name}{next(self._numbers)}.", self
         self._children.add(new)
         if self.aborted:
             new.abort()
