@@ -62,7 +62,7 @@ def byte_checksum(data: torch.Tensor) -> int:
 def _read(what: str, data: Any, name: str, kind: type) -> Any:
     """Return a field of JSON: no text for a number, and no count below zero."""
     value = data[name]
-    if type(value) is not kind or (kind is int and value < 0):
+    if type(value) is not kind or (isinstance(value, int) and value < 0):
         raise ValueError(f"{name} of {what} must be {_KINDS[kind]}, got {reprlib.repr(value)}")
     return value
 

@@ -48,9 +48,8 @@ class PrefillGroup:
     count: int
     num_new: int
     num_cached: int
-    rows: (
-        torch.Tensor | None
-    )  # [count * (num_cached + num_new)] pool rows; None: no cached part, keys are in the row
+    # [count * (num_cached + num_new)] pool rows; None: no cached part, keys are in the row.
+    rows: torch.Tensor | None
     mask: torch.Tensor | None  # [num_new, num_cached + num_new] additive; None as above
 
 
@@ -168,9 +167,10 @@ def _decode(
 ) -> torch.Tensor:
     if isinstance(group, SpanGroup):
         return group.attend(q, keys, values, scaling)
-    if isinstance(group, PagedGroup):
-        return _decode_pages(group, q, keys, values, block_size, scaling)
     rows, kv_heads = slice(group.start, group.start + group.count), keys.shape[1]
+    if isinstance(group, PagedGroup):
+        where = group.table, group.lengths
+        return attend_to_pages(q[rows], keys, values, *where, block_size=block_size, scale=scaling)
     k, v = (
         pool.view(-1, block_size * kv_heads * pool.shape[2])
         .index_select(0, group.blocks)
@@ -194,18 +194,6 @@ def _decode(
         k, v = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v))
         out = masked_attention(q[rows, :, None], k, v, seen[:, None, None], scaling, variant)
     return out.reshape(group.count, -1, values.shape[2])
-
-
-def _decode_pages(
-    group: PagedGroup,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_size: int,
-    scaling: float | None,
-) -> torch.Tensor:
-    q = q[group.start : group.start + group.count]
-    return attend_to_pages(q, keys, values, group.table, group.lengths, block_size=block_size, scale=scaling)
 
 
 def _prefill(

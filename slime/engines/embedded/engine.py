@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.engines.embedded.adapter import AdaptedWeights
 from slime.engines.embedded.kv_cache import BlockAllocator
+from slime.engines.embedded.pass_layout import PassLayout, SlotTable
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.sampler import Draws, sample
 from slime.engines.embedded.scheduler import Scheduler
@@ -62,19 +63,24 @@ class Engine:
         self.allocator = BlockAllocator(
             self.runner.num_blocks, self.runner.block_size, reuse=self.max_running > 1
         )
+        runner, device = self.runner, self.runner.device
+        layout = PassLayout(
+            SlotTable(self.max_running, self.allocator.blocks_for(self.max_tokens)),
+            runner.block_size,
+            row_bytes=runner.row_bytes,
+            dtype=runner.dtype,
+            device=device,
+            in_grid=runner.vision is not None and runner.vision.grid_positions,
+            never=runner.image_ids,
+            paged=runner.paged,
+            spans=runner.spans,
+        )
         self.scheduler = Scheduler(
             self.allocator,
+            layout,
             max_running=self.max_running,
-            max_tokens=self.max_tokens,
-            prefill_budget=_PREFILL_BUDGET[self.runner.device.type],
-            row_bytes=self.runner.row_bytes,
-            dtype=self.runner.dtype,
-            device=self.runner.device,
-            in_grid=self.runner.vision is not None and self.runner.vision.grid_positions,
-            never=self.runner.image_ids,
-            paged=self.runner.paged,
-            spans=self.runner.spans,
-            admit_every=_RECORDED_PASSES if self.runner.paged and self.runner.device.type == "cuda" else 1,
+            prefill_budget=_PREFILL_BUDGET[device.type],
+            admit_every=_RECORDED_PASSES if runner.paged and device.type == "cuda" else 1,
         )
 
     @property
@@ -178,6 +184,7 @@ class Engine:
                 sequence.finish = failure(
                     500, f"a step failed: {type(error).__name__}: {error}"[:1000], "StepFailed"
                 )
+        self.allocator.flush()  # pages count as computed as soon as a prompt is in a pass
         self.runner.check_device()
         return members
 
@@ -193,7 +200,8 @@ class Engine:
         """Zero the pool: a NaN spoils whoever reads its page next, even under a mask."""
         self.scheduler.retract_all()
         self.allocator.flush()
-        self.runner.wipe_pool()
+        if self.runner.pool is not None:
+            self.runner.pool.wipe()
 
     def _not_finite(self) -> dict[str, Any]:
         why = f"the model's probabilities are not finite numbers (weights {self.version})"
@@ -314,7 +322,7 @@ class Engine:
     def restore(self, tags: Iterable[str]) -> None:
         tags = set(tags) & self.released
         if "weights" in tags:
-            self.runner.restore_weights()
+            self.runner.model.to(self.runner.device)
         if "kv_cache" in tags:
             self.runner.restore_pool()
         self.released -= tags

@@ -100,17 +100,17 @@ def _image_rows(chunks: list[Chunk], start: int) -> Iterator[ImageRows]:
 
 @dataclass(eq=False)
 class PassLayout:
-    """How this engine lays passes out. `row_bytes`: of one token's key in one layer."""
+    """How this engine lays passes out. `row_bytes`: of one token's key in one layer; splits decode groups."""
 
     slots: SlotTable
     block_size: int
     row_bytes: int
     dtype: torch.dtype  # of the keys; a mask of another type would send attention down a slow path
     device: torch.device
-    in_grid: bool = False  # positions have three rows
-    never: tuple[int, ...] = ()  # ids that no answer may hold
-    paged: bool = False  # decoding reads keys where they lie, and not from padded copies
-    spans: bool = False  # rows that read the same keys gather them together
+    in_grid: bool  # positions have three rows
+    never: tuple[int, ...]  # ids that no answer may hold
+    paged: bool  # decoding reads keys where they lie, and not from padded copies
+    spans: bool  # rows that read the same keys gather them together
 
     def lay_out(self, decoding: list[Sequence], chunks: list[Chunk]) -> Pass:
         """Return the pass in which `decoding` sequences get a token and the prompt `chunks` are computed."""
@@ -222,27 +222,19 @@ class PassLayout:
         rows: list[np.ndarray],
     ) -> list[PrefillGroup]:
         """Groups of equal shape; appends tokens, positions and pool rows of the chunks to the given lists."""
-        groups, index = [], 0
-        while index < len(chunks):
-            first = chunks[index]
-            shape = (first.end - first.start, first.start)
-            members = []
-            while (
-                index < len(chunks)
-                and (chunks[index].end - chunks[index].start, chunks[index].start) == shape
-            ):
-                members.append(chunks[index])
-                index += 1
-            all_rows = []
+        groups = []
+        for (num_new, _), same in itertools.groupby(
+            chunks, lambda chunk: (chunk.end - chunk.start, chunk.start)
+        ):
+            members, all_rows = list(same), []
             for chunk in members:
-                sequence = chunk.sequence
-                ids.append(np.array(sequence.tokens[chunk.start : chunk.end], np.int64))
+                ids.append(np.array(chunk.sequence.tokens[chunk.start : chunk.end], np.int64))
                 place = np.arange(chunk.end)
-                all_rows.append(self._pool_rows(np.full_like(place, sequence.slot), place))
+                all_rows.append(self._pool_rows(np.full_like(place, chunk.sequence.slot), place))
                 positions.append(place[chunk.start :])
                 rows.append(all_rows[-1][chunk.start :])
             groups.append(self._prefill_group(members, all_rows, start))
-            start += len(members) * shape[0]
+            start += len(members) * num_new
         return groups
 
     def _prefill_group(self, members: list[Chunk], all_rows: list[np.ndarray], start: int) -> PrefillGroup:

@@ -27,12 +27,6 @@ _BLOCK_SIZE = 16
 _SMALL_BLOCK_SIZE = 4  # where rows gather keys in spans: more of what prompts begin with is shared
 
 
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
 class ModelRunner:
     """`max_total_tokens` None: derived from the free memory, and at most what all requests could need.
 
@@ -51,13 +45,19 @@ class ModelRunner:
         fp8_block: tuple[int, int] | None = None,
         paged: bool | None = None,
     ) -> None:
-        from transformers import AutoConfig, FineGrainedFP8Config  # late: takes seconds to import
+        from transformers import (  # late: takes seconds to import
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            FineGrainedFP8Config,
+        )
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
 
         attention.register()
-        self.device = resolve_device(device)
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(found if device == "auto" else device)
         self.dtype = accelerator.compute_dtype(dtype, self.device)
         # FP8 weights are served as what they stand for: this engine has no kernels for them.
         held = block_size_of(model_path)
@@ -66,7 +66,8 @@ class ModelRunner:
         self.vision = family_of(AutoConfig.from_pretrained(model_path))  # None: it reads text only
         implementation = attention.NAME if self.vision is None else attention_by_tower(attention.NAME)
         try:
-            self.model = _auto_class(self.vision is not None).from_pretrained(
+            auto_class = AutoModelForCausalLM if self.vision is None else AutoModelForImageTextToText
+            self.model: Any = auto_class.from_pretrained(
                 model_path, dtype=self.dtype, attn_implementation=implementation, **how
             )
         except KeyError as error:
@@ -97,7 +98,8 @@ class ModelRunner:
         self.block_size = _SMALL_BLOCK_SIZE if self.spans else _BLOCK_SIZE
         self.num_blocks = self._derive_num_blocks(max_running, max_total_tokens)
         self.num_forward_passes = 0
-        self.pool: KVPool | None = self._make_pool()
+        self.pool: KVPool | None
+        self.restore_pool()
         self._graphs: DecodeGraphs | None = None  # None: to be made when a pass wants them
         self._can_record = self.paged and not decides_on_host(self.config)
 
@@ -147,9 +149,9 @@ class ModelRunner:
             max_total_tokens = min(max(affordable, self.context_len), max_running * self.context_len)
         return max(1, max_total_tokens // self.block_size)
 
-    def _make_pool(self) -> KVPool:
+    def restore_pool(self) -> None:
         # one more than is handed out: block 0 is padding
-        return KVPool(self.kv_shapes, self.num_blocks + 1, self.block_size, self.dtype, self.device)
+        self.pool = KVPool(self.kv_shapes, self.num_blocks + 1, self.block_size, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, plan: BatchPlan) -> torch.Tensor:
@@ -203,9 +205,8 @@ class ModelRunner:
         whole = PrefillGroup(0, 1, count, 0, None, None)
         grid = None
         if self.vision is not None and self.vision.grid_positions:
-            grid = torch.from_numpy(np.ascontiguousarray(sequence.positions(0, count))).to(self.device)[
-                :, None
-            ]
+            places = np.ascontiguousarray(sequence.positions(0, count))
+            grid = torch.from_numpy(places).to(self.device)[:, None]
         placed = () if pictures is None else pictures.images
         images = tuple(ImageRows(p.image, 0, len(p.places), p.places) for p in placed)
         plan = BatchPlan(
@@ -234,14 +235,6 @@ class ModelRunner:
         self.pool = self._graphs = None
         self._empty_cache()
 
-    def wipe_pool(self) -> None:
-        if self.pool is not None:
-            self.pool.wipe()
-
-    def restore_pool(self) -> None:
-        if self.pool is None:
-            self.pool = self._make_pool()
-
     def release_weights(self) -> None:
         """Move parameters to host memory; on a CPU they already are there, and stay."""
         self.features.clear()
@@ -251,18 +244,9 @@ class ModelRunner:
             self.model.to("cpu")
             self._empty_cache()
 
-    def restore_weights(self) -> None:
-        self.model.to(self.device)
-
     def _empty_cache(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _auto_class(sees: bool) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # as above
-
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def _refuse_unsupported(model: Any, config: Any) -> None:

@@ -12,55 +12,32 @@ layer writes all keys before it reads any.
 from collections import deque
 
 import numpy as np
-import torch
 
 from slime.engines.embedded.kv_cache import BlockAllocator
-from slime.engines.embedded.pass_layout import Chunk, Pass, PassLayout, SlotTable
+from slime.engines.embedded.pass_layout import Chunk, Pass, PassLayout
 from slime.engines.embedded.sampler import Draws
 from slime.engines.embedded.sequence import Sequence
 
-_PageKey = tuple[int, tuple[int, ...]]  # (the page before it or 0, its tokens)
-
 
 class Scheduler:
-    """Queues and pages. `row_bytes`: of one token's key in one layer; decides how decode groups are split."""
+    """Queues and pages. `layout`: lays out the passes of those that run, and has their slots."""
 
     def __init__(
         self,
         allocator: BlockAllocator,
+        layout: PassLayout,
         *,
         max_running: int,
-        max_tokens: int,  # of one sequence
         prefill_budget: int,
-        row_bytes: int,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        in_grid: bool = False,  # positions have three rows
-        never: tuple[int, ...] = (),  # ids that no answer may hold
-        paged: bool = False,  # decoding reads keys where they lie, and not from padded copies
-        spans: bool = False,  # rows that read the same keys gather them together
-        admit_every: int = 1,  # passes: while others decode, newcomers wait for each other so long
+        admit_every: int,  # passes: while others decode, newcomers wait for each other so long
     ):
-        self.allocator = allocator
-        self.max_running = max_running
+        self.allocator, self.layout, self._slots = allocator, layout, layout.slots
         self.prefill_budget = prefill_budget
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission; prompts may be half computed
         self.num_retractions = 0
-        self.admit_every, self._passes_since = admit_every, 0  # since somebody was admitted
-        self._slots = SlotTable(max_running, allocator.blocks_for(max_tokens))
+        self._admit_every, self._passes_since = admit_every, 0  # since somebody was admitted
         self._free_slots = list(range(max_running))[::-1]
-        self.layout = PassLayout(
-            self._slots,
-            allocator.block_size,
-            row_bytes=row_bytes,
-            dtype=dtype,
-            device=torch.device(device),
-            in_grid=in_grid,
-            never=never,
-            paged=paged,
-            spans=spans,
-        )
 
     # -- queues ----------------------------------------------------------------------------------------------
 
@@ -139,7 +116,7 @@ class Scheduler:
         self._passes_since += 1
         if not self.waiting or not self._free_slots:
             return
-        if self.running and self._passes_since < self.admit_every:
+        if self.running and self._passes_since < self._admit_every:
             return
         self._passes_since = 0
         held_back: list[Sequence] = []
@@ -151,11 +128,10 @@ class Scheduler:
     def _admit_all_but(self, held_back: list[Sequence]) -> None:
         budget = self.prefill_budget - sum(s.num_tokens - s.num_computed for s in self.running)
         begun = {self._next_page(s, s.num_computed) for s in self.running} - {None}
-        pages: dict[_PageKey, int] = {}  # of newcomers whose prompts this pass computes to their end
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
             tokens = sequence.tokens
-            shared = self._with_pages_of_newcomers(self.allocator.match(sequence.keys), sequence, pages)
+            shared = self.allocator.match(sequence.keys)
             page = self._next_page(sequence, len(shared) * self.allocator.block_size)
             if page is not None and page in begun:
                 held_back.append(self.waiting.popleft())
@@ -179,27 +155,8 @@ class Scheduler:
             budget -= len(tokens) - sequence.num_computed
             if budget < 0:
                 begun.add(page)
-            elif self.allocator.reuse:
-                pages |= self._pages_of(sequence, len(shared))
-
-    def _pages_of(self, sequence: Sequence, first: int) -> dict[_PageKey, int]:
-        """The full pages of its tokens from `first` on, each after the page before it."""
-        size, blocks, keys = self.allocator.block_size, sequence.blocks, sequence.keys
-        return {
-            (blocks[i - 1] if i else 0, tuple(keys[i * size : (i + 1) * size])): blocks[i]
-            for i in range(first, len(keys) // size)
-        }
-
-    def _with_pages_of_newcomers(
-        self, shared: list[int], sequence: Sequence, pages: dict[_PageKey, int]
-    ) -> list[int]:
-        size, keys = self.allocator.block_size, sequence.keys if pages else ()
-        for start in range(len(shared) * size, len(keys) - size, size):
-            block = pages.get((shared[-1] if shared else 0, tuple(keys[start : start + size])))
-            if block is None:
-                break
-            shared.append(block)
-        return shared
+            else:  # this pass computes all of the prompt: those behind it share its pages already
+                self.allocator.keep(sequence.blocks, sequence.keys)
 
     def _next_page(self, sequence: Sequence, num_computed: int) -> tuple[int, ...] | None:
         """All tokens up to the end of the page that comes next, if others could take it over."""
