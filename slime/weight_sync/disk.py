@@ -22,6 +22,7 @@ from slime.wire.protocol import EngineInfo
 
 _WRITE_DEADLINE_S = 600.0
 _KEEP = 2  # the version that engines serve, and the one before it while they change over
+_NO_CAUSE = "there may be no room for weights in its folder; the trainer's log has the cause"
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
@@ -156,16 +157,13 @@ class CopyRequest:
 
     def raise_refusal(self) -> None:
         """Raises a refusal on the asking side."""
-        if self._no_room.exists():
-            raise RunStopped(self._cause(self._no_room) or f"no room for weights in {self.folder.parent}")
-        if self._failed.exists():
-            cause = self._cause(self._failed) or "the trainer's log has the cause"
-            raise RuntimeError(f"the copy of the weights in {self.folder} could not be written: {cause}")
-
-    def _cause(self, mark: Path) -> str:
-        with contextlib.suppress(OSError):
-            return mark.read_text()
-        return ""
+        for mark, kind in ((self._no_room, RunStopped), (self._failed, RuntimeError)):
+            if mark.exists():
+                with contextlib.suppress(OSError):
+                    cause = mark.read_text()
+                    raise kind(
+                        f"the copy of the weights in {self.folder} could not be written: {cause or _NO_CAUSE}"
+                    )
 
     def clear(self) -> None:
         for mark in (self._wanted, self._failed, self._no_room):

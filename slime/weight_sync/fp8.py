@@ -49,23 +49,19 @@ class Fp8Format:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], names: frozenset[str] | None = None) -> Fp8Format:
         """Reads the `quantization_config` of a config.json; another kind of quantisation is a ValueError."""
-        method, layout = config.get("quant_method"), config.get("fmt", "e4m3")
-        if method != "fp8" or layout != "e4m3":
-            raise ValueError(
-                f"quantization_config has quant_method {method!r} and fmt {layout!r}: weights are only "
-                "written as fp8 in e4m3; use a checkpoint of that kind, or one that is not quantised."
-            )
         block = config.get("weight_block_size")
+        wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        for name, value in wanted.items():
+            # Without a word of the last two, that is what is meant.
+            if config.get(name, None if name == "quant_method" else value) != value:
+                raise ValueError(
+                    f"quantization_config has {name} {config.get(name)!r}: weights are only written with "
+                    f"{value!r}; use a checkpoint of that kind, or one that is not quantised."
+                )
         if block is None or len(block) != 2 or min(block) < 1:
             raise ValueError(
                 f"quantization_config has weight_block_size {block!r}: weights are only written in blocks, "
                 "such as [128, 128]."
-            )
-        if config.get("activation_scheme", "dynamic") != "dynamic":
-            raise ValueError(
-                f"quantization_config has activation_scheme {config['activation_scheme']!r}: factors of "
-                "activations are "
-                "part of such a checkpoint and cannot be made from weights; use one with 'dynamic'."
             )
         excluded = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
         return cls(

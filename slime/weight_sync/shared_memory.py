@@ -39,23 +39,19 @@ class SharedMemorySender:
     def _keep_published(self) -> None:
         while not self._closed.wait(_CHECK_S):
             try:
-                self._publish_missing()
+                with self._lock:
+                    held = [*self._sets[0], *self._sets[1]] if not self._closed.is_set() else []
+                    lost = [segment for segment in held if not segment.is_published()]
+                    for segment in lost:
+                        segment.publish_again()
             except OSError as error:  # no room now: it may come
-                logger.warning(
-                    "Weights that were removed from %s cannot be written again: %s", shm.FOLDER, error
+                logger.warning("Weights removed from %s cannot be written again: %s", shm.FOLDER, error)
+                continue
+            if lost:
+                logger.error(
+                    "Weights of a push were removed from %s by another program; they were published again.",
+                    shm.FOLDER,
                 )
-
-    def _publish_missing(self) -> None:
-        with self._lock:
-            held = [segment for segments in self._sets for segment in segments]
-            lost = [segment for segment in held if not segment.is_published() and not self._closed.is_set()]
-            for segment in lost:
-                segment.publish_again()
-        if lost:
-            logger.error(
-                "The weights of a push were removed from %s by another program; they were published again.",
-                shm.FOLDER,
-            )
 
     def send(self, bucket: NamedTensors) -> None:
         if self._turn and self._left:
@@ -87,7 +83,7 @@ class SharedMemorySender:
     def close(self) -> None:
         self._closed.set()
         with self._lock:
-            for segment in (segment for held in self._sets for segment in held):
+            for segment in (*self._sets[0], *self._sets[1]):
                 segment.close()
                 segment.unlink()
             self._sets = [[], []]

@@ -35,7 +35,9 @@ def choose_transport(
     }
     taken = {name: row for name, row in allowed.items() if row.engine_needs in offered}
     for name, row in taken.items():
-        if row.on_shared_gpus is None or row.on_shared_gpus == _shares_gpus(row, site):
+        # A transport that relies on shared GPUs needs a trainer rank on each.
+        shares = site.cuda and site.colocated and (site.every_gpu_trains or not row.on_shared_gpus)
+        if row.on_shared_gpus in (None, shares):
             return name
     if taken:
         raise ValueError(
@@ -70,8 +72,3 @@ def _in_order(site: Site, content: str) -> dict[str, TransportRow]:
     }
     known = {name: place for name, place in places.items() if place is not None}
     return {name: TRANSPORTS[name] for name in sorted(known, key=known.__getitem__)}
-
-
-def _shares_gpus(row: TransportRow, site: Site) -> bool:
-    """Whether trainer and engines share GPUs; a transport that relies on it needs a trainer rank on each."""
-    return site.cuda and site.colocated and (site.every_gpu_trains or not row.on_shared_gpus)

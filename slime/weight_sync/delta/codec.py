@@ -89,16 +89,14 @@ def encode(old: np.ndarray, new: np.ndarray, itemsize: int, encoding: str) -> tu
     if not positions.size:
         return 0, b""
     dense = positions.size >= _DENSE_FROM * after.size
-    values = after if dense else after[positions]
-    if encoding == "xor":
-        values = values ^ (before if dense else before[positions])
+    where = slice(None) if dense else positions
+    values = after[where] ^ before[where] if encoding == "xor" else after[where]
     parts = [bytes([_DENSE if dense else _SPARSE])]
     if not dense:
         gaps: np.ndarray = np.diff(positions, prepend=0).astype(_gap_type(after.size))
         parts += [positions.size.to_bytes(_COUNT_BYTES, "little"), _to_planes(gaps)]
-    return positions.size, _zstd().ZstdCompressor(level=_ZSTD_LEVEL).compress(
-        b"".join([*parts, _to_planes(values)])
-    )
+    raw = b"".join([*parts, _to_planes(values)])
+    return positions.size, _zstd().ZstdCompressor(level=_ZSTD_LEVEL).compress(raw)
 
 
 def apply(payload: bytes, data: np.ndarray, itemsize: int, encoding: str) -> None:
@@ -106,7 +104,7 @@ def apply(payload: bytes, data: np.ndarray, itemsize: int, encoding: str) -> Non
     elements = data.view(_UNSIGNED[itemsize])
     raw = _decompress(payload, limit=1 + _COUNT_BYTES + elements.size * (8 + itemsize))
     try:
-        where, values = _read_dense(raw, elements) if raw[0] == _DENSE else _read_sparse(raw, elements)
+        where, values = _read(raw, elements)
     except (IndexError, ValueError) as error:
         raise DeltaError(
             f"its payload does not fit a tensor of {elements.size} elements ({error})"
@@ -123,17 +121,15 @@ def _decompress(payload: bytes, limit: int) -> bytes:
         size = zstandard.frame_content_size(payload)  # first: a damaged size must not ask for all memory
         if not 0 < size <= limit:
             raise DeltaError(f"its payload claims {size} bytes, and at most {limit} make sense")
-        raw: bytes = zstandard.ZstdDecompressor().decompress(payload)
-        return raw
+        return bytes(zstandard.ZstdDecompressor().decompress(payload))
     except zstandard.ZstdError as error:
         raise DeltaError(f"its payload is not a zstd frame ({error})") from error
 
 
-def _read_dense(raw: bytes, elements: np.ndarray) -> tuple[slice, np.ndarray]:
-    return slice(None), _from_planes(raw, 1, elements.size, elements.dtype)
-
-
-def _read_sparse(raw: bytes, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _read(raw: bytes, elements: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
+    """Return which elements change, and their values."""
+    if raw[0] == _DENSE:
+        return slice(None), _from_planes(raw, 1, elements.size, elements.dtype)
     count = int.from_bytes(raw[1 : 1 + _COUNT_BYTES], "little")
     gap_type, start = np.dtype(_gap_type(elements.size)), 1 + _COUNT_BYTES
     if len(raw) != start + count * (gap_type.itemsize + elements.dtype.itemsize):

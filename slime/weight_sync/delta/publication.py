@@ -222,8 +222,7 @@ class HttpSource:
 
     def read(self, folder: str, file: str) -> bytes:
         with self._open(folder, file) as response:
-            content: bytes = response.read()
-            return content
+            return bytes(response.read())
 
     def path_of(self, folder: str, file: str, nbytes: int, scratch: Path) -> Path:
         target = scratch / f"{folder}.{file}"
@@ -233,16 +232,13 @@ class HttpSource:
         return target
 
     def want_full(self) -> None:
-        url = f"{self._url}/want_full"
-        headers = with_token(url, None)
-        request = urllib.request.Request(url, data=b"{}", method="POST", headers=headers)
-        with urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S):
+        with self._open("", "want_full", data=b"{}"):
             pass
 
-    def _open(self, folder: str, file: str) -> Any:
+    def _open(self, folder: str, file: str, data: bytes | None = None) -> Any:
         url = "/".join(part for part in (self._url, folder, file) if part)
+        request = urllib.request.Request(url, data=data, headers=with_token(url, None))
         try:
-            request = urllib.request.Request(url, headers=with_token(url, None))
             return urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             if error.code == 404:
