@@ -98,12 +98,12 @@ class EngineFleet:
         self._rotation: Rotation | None = None
         self._expected_version: Callable[[], str | None] = lambda: None
         self._bring_up_to_date: Callable[[str], None] = lambda url: None  # it has loaded all it needs
-        self._out: set[int] = set()  # places of engines that are being started again, or wait for it
+        self._out: list[FleetServer] = []  # engines that are being started again, or wait for it
         self._deaths: deque[float] = deque()
         self._eviction: Exception | None = None  # why we last killed an engine ourselves
         self._last_end = ""  # who died last, and how
         self._alone_since: float | None = None  # when the last engine was lost
-        self._failed_probes: Counter[int] = Counter()
+        self._failed_probes: Counter[str] = Counter()  # by address
         self._membership = threading.Lock()  # held by a push or a memory phase: nobody joins meanwhile
         self._stopping = threading.Event()
         # Engines have given their memory away: none can make a token, and one that starts would find no room.
@@ -123,13 +123,13 @@ class EngineFleet:
 
     def is_alive(self, url: str) -> bool:
         """Return whether the engine serves now; one that is being restarted does not."""
-        return any(server.url == url and self._serves(i) for i, server in enumerate(self.servers))
+        return any(server.url == url and self._serves(server) for server in self.servers)
 
-    def _serves(self, place: int) -> bool:
-        return place not in self._out and self.servers[place].alive()
+    def _serves(self, server: FleetServer) -> bool:
+        return server not in self._out and server.alive()
 
-    def _owes_heartbeat(self, place: int) -> bool:
-        return self._serves(place) and not self.asleep
+    def _owes_heartbeat(self, server: FleetServer) -> bool:
+        return self._serves(server) and not self.asleep
 
     def follow(self, rotation: Rotation) -> None:
         """Keep this rotation informed of engines that leave and return."""
@@ -155,15 +155,15 @@ class EngineFleet:
             waits.know_as(server.url, server.plan.name)
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         if self._policy.silence_limit_s:
-            for place, server in enumerate(self.servers):
-                self._heartbeats.add(HttpBeat(server, functools.partial(self._owes_heartbeat, place)))
+            for server in self.servers:
+                self._heartbeats.add(HttpBeat(server, functools.partial(self._owes_heartbeat, server)))
         return self.urls
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[list[str]]:
         """Membership does not change inside; yields the addresses of the engines that are there."""
         with self._membership:
-            yield [server.url for i, server in enumerate(self.servers) if self._serves(i)]
+            yield [server.url for server in self.servers if self._serves(server)]
             self._last_probe = time.monotonic() + self._policy.probe_first_wait_s
 
     def evict(self, url: str, cause: Exception) -> None:
@@ -195,32 +195,31 @@ class EngineFleet:
         while not self._stopping.wait(self._policy.poll_s):
             try:
                 # Without the lock: a push may hold that for long.
-                for place in self._dead():
-                    self._leave_rotation(self.servers[place])
+                for server in self._dead():
+                    self._leave_rotation(server)
                 with self._membership:
                     if not self.asleep:
                         self._probe_if_due()
-                        for place in self._dead():
-                            self._restart(place)
+                        for server in self._dead():
+                            self._restart(server)
                         self._check_someone_is_left()
             except Exception as error:
                 if not self._stopping.is_set():
                     self._give_up(error)
                 return
 
-    def _dead(self) -> list[int]:
-        """Return the places of engines that died, and that nobody starts again yet."""
-        places = range(len(self.servers)) if not self._stopping.is_set() else ()
-        return [place for place in places if place not in self._out and not self.servers[place].alive()]
+    def _dead(self) -> list[FleetServer]:
+        """Return the engines that died, and that nobody starts again yet."""
+        watched = () if self._stopping.is_set() else self.servers
+        return [server for server in watched if server not in self._out and not server.alive()]
 
     def _leave_rotation(self, server: FleetServer) -> None:
         if self._rotation is not None:
             self._rotation.remove(server.url)
 
-    def _restart(self, place: int) -> None:
+    def _restart(self, server: FleetServer) -> None:
         """Restart an engine; a thread waits for it, so that the others are watched meanwhile."""
-        server, now = self.servers[place], time.monotonic()
-        end = server.describe_end()
+        now, end = time.monotonic(), server.describe_end()
         self._last_end = f"{server.plan.name} {end}"
         self._deaths.append(now)
         while now - self._deaths[0] > self._policy.restart_window_s:
@@ -232,7 +231,7 @@ class EngineFleet:
                 f"the last one, {server.plan.name}, {end}"
             ) from self._eviction
         logger.warning("%s\nrestarting it", self._last_end)
-        self._out.add(place)
+        self._out.append(server)
         try:
             server.launch()
         except MachineLost as error:
@@ -240,10 +239,10 @@ class EngineFleet:
                 "%s is not restarted (%s); the run continues with the other engines.", server.plan.name, error
             )
             return
-        threading.Thread(target=self._bring_back, args=(place,), name=f"restart-{place}", daemon=True).start()
+        name = f"restart of {server.plan.name}"
+        threading.Thread(target=self._bring_back, args=(server,), name=name, daemon=True).start()
 
-    def _bring_back(self, place: int) -> None:
-        server = self.servers[place]
+    def _bring_back(self, server: FleetServer) -> None:
         try:
             server.wait_ready()
             with self._membership:
@@ -252,12 +251,12 @@ class EngineFleet:
                 except RunStopped as error:
                     self._give_up(error)
                     return
-                self._out.discard(place)
+                self._out.remove(server)
                 self.num_restarts += 1
         except Exception as error:  # one more death, counted at the next look
             if not self._stopping.is_set():
                 self.evict(server.url, error)
-            self._out.discard(place)
+            self._out.remove(server)
             return
         if self._rotation is not None:
             self._rotation.add(server)
@@ -273,7 +272,7 @@ class EngineFleet:
             self.failure.set_exception(error)
 
     def _check_someone_is_left(self) -> None:
-        if any(self._serves(place) for place in range(len(self.servers))) or not self.servers:
+        if any(map(self._serves, self.servers)) or not self.servers:
             self._alone_since = None
             return
         now, limit = time.monotonic(), self._policy.no_engine_timeout_s
@@ -288,18 +287,14 @@ class EngineFleet:
         interval, timeout_s = self._policy.probe_interval_s, self._policy.probe_timeout_s
         if interval is None or time.monotonic() - self._last_probe < interval:
             return
-        places = [place for place in range(len(self.servers)) if self._serves(place)]
-        answers = run(
-            _gather([EngineControl(self.servers[place].url).healthy(timeout_s) for place in places])
-        )
-        for place, healthy in zip(places, answers, strict=True):
-            self._failed_probes[place] = 0 if healthy else self._failed_probes[place] + 1
-            if self._failed_probes[place] >= self._policy.probe_failures:
-                self._failed_probes[place] = 0
-                self.evict(self.servers[place].url, TimeoutError(f"no token within {timeout_s} s"))
-        self._check_versions(
-            [self.servers[place].url for place, well in zip(places, answers, strict=True) if well]
-        )
+        urls = [server.url for server in self.servers if self._serves(server)]
+        answers = run(_gather([EngineControl(url).healthy(timeout_s) for url in urls]))
+        for url, healthy in zip(urls, answers, strict=True):
+            self._failed_probes[url] = 0 if healthy else self._failed_probes[url] + 1
+            if self._failed_probes[url] >= self._policy.probe_failures:
+                self._failed_probes[url] = 0
+                self.evict(url, TimeoutError(f"no token within {timeout_s} s"))
+        self._check_versions([url for url, healthy in zip(urls, answers, strict=True) if healthy])
         self._last_probe = time.monotonic()
 
     def _check_versions(self, urls: list[str]) -> None:

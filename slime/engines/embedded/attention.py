@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from slime.algorithms.attention_variants import PLAIN, Variant, masked_attention, sees, variant_of
-from slime.engines.embedded.decode.paged import attend_to_pages
 from slime.engines.embedded.request_images import ImageRows
 from slime.engines.embedded.row_spans import SpanGroup
 
@@ -26,8 +26,8 @@ class DecodeGroup:
 
     start: int
     count: int
-    blocks: torch.Tensor  # [count * num_blocks] int64, every row padded with block 0
-    mask: torch.Tensor  # [count, 1, 1, num_blocks * block_size], 0 where a key exists and -inf elsewhere
+    blocks: Tensor  # [count * num_blocks] int64, every row padded with block 0
+    mask: Tensor  # [count, 1, 1, num_blocks * block_size], 0 where a key exists and -inf elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class PagedGroup:
 
     start: int
     count: int
-    table: torch.Tensor  # [count, W] int32 pages of each sequence; those behind its length mean nothing
-    lengths: torch.Tensor  # [count] int32, the newest token included
+    table: Tensor  # [count, W] int32 pages of each sequence; those behind its length mean nothing
+    lengths: Tensor  # [count] int32, the newest token included
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +49,21 @@ class PrefillGroup:
     num_new: int
     num_cached: int
     # [count * (num_cached + num_new)] pool rows; None: no cached part, keys are in the row.
-    rows: torch.Tensor | None
-    mask: torch.Tensor | None  # [num_new, num_cached + num_new] additive; None as above
+    rows: Tensor | None
+    mask: Tensor | None  # [num_new, num_cached + num_new] additive; None as above
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """Everything one forward pass needs, apart from the weights. T tokens, of which N give logits."""
 
-    token_ids: torch.Tensor  # [1, T]
-    positions: torch.Tensor  # [1, T]
-    write_rows: torch.Tensor  # [T] pool row that takes the key and value of each token
-    logit_index: torch.Tensor  # [N]
+    token_ids: Tensor  # [1, T]
+    positions: Tensor  # [1, T]
+    write_rows: Tensor  # [T] pool row that takes the key and value of each token
+    logit_index: Tensor  # [N]
     decode: tuple[DecodeGroup | PagedGroup | SpanGroup, ...]
     prefill: tuple[PrefillGroup, ...]
-    grid: torch.Tensor | None = None  # [3, 1, T] positions of families that have grids; None: `positions`
+    grid: Tensor | None = None  # [3, 1, T] positions of families that have grids; None: `positions`
     images: tuple[ImageRows, ...] = ()  # in the order of their rows
 
     @property
@@ -127,16 +127,16 @@ class KVPool:
 
 def paged_attention(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: None,
     *,
     plan: BatchPlan | None,
     pool: KVPool | ShapeProbe,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention for transformers: query `[1, H, T, D]`, key and value `[1, H_kv, T, D]` -> `[1, T, H, D]`."""
     variant = variant_of(module, attention_mask, kwargs)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, D]
@@ -157,14 +157,14 @@ def paged_attention(
 
 def _decode(
     group: DecodeGroup | PagedGroup | SpanGroup,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
     block_size: int,
     scaling: float | None,
     plan: BatchPlan,
     variant: Variant,
-) -> torch.Tensor:
+) -> Tensor:
     if isinstance(group, SpanGroup):
         return group.attend(q, keys, values, scaling)
     rows, kv_heads = slice(group.start, group.start + group.count), keys.shape[1]
@@ -196,16 +196,49 @@ def _decode(
     return out.reshape(group.count, -1, values.shape[2])
 
 
+def attend_to_pages(
+    query: Tensor,  # [B, H, D]
+    keys: Tensor,  # [rows of the pool, H_kv, D]
+    values: Tensor,  # [rows of the pool, H_kv, V]
+    table: Tensor,  # [B, W] int32 pages of each sequence; what lies behind its length means nothing
+    lengths: Tensor,  # [B] int32 tokens whose keys are in the pool, the newest included
+    *,
+    block_size: int,
+    scale: float | None,
+) -> Tensor:
+    """Attention of one new token per sequence to the pages of its keys; the result is [B, H, V]."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.device.type == "cuda":
+        from slime.engines.embedded.decode_kernels import paged_decode  # late: needs Triton
+
+        return paged_decode(query, keys, values, table, lengths, block_size, scale)
+    return _from_copies(query, keys, values, table, lengths, block_size, scale)
+
+
+def _from_copies(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, page: int, scale: float
+) -> Tensor:
+    count, heads = len(query), keys.shape[1]
+    column = torch.arange(table.shape[1] * page, device=query.device)
+    seen = column[None, :] < lengths[:, None]
+    pages = torch.where(seen[:, ::page], table, 0).long()
+    rows = (pages[:, :, None] * page + column[:page]).view(count, -1)
+    k, v = (pool[rows].transpose(1, 2) for pool in (keys, values))
+    q = query.reshape(count, heads, -1, query.shape[2])
+    out = scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None, :], scale=scale)
+    return out.reshape(count, query.shape[1], values.shape[2])
+
+
 def _prefill(
     group: PrefillGroup,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
     scaling: float | None,
     variant: Variant,
-) -> torch.Tensor:
+) -> Tensor:
     stop = group.start + group.count * group.num_new
     q = q[group.start : stop].unflatten(0, (group.count, group.num_new)).transpose(1, 2)
     if group.rows is None:

@@ -258,6 +258,13 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def text_of(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"{name} is {shown(value)}: expected a string that is not empty")
+    return value
+
+
 def answer_json(sequence: Sequence, detokenizer: Detokenizer) -> dict[str, Any]:
     """The answer, or a cumulative stream chunk while `finish` is None."""
     finish = sequence.finish  # read first: a chunk must not claim an end that came after its tokens

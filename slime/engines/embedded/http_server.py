@@ -12,7 +12,6 @@ from aiohttp import web
 
 from slime.catalog.engines import ENGINES
 from slime.engines.embedded.adapter import AdaptedWeights, scale_of
-from slime.engines.embedded.body_reading import MAX_BODY_BYTES, read_json, read_manifest, read_tags, text_of
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.engine_thread import EngineLoop
 from slime.engines.embedded.generate_json import (
@@ -22,6 +21,7 @@ from slime.engines.embedded.generate_json import (
     RequestReader,
     answer_json,
     raise_failure,
+    text_of,
 )
 from slime.engines.embedded.openai_api import OpenAIApi
 from slime.engines.embedded.openai_requests import OpenAIReader
@@ -40,13 +40,18 @@ from slime.utils.browser_guard import browser_guard, names_of_this_machine, toke
 from slime.utils.machine.open_files import refusing_too_many
 from slime.utils.media.image_tokens import encoder_of
 from slime.utils.processing_utils import load_processor
-from slime.wire.control import PAUSE_MODES
+from slime.wire.control import PAUSE_MODES, TAGS
+from slime.wire.manifest import WeightManifest
 from slime.wire.openai_shapes import error_json, model_list
 from slime.wire.protocol import shown
 
 _DIALECT = ENGINES["embedded"].dialect
 
+_MAX_BODY_BYTES = 32 << 20  # JSON is read in one go, and nobody else is served meanwhile: a second at most
+_BODY_DEADLINE_S = 120.0
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Generate = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 Control = Callable[[dict[str, Any]], Awaitable[Any]]  # the body of a request -> that of the answer
 
 
@@ -77,7 +82,7 @@ class Server:
         guards = [browser_guard(known=known), _errors_as_json]
         if self._token is not None:
             guards.insert(1, token_guard(self._token, but="/health"))
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=guards)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=guards)
         openai = OpenAIApi(self.loop, OpenAIReader(self.reader, self._reading, self.model_path), self._accept)
         questions: dict[str, Control] = {
             "/health": self.health,
@@ -91,7 +96,7 @@ class Server:
             "/v1/loads": self.loads,
             "/v1/models": self.models,
         }
-        generates: dict[str, Handler] = {
+        generates: dict[str, Generate] = {
             "/generate": self.generate,
             "/v1/chat/completions": openai.chat,
             "/v1/completions": openai.completions,
@@ -114,16 +119,16 @@ class Server:
         }
         for path, question in questions.items():
             app.router.add_get(path, _as_handler(question))
-        for path, handler in generates.items():
-            app.router.add_post(path, refusing_too_many(handler))
+        for path, generate in generates.items():
+            app.router.add_post(path, refusing_too_many(_reading(generate)))
         for path, control in controls.items():
             app.router.add_post(path, _as_handler(control))
         return app
 
     # -- generation ------------------------------------------------------------------------------------------
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        sequences, is_list = await self._accept(await read_json(request))
+    async def generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        sequences, is_list = await self._accept(body)
         if sequences[0].stream:
             return await self._stream(request, sequences, is_list)
         await self.loop.finish(sequences)
@@ -281,7 +286,7 @@ class Server:
             source.close()
 
     async def update_weights_from_shared_memory(self, body: dict[str, Any]) -> Any:
-        manifest, engine = await read_manifest(body), self.engine
+        manifest, engine = await _read_manifest(body), self.engine
         count, _ = await self._update(
             lambda: SharedMemorySource(manifest),
             engine.weights,
@@ -291,7 +296,7 @@ class Server:
 
     async def load_adapter(self, body: dict[str, Any]) -> Any:
         """Low-rank adapters, by a manifest; all requests get them, whether or not they name them."""
-        manifest, name = await read_manifest(body.get("manifest")), text_of(body, "lora_name")
+        manifest, name = await _read_manifest(body.get("manifest")), text_of(body, "lora_name")
         scale, engine = scale_of(body.get("config_dict")), self.engine
         count, _ = await self._update(
             lambda: SharedMemorySource(manifest),
@@ -344,7 +349,7 @@ class Server:
                 f"action is {shown(action)}: expected checksum, or compare or compare_adapter with a manifest"
             )
         held = self.engine.weights if action == "compare" else self.engine.adapters
-        manifest = await read_manifest(body.get("manifest"))
+        manifest = await _read_manifest(body.get("manifest"))
         source = await asyncio.to_thread(SharedMemorySource, manifest)
         try:
             mismatched = await self.loop.call(held.differing, source)
@@ -355,10 +360,10 @@ class Server:
     # -- memory ----------------------------------------------------------------------------------------------
 
     async def release_memory(self, body: dict[str, Any]) -> None:
-        await self.loop.call(self.engine.release, read_tags(body))
+        await self.loop.call(self.engine.release, _read_tags(body))
 
     async def resume_memory(self, body: dict[str, Any]) -> None:
-        await self.loop.call(self.engine.restore, read_tags(body))
+        await self.loop.call(self.engine.restore, _read_tags(body))
 
 
 def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str, Any]:
@@ -394,9 +399,54 @@ def _updated(version: str, count: int, nbytes: int, checksum: int | None) -> dic
     }
 
 
+async def _read_json(request: web.Request) -> dict[str, Any]:
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise web.HTTPUnsupportedMediaType(
+            text="compressed bodies are not taken: a small one may unfold to any size\n"
+        )
+    try:
+        async with asyncio.timeout(_BODY_DEADLINE_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body did not come within {_BODY_DEADLINE_S:g} s\n") from None
+    try:
+        body = json.loads(raw or b"{}", parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {shown(str(error))}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+async def _read_manifest(data: Any) -> WeightManifest:
+    """Read on another thread: that of a large model has tens of thousands of entries."""
+    try:
+        return await asyncio.to_thread(WeightManifest.from_json, data)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+
+
+def _read_tags(body: dict[str, Any]) -> list[str]:
+    tags = list(TAGS) if body.get("tags") is None else body["tags"]
+    if not isinstance(tags, list) or any(tag not in TAGS for tag in tags):
+        raise BadRequest(f"tags is {shown(tags)}: expected a list out of {TAGS}")
+    return tags
+
+
+def _reading(generate: Generate) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await generate(request, await _read_json(request))
+
+    return handle
+
+
 def _as_handler(control: Control) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        answer = await control(await read_json(request))
+        answer = await control(await _read_json(request))
         return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
 
     return handle

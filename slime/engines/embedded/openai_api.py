@@ -8,7 +8,6 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.engines.embedded.body_reading import read_json
 from slime.engines.embedded.engine_thread import EngineLoop, Listener
 from slime.engines.embedded.generate_json import raise_failure
 from slime.engines.embedded.openai_requests import Asked, OpenAIReader
@@ -26,11 +25,11 @@ class OpenAIApi:
     def __init__(self, loop: EngineLoop, reader: OpenAIReader, accept: Accept):
         self._loop, self._reader, self._accept = loop, reader, accept
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, await self._reader.chat(await read_json(request)))
+    async def chat(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await self._serve(request, await self._reader.chat(body))
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, await self._reader.completions(await read_json(request)))
+    async def completions(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await self._serve(request, await self._reader.completions(body))
 
     async def _serve(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         sequences, _ = await self._accept(asked.body)

@@ -9,7 +9,6 @@ import torch
 from slime.algorithms.vision.towers import attention_by_tower, family_of, run_text
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup, ShapeProbe
-from slime.engines.embedded.decode.paged import can_read_pages
 from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
 from slime.engines.embedded.packed_matrices import PackedMatrices
 from slime.engines.embedded.request_images import FeatureCache, ImageRows
@@ -17,6 +16,7 @@ from slime.engines.embedded.rules import NEEDS_OTHER, unserved_layers
 from slime.engines.embedded.sequence import Sequence
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.machine import accelerator
+from slime.utils.misc import is_installed
 from slime.utils.models.fp8_config import block_size_of
 from slime.utils.models.hub_names import folder_of
 from slime.utils.models.norms import fuse_norms
@@ -86,11 +86,13 @@ class ModelRunner:
         probe = self._probe()
         self.kv_shapes = probe.shapes
         self.paged = (
-            probe.plain and self.vision is None and (can_read_pages(self.device) if paged is None else paged)
+            probe.plain
+            and self.vision is None
+            and (self.device.type == "cuda" and is_installed("triton") if paged is None else paged)
         )
         self.max_running = max_running
         if self.paged and self.device.type == "cuda":
-            from slime.engines.embedded.decode.decode_kernels import rms_norm  # late: needs Triton
+            from slime.engines.embedded.decode_kernels import rms_norm  # late: needs Triton
 
             fuse_norms(self.model, rms_norm)
         exact = self.device.type == "cpu" and self.dtype == torch.float32 and self.vision is None

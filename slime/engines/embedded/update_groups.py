@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from slime.engines.embedded.body_reading import text_of
-from slime.engines.embedded.generate_json import BadRequest
+from slime.engines.embedded.generate_json import BadRequest, text_of
 from slime.engines.embedded.weight_update import BadWeights
 from slime.utils.machine.process_groups import (
     LOOPBACK,

@@ -42,9 +42,8 @@ class SGLangOptions:
     tensor_parallel: int
     seed: int
     memory_saver: bool
-    deterministic: bool = (
-        False  # on GPUs: on a CPU it refuses, as no attention of its own there is known to be
-    )
+    # On GPUs: on a CPU it refuses, as no attention of its own there is known to be.
+    deterministic: bool = False
     weight_version: str = "default"
     host: str = "127.0.0.1"
     most_requests: int | None = None  # that are sent to it at a time, where that is known

@@ -17,11 +17,8 @@ from pathlib import Path
 from typing import Any
 
 
-def _missing_kernel(name: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU build of SGLang's kernels")
-
-    return call
+def _missing_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(f"sgl_kernel.{name} needs a GPU build of SGLang's kernels")
 
 
 class _NoKernels(types.ModuleType):
@@ -30,7 +27,7 @@ class _NoKernels(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _missing_kernel(name)
+        return functools.partial(_missing_kernel, name)
 
 
 _VISION_OPERATORS = (
@@ -45,9 +42,8 @@ def declare_torchvision_operators() -> None:
     """The torchvision of PyPI is linked against CUDA; declared so, its Python part imports all the same."""
     import torch
 
-    schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     for name in ("torchvision::nms", "torchvision::qnms"):
-        torch.library.define(name, schema)
+        torch.library.define(name, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def fill_cpu_gaps() -> None:
@@ -144,17 +140,15 @@ def print_flags() -> None:
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
             continue
-        takes_none = action.nargs == 0
-        flags.append(
-            {
-                "options": action.option_strings,
-                "dest": action.dest,
-                "nargs": 0 if takes_none else action.nargs,
-                "type": getattr(action.type, "__name__", None),
-                "choices": [str(c) for c in action.choices] if action.choices else None,
-                "help": action.help or "",
-            }
-        )
+        flag = {
+            "options": action.option_strings,
+            "dest": action.dest,
+            "nargs": action.nargs,
+            "type": getattr(action.type, "__name__", None),
+            "choices": [str(c) for c in action.choices] if action.choices else None,
+            "help": action.help or "",
+        }
+        flags.append(flag)
     print("SGLANG-FLAGS " + json.dumps({"version": sglang.__version__, "flags": flags}))
 
 

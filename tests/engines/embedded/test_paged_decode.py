@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_model import make_tiny_model
 
-from slime.engines.embedded.decode.paged import _from_copies, attend_to_pages
+from slime.engines.embedded.attention import _from_copies, attend_to_pages
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.graphs import bucket_of, decides_on_host
 from slime.engines.embedded.runner import ModelRunner
@@ -140,7 +140,7 @@ def test_norms_that_compute_something_else_are_left_alone(folder):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_normalizes_as_plain_code_does(dtype):
-    from slime.engines.embedded.decode.decode_kernels import rms_norm
+    from slime.engines.embedded.decode_kernels import rms_norm
 
     hidden, weight = (
         torch.randn(2, 5, 96, device="cuda", dtype=dtype),

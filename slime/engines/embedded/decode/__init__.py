@@ -1,1 +1,0 @@
-"""Attention of decoding that reads the pages of the KV pool where they lie."""
