@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.engines.embedded.request_images import BadImage, ImagePrompt, ImageReader
+from slime.engines.embedded.request_images import ImagePrompt, ImageReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.utils import top_p
@@ -133,7 +133,7 @@ class RequestReader:
             raise BadRequest("image_data of a batch must be a list of lists, one for each prompt")
         try:
             made = [self._images.read(prompt, one) for prompt, one in zip(prompts, given, strict=True)]
-        except BadImage as error:
+        except ValueError as error:
             raise BadRequest(str(error)) from error
         for prompt in made:
             self._check_prompt(prompt.ids)

@@ -7,15 +7,11 @@ are exact, not hashes of tokens, so two prompts can never be confused.
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 _ROOT = 0  # serial of "no page before"
 
 
-@dataclass(slots=True)
-class _CachedBlock:
-    key: tuple[int, tuple[int, ...]]  # (serial of the page before, tokens)
-    serial: int  # names this content for the pages after it; never reused
+_Key = tuple[int, tuple[int, ...]]  # (serial of the page before, tokens)
 
 
 class BlockAllocator:
@@ -27,8 +23,9 @@ class BlockAllocator:
         self.block_size = block_size
         self._free: deque[int] = deque(range(1, num_blocks + 1))
         self._holders = [0] * (num_blocks + 1)
-        self._by_key: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._cached: dict[int, _CachedBlock] = {}
+        self._by_key: dict[_Key, int] = {}
+        # The serial names the content of a page for the pages after it; it is never reused.
+        self._cached: dict[int, tuple[_Key, int]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, oldest first
         self._next_serial = _ROOT + 1
         self.epoch = 0  # counts flushes: content written before one must not be kept after it
@@ -54,7 +51,8 @@ class BlockAllocator:
             block = self._free.popleft()
         else:
             block, _ = self._idle.popitem(last=False)
-            del self._by_key[self._cached.pop(block).key]
+            key, _ = self._cached.pop(block)
+            del self._by_key[key]
         self._holders[block] = 1
         return block
 
@@ -70,7 +68,7 @@ class BlockAllocator:
             if block is None:
                 break
             blocks.append(block)
-            serial = self._cached[block].serial
+            _, serial = self._cached[block]
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -88,12 +86,12 @@ class BlockAllocator:
             known = self._by_key.get(key)
             if known is None and block not in self._cached:
                 self._by_key[key] = known = block
-                self._cached[block] = _CachedBlock(key, self._next_serial)
+                self._cached[block] = key, self._next_serial
                 self._next_serial += 1
             if known is None:
                 # This block already stands for other content after a flush: nothing to hang the rest on.
                 return
-            serial = self._cached[known].serial
+            _, serial = self._cached[known]
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Release blocks: cached blocks become idle, the others free."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from slime.algorithms.vision.positions import grid_positions
 from slime.algorithms.vision.towers import Features, image_features
 from slime.catalog.vision import VISION_FAMILIES
 from slime.utils.media.image_tokens import EncodedImage, ImageEncoder, expand, join_inputs
-from slime.utils.media.pictures import NotAnImage, open_picture
+from slime.utils.media.pictures import open_picture
 
 _FEATURE_BYTES = 1 << 30
 _MAX_IMAGES = 256  # of one prompt
@@ -61,10 +60,6 @@ class ImagePrompt:
     shift: int = 0  # what is added to the place of a later token to get its position
 
 
-class BadImage(ValueError):
-    """The client's mistake, in words."""
-
-
 class ImageReader:
     """Turns ids and `image_data` into prompts, for the model with this config and processor."""
 
@@ -76,7 +71,7 @@ class ImageReader:
         """Ids with one image token per picture; ids that are expanded already are taken as they are."""
         items = [] if data is None else data if isinstance(data, list) else [data]
         if len(items) > _MAX_IMAGES:
-            raise BadImage(f"image_data has {len(items)} images for one prompt: at most {_MAX_IMAGES}")
+            raise ValueError(f"image_data has {len(items)} images for one prompt: at most {_MAX_IMAGES}")
         images = [self._encode(item, number) for number, item in enumerate(items)]
         token = self._encoder.image_token_id
         found = ids.count(token)
@@ -85,7 +80,7 @@ class ImageReader:
         elif images and found == sum(image.ids.count(token) for image in images):
             expanded = ids
         else:
-            raise BadImage(
+            raise ValueError(
                 f"input_ids has {found} image tokens (id {token}) for {len(images)} images of image_data: "
                 "write one for each image"
             )
@@ -94,8 +89,8 @@ class ImageReader:
     def _encode(self, item: Any, number: int) -> EncodedImage:
         try:
             return self._encoder.encode(open_picture(_raw(item)))
-        except (NotAnImage, ValueError) as error:
-            raise BadImage(f"image_data[{number}]: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"image_data[{number}]: {error}") from error
 
     def _placed(self, ids: list[int], images: Sequence[EncodedImage]) -> ImagePrompt:
         token = self._encoder.image_token_id
@@ -106,9 +101,8 @@ class ImageReader:
             placed.append(PlacedImage(image, places[start : start + count]))
             start += count
         keys = list(ids)
-        for one in placed:
-            for place in one.places.tolist():
-                keys[place] = one.key
+        for place, key in ((place, one.key) for one in placed for place in one.places.tolist()):
+            keys[place] = key
         if not self._in_grid:
             return ImagePrompt(ids, tuple(placed), keys)
         grids = [grid for image in images for grid in image.tensors["image_grid_thw"].tolist()]
@@ -121,13 +115,13 @@ def _raw(item: Any) -> Any:
     if isinstance(item, dict):
         item = item.get("url", item)
     if not isinstance(item, str):
-        raise NotAnImage("it must be text: a data URL, or base64")
+        raise ValueError("it must be text: a data URL, or base64")
     if item.startswith("data:"):
         return item
     try:
         return base64.b64decode(item, validate=True)
-    except (binascii.Error, ValueError):
-        raise NotAnImage(
+    except ValueError:
+        raise ValueError(
             "it is neither a data URL nor base64; files and addresses are not read here"
         ) from None
 

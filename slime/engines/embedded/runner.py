@@ -78,7 +78,11 @@ class ModelRunner:
         self.model.to(self.device).eval().requires_grad_(False)
         self._matrices = PackedMatrices(self.model)
         self.config = self.model.config.get_text_config()
-        _refuse_unsupported(self.model, self.config)
+        kinds = unserved_layers(self.config)
+        stateful = any(isinstance(module, torch.nn.Conv1d) for module in self.model.modules())
+        if kinds or stateful or not self.model._supports_attention_backend:
+            what = f"has {', '.join(kinds)} layers and " if kinds else ""
+            raise ValueError(f"{type(self.model).__name__} {what}{NEEDS_OTHER}")
         self.features = FeatureCache(self.model, self.device)
         self.hub_names = frozenset(files_by_tensor(folder_of(model_path)))
         self.vocab_size: int = self.config.vocab_size
@@ -249,11 +253,3 @@ class ModelRunner:
     def _empty_cache(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _refuse_unsupported(model: Any, config: Any) -> None:
-    kinds = unserved_layers(config)
-    stateful = any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
-    if kinds or stateful or not model._supports_attention_backend:
-        what = f"has {', '.join(kinds)} layers and " if kinds else ""
-        raise ValueError(f"{type(model).__name__} {what}{NEEDS_OTHER}")

@@ -28,13 +28,11 @@ class Sequence:
 
     output: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    kept_ids: list[np.ndarray] = field(
-        default_factory=list
-    )  # per token what it was drawn from, where asked for
+    # Per token what it was drawn from, where asked for.
+    kept_ids: list[np.ndarray] = field(default_factory=list)
     num_kept_ids: int = 0  # over all tokens
-    input_log_probs: list[float | None] = field(
-        default_factory=list
-    )  # of a scored input, None for its first token
+    # Of a scored input, None for its first token.
+    input_log_probs: list[float | None] = field(default_factory=list)
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None while it runs
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output token)
     cached_tokens: int = 0
