@@ -35,20 +35,14 @@ class CudaIpcSender:
 
     def open(self, version: str, targets: tuple[Target, ...]) -> None:
         self._version = version
-        for target in targets:
-            self._meet(target)
+        timeout = datetime.timedelta(seconds=self._deadline_s)
+        for ids in (target.gpu_ids for target in targets):
+            if len(ids) > 1 and ids not in self._groups:
+                # All ranks must do this, members or not. Texts travel, not tensors: on the host.
+                self._groups[ids] = dist.new_group(list(ids), backend="gloo", timeout=timeout)
         self._targets = [target for target in targets if self._rank in target.gpu_ids]
         self._failures: dict[str, str] = {}
         self._turn = self._num_tensors = self._nbytes = 0
-
-    def _meet(self, target: Target) -> None:
-        """Create the target's process group; all ranks must call this, members or not."""
-        if len(target.gpu_ids) > 1 and target.gpu_ids not in self._groups:
-            # Texts travel, not tensors: on the host.
-            timeout = datetime.timedelta(seconds=self._deadline_s)
-            self._groups[target.gpu_ids] = dist.new_group(
-                list(target.gpu_ids), backend="gloo", timeout=timeout
-            )
 
     def send(self, bucket: NamedTensors) -> None:
         entries, nbytes = plan_bucket(bucket)
@@ -60,7 +54,9 @@ class CudaIpcSender:
         if self._turn >= _NUM_BUFFERS:
             self._wait(slot)  # the engine has copied what lay in this buffer
         self._turn += 1
-        flat = self._buffer(slot, nbytes, bucket[0][1].device)
+        flat = self._buffers[slot]
+        if flat is None or flat.numel() < nbytes:
+            flat = self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=bucket[0][1].device)
         for entry, (_, tensor) in zip(entries, bucket, strict=True):
             entry.view(flat).copy_(tensor)
         if flat.is_cuda:
@@ -81,12 +77,6 @@ class CudaIpcSender:
         texts: list[str] | None = [""] * len(target.gpu_ids) if place == 0 else None
         dist.gather_object(text, texts, dst=target.gpu_ids[0], group=self._groups[target.gpu_ids])
         return texts
-
-    def _buffer(self, slot: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        held = self._buffers[slot]
-        if held is None or held.numel() < nbytes:
-            held = self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return held
 
     def _post(self, posts: list[tuple[Target, list[str]]]) -> None:
         for target, texts in posts:

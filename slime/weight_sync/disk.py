@@ -62,7 +62,7 @@ class DiskSender:
         bundle = WeightBundle(
             version, self.transport, len(self._index), self._nbytes, None, target, written=target
         )
-        self._forget()
+        self._index, self._nbytes = {}, 0
         self._written.append(target)
         if not self._options.keep_files:
             for old in self._written[:-_KEEP]:
@@ -79,10 +79,6 @@ class DiskSender:
             if earlier.isdecimal() and number.isdecimal() and int(earlier) < int(number):
                 found[int(earlier)] = path
         return [found[n] for n in sorted(found)]
-
-    def _forget(self) -> None:
-        """The next bucket is the first of a version."""
-        self._index, self._nbytes = {}, 0
 
     def _target(self, version: str) -> Path:
         return self._folder / f"weights-{version.replace(':', '-')}"

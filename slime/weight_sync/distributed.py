@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import datetime
 import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import torch
@@ -62,17 +63,12 @@ class DistributedSender:
     def _broadcast(self, bucket: NamedTensors) -> None:
         described = [(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in bucket]
         calls = [c.update_from_group(described, self._group_name, self._version) for c in self._controls()]
-        told = self._on_all(calls)
-        try:
+        with self._together(calls):
             handles = [
                 dist.broadcast(t.contiguous(), src=0, group=self._group, async_op=True) for _, t in bucket
             ]
             for handle in handles:
                 handle.wait()
-        except RuntimeError:
-            concurrent.futures.wait([told], _BLAME_S)
-            raise
-        self._settle(told)
 
     def _join(self, device: torch.device) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -82,21 +78,11 @@ class DistributedSender:
         store = open_store(self._options.host, world_size, timeout)
         calls, offset = [], 1
         for target, control in zip(self._targets, self._controls(), strict=True):
-            join = control.join_group(
-                self._options.host, store.port, offset, world_size, self._group_name, backend
-            )
-            calls.append(join)
+            place = self._options.host, store.port, offset, world_size, self._group_name, backend
+            calls.append(control.join_group(*place))
             offset += target.num_ranks
-        joined = self._on_all(calls)
-        try:
-            with reaching(self._options.host):
-                self._group = group_beside_the_default(
-                    store, 0, world_size, backend, self._group_name, timeout
-                )
-        except RuntimeError:
-            concurrent.futures.wait([joined], _BLAME_S)
-            raise
-        self._settle(joined)
+        with self._together(calls), reaching(self._options.host):
+            self._group = group_beside_the_default(store, 0, world_size, backend, self._group_name, timeout)
         logger.info("%s: this rank sends weights to %d ranks of engines", self._group_name, world_size - 1)
 
     def _give_up(self, error: Exception) -> None:
@@ -126,9 +112,7 @@ class DistributedSender:
             logger.info("leaving %s: %s", self._group_name, self._errors)
 
     def _controls(self, deadline_s: float | None = None) -> list[EngineControl]:
-        """`deadline_s` None: that of the options."""
-        deadline_s = self._options.deadline_s if deadline_s is None else deadline_s
-        return [EngineControl(target.url, deadline_s) for target in self._targets]
+        return [EngineControl(target.url, deadline_s or self._options.deadline_s) for target in self._targets]
 
     def _on_all(self, calls: list[Coroutine[Any, Any, None]]) -> concurrent.futures.Future[None]:
         """One call per target, all in the background: they end only when this rank does its part."""
@@ -147,7 +131,15 @@ class DistributedSender:
 
         return asyncio.run_coroutine_threadsafe(together(), get_loop())
 
-    def _settle(self, told: concurrent.futures.Future[None]) -> None:
+    @contextlib.contextmanager
+    def _together(self, calls: list[Coroutine[Any, Any, None]]) -> Iterator[None]:
+        """All engines take a step, of which this rank does its part inside."""
+        told = self._on_all(calls)
+        try:
+            yield
+        except RuntimeError:
+            concurrent.futures.wait([told], _BLAME_S)
+            raise
         told.result()  # each call has its deadline
         if self._errors:
             raise RuntimeError(f"{len(self._errors)} of {len(self._targets)} engines failed")

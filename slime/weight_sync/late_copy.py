@@ -67,7 +67,10 @@ class LateCopySender(DiskSender):
             if not request.is_asked():
                 continue
             try:
-                self._write_copy(entries, version)
+                self._index, self._nbytes = {}, 0  # what a failed attempt left
+                for buffer, bucket in zip(self._buffers, entries, strict=False):
+                    super().send([(entry.name, entry.view(buffer)) for entry in bucket])
+                super().finish(version)
                 break
             except Exception as error:
                 # Told to who asked: it is evicted, or the run ends. One that comes again may ask again.
@@ -75,17 +78,10 @@ class LateCopySender(DiskSender):
                 request.refuse(error)
         request.clear()
 
-    def _write_copy(self, entries: list[tuple[TensorEntry, ...]], version: str) -> None:
-        self._forget()  # what a failed attempt left
-        for buffer, bucket in zip(self._buffers, entries, strict=False):
-            DiskSender.send(self, [(entry.name, entry.view(buffer)) for entry in bucket])
-        DiskSender.finish(self, version)
-
     def _end_writing(self) -> None:
         self._superseded.set()
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()  # not even the refusal could be told
+        if self._writing is not None:
+            self._writing.result()  # not even the refusal could be told
 
     def close(self) -> None:
         self._superseded.set()

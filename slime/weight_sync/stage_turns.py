@@ -67,7 +67,10 @@ class StageTurns:
                 reports.append(report)
                 if report.failures:
                     break
-        return _sum(reports) if self._sender is not None else None
+        if self._sender is None:
+            return None
+        failures = {url: why for report in reports for url, why in report.failures.items()}
+        return LiveReport(sum(r.num_tensors for r in reports), sum(r.nbytes for r in reports), failures)
 
     def _send_stage(
         self, version: str, targets: tuple[Target, ...], buckets: Iterator[NamedTensors]
@@ -96,8 +99,3 @@ class StageTurns:
                 f"within {self._deadline_s:.0f} s (--timeouts update-weight and a minute): {error}"
             ) from error
         return box[0]
-
-
-def _sum(reports: list[LiveReport]) -> LiveReport:
-    failures = {url: why for report in reports for url, why in report.failures.items()}
-    return LiveReport(sum(r.num_tensors for r in reports), sum(r.nbytes for r in reports), failures)

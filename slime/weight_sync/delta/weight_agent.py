@@ -87,10 +87,6 @@ class WeightAgent:
         return web.json_response({"version": self._copy.version, "engine_version": served})
 
 
-async def _close_session(app: web.Application) -> None:
-    await http_utils.close_session()
-
-
 def serve(app: web.Application, host: str, port: int) -> None:
     """Serves until it is ended; says first where it listens. Port 0: any free one.
 
@@ -114,7 +110,7 @@ def serve(app: web.Application, host: str, port: int) -> None:
             f"--port {port} on --host {host} cannot be had ({error.strerror}); choose another."
         ) from error
     print(f"listening on http://{host}:{listener.getsockname()[1]}", flush=True)
-    app.on_cleanup.append(_close_session)
+    app.on_cleanup.append(lambda app: http_utils.close_session())
     web.run_app(app, sock=listener, print=None)
 
 
