@@ -76,15 +76,21 @@ def train(
     load_function.cache_clear()
     model = str(Path(model).absolute() if Path(model).is_dir() else model)
     with _run_folder(model, flags) as folder:
-        return _train(folder, reward, data, model, generate, eval_data, loop_async, flags)
+        settings = {
+            "hf_checkpoint": model,
+            "run_dir": str(folder),
+            **_saving(folder, flags),
+            **_reward(reward),
+        }
+        if generate is not None:
+            settings["custom_generate_function_path"] = generate
+        return _train(folder, settings, data, eval_data, loop_async, flags)
 
 
 def _train(
     folder: Path,
-    reward: Callable[..., Any] | str | None,
+    settings: dict[str, Any],
     data: Rows | None,
-    model: str,
-    generate: Callable[..., Any] | str | None,
     eval_data: Rows | None,
     loop_async: bool,
     flags: Mapping[str, Any],
@@ -94,10 +100,7 @@ def _train(
     fresh, inputs = held <= {lock_file(folder, CLAIM)}, folder / "inputs"
     inputs.mkdir(parents=True, exist_ok=True)
     try:
-        settings: dict[str, Any] = {"hf_checkpoint": model, "run_dir": str(folder)}
-        settings |= _saving(folder, flags) | _reward(reward) | _prompts(data, inputs / "prompts.jsonl", flags)
-        if generate is not None:
-            settings["custom_generate_function_path"] = generate
+        settings |= _prompts(data, inputs / "prompts.jsonl", flags)
         if eval_data is not None:
             settings["eval_prompt_data"] = ["eval", _written(eval_data, inputs / "eval.jsonl")[0]]
         both = sorted(

@@ -109,9 +109,6 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.machinery.ModuleSpec(fullname, self, loader_state=state, is_package=holds)
         return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        return None
-
     def exec_module(self, module: types.ModuleType) -> None:
         name = module.__name__
         homes = MOVED.get(name) or ", ".join(FACADES[name])

@@ -287,24 +287,21 @@ def check_plugin(point: PluginPoint, path: str, where: str) -> Callable[..., Any
 def _load(path: str, where: str, expected: str) -> Any:
     try:
         return load_function(path)
-    except (ModuleNotFoundError, FileNotFoundError, AttributeError, ValueError) as error:
-        raise ValueError(f"{where} is {path}: {error}. {expected}") from error
     except Exception as error:  # importing a plug-in runs its code, which may raise anything
-        reason = f"importing it raised {type(error).__name__}: {error}"
+        is_ours = isinstance(error, (ModuleNotFoundError, FileNotFoundError, AttributeError, ValueError))
+        reason = error if is_ours else f"importing it raised {type(error).__name__}: {error}"
         raise ValueError(f"{where} is {path}: {reason}. {expected}") from error
 
 
 def _check_style(point: PluginPoint, found: Callable[..., Any], path: str, where: str) -> None:
+    wrong = ""
     if point.style == "async" and not _is_async(found):
-        raise ValueError(
-            f"{where} is {path}: it is awaited, but it is not async; write `async def`. Expected "
-            f"{point.call}."
-        )
+        wrong = "it is awaited, but it is not async; write `async def`"
     if point.style == "sync" and _is_async(found):
-        raise ValueError(
-            f"{where} is {path}: it is called without await, but it is async; write a plain `def` "
-            f"(slime.utils.async_utils.run awaits inside it). Expected {point.call}."
-        )
+        plain = "write a plain `def` (slime.utils.async_utils.run awaits inside it)"
+        wrong = f"it is called without await, but it is async; {plain}"
+    if wrong:
+        raise ValueError(f"{where} is {path}: {wrong}. Expected {point.call}.")
 
 
 def _is_async(found: Callable[..., Any]) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 from slime.liveness import waits
 from slime.utils import http_utils
 from slime.utils.errors import EngineAnswerError
-from slime.wire.dialects import ID_IS_TAKEN
 from slime.wire.grouped import GroupedRequests
 from slime.wire.protocol import GenerateRequest, Generation
 
@@ -94,11 +93,8 @@ class EngineClient:
 
 
 def _id_is_taken(error: http_utils.HttpError) -> bool:
-    """Return whether an engine refuses an id because it has not noticed that the last connection broke.
-
-    That is no mistake of the request: engines look for broken connections every few seconds.
-    """
-    return error.status == 400 and ID_IS_TAKEN in error.body
+    """Return whether SGLang refuses an id because it has not noticed yet that the last connection broke."""
+    return error.status == 400 and "Duplicate request ID" in error.body
 
 
 async def _abort(calls: list[tuple[str, dict[str, Any]]]) -> None:

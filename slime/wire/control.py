@@ -104,12 +104,8 @@ class EngineControl:
     async def update_from_disk(self, path: str, version: str) -> Receipt:
         """Load a checkpoint folder that the worker can read."""
         # The format is said because an engine that was started without weights would make some up again.
-        payload = {
-            "model_path": str(path),
-            "weight_version": version,
-            "flush_cache": True,
-            "load_format": "auto",
-        }
+        how = {"flush_cache": True, "load_format": "auto"}
+        payload = {"model_path": str(path), "weight_version": version, **how}
         return _receipt(await self._post("update_weights_from_disk", payload), version)
 
     async def update_from_shared_memory(self, manifest: WeightManifest) -> Receipt:

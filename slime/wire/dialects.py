@@ -5,9 +5,6 @@ from typing import Any
 
 from slime.catalog.engines import ENGINES, UNNAMED_ENGINE, Dialect
 
-# How SGLang refuses a request whose id is that of one in flight.
-ID_IS_TAKEN = "Duplicate request ID"
-
 
 def version_tuple(version: str) -> tuple[int, ...]:
     """`"0.5.23.post1"` -> `(0, 5, 23)`; stops at the first part that is not a number."""

@@ -97,12 +97,8 @@ class UpdateGroups:
         """The tensors that rank 0 broadcasts, in the order of `bucket`."""
         group, device = self._held(name)
         try:
-            tensors = {
-                tensor: torch.empty(shape, dtype=dtype, device=device) for tensor, dtype, shape in bucket
-            }
-            handles = [
-                dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()
-            ]
+            tensors = {one: torch.empty(shape, dtype=dtype, device=device) for one, dtype, shape in bucket}
+            handles = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors.values()]
             for handle in handles:
                 handle.wait()
         except (RuntimeError, TypeError, OverflowError) as error:
@@ -119,15 +115,15 @@ def read_bucket(body: Mapping[str, Any]) -> Bucket:
     if not all(isinstance(part, list) for part in parts):
         raise BadRequest("names, dtypes and shapes must be lists")
     names, dtypes, shapes = parts
-    if not all(isinstance(name, str) for name in names) or not (
-        len(set(names)) == len(names) == len(dtypes) == len(shapes)
-    ):
-        raise BadRequest("names must be strings that differ, and have a dtype and a shape each")
-    unknown = [dtype for dtype in dtypes if not isinstance(dtype, str) or dtype not in DTYPES]
-    if unknown:
-        raise BadRequest(f"dtype {shown(unknown[0])}: expected one of {sorted(DTYPES)}")
-    if not all(isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape) for shape in shapes):
-        raise BadRequest("a shape must be a list of integers, none below zero")
-    return [
-        (name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-    ]
+    if not len(names) == len(dtypes) == len(shapes):
+        raise BadRequest("each name must have a dtype and a shape")
+    bucket: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        if not isinstance(name, str) or name in bucket:
+            raise BadRequest(f"names has {shown(name)}: expected strings that differ")
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise BadRequest(f"dtype {shown(dtype)}: expected one of {sorted(DTYPES)}")
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise BadRequest(f"the shape {shown(shape)}: expected a list of integers, none below zero")
+        bucket[name] = DTYPES[dtype], tuple(shape)
+    return [(name, *about) for name, about in bucket.items()]

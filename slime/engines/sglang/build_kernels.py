@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 _CHECKSUMS = "--checksums"
 _MIN_CORES = 4  # with fewer the server itself would wait for a core
-_TILE_WORDS = (
-    8192  # of SGLang's checksum kernel; it is compiled for odd numbers of tiles and for multiples of 16
-)
+# Of SGLang's checksum kernel; it is compiled for odd numbers of tiles and for multiples of 16.
+_TILE_WORDS = 8192
 
 
 class Call(NamedTuple):
