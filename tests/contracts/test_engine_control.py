@@ -29,9 +29,8 @@ def test_after_a_push_a_cached_prompt_is_computed_with_the_new_weights(engine, n
 
 
 def test_requests_in_flight_during_a_push_carry_version_spans(engine, old_model, new_model):
-    engine.need(
-        engine.can.dialect.has_spans and engine.can.dialect.flush_while_running, "a push under running requests"
-    )
+    dialect = engine.can.dialect
+    engine.need(dialect.has_spans and dialect.flush_while_running, "a push under running requests")
 
     async def push():
         task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=300, ignore_eos=True))
@@ -77,9 +76,8 @@ def test_a_retracted_request_goes_on_wholly_with_the_new_weights(engine, old_mod
 
 
 def test_a_request_held_in_place_goes_on_from_its_cache_with_the_new_weights(engine, old_model, new_model):
-    engine.need(
-        engine.can.dialect.has_spans and engine.can.dialect.flush_while_running, "a push under requests held in place"
-    )
+    dialect = engine.can.dialect
+    engine.need(dialect.has_spans and dialect.flush_while_running, "a push under requests held in place")
 
     async def push():
         task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=200, ignore_eos=True))
