@@ -45,7 +45,8 @@ from slime.runtime.placement import plan_placement
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.accelerator import device_count
-from slime.weight_sync import Site, choose_transport
+from slime.weight_sync.base import Site
+from slime.weight_sync.transports import choose_transport
 from slime.wire.control import EngineControl
 
 GOAL_S = 0.5

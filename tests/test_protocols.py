@@ -56,10 +56,10 @@ from slime.utils.machine.children import Child
 from slime.utils.machine.warm_start import WarmChild
 from slime.utils.misc import load_function
 from slime.utils.types import ExpertArgs, RewardArgs
-from slime.weight_sync import live_sender_of, transport_of
 from slime.weight_sync.base import LiveSender, Sender
 from slime.weight_sync.delta import publication
 from slime.weight_sync.late_copy import LateCopySender
+from slime.weight_sync.transports import live_sender_of, transport_of
 
 PACKAGE = Path(slime.__file__).parent
 

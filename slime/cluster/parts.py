@@ -45,7 +45,8 @@ from slime.utils.machine.accelerator import device_count, has_bfloat16
 from slime.utils.machine.run_identity import Run
 from slime.utils.models.model_config import context_of
 from slime.utils.types import RolloutBatch
-from slime.weight_sync import Site, choose_adapter_transport, choose_transport
+from slime.weight_sync.base import Site
+from slime.weight_sync.transports import choose_adapter_transport, choose_transport
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from slime.cluster.training.train_group import Ranks
 from slime.observability.tracer import PUSH, Span, Tracer
 from slime.runtime.base import Handle
 from slime.utils.errors import WorkerDied
-from slime.weight_sync import LiveReport, WeightBundle
+from slime.weight_sync.base import LiveReport, WeightBundle
 
 
 class WeightPush:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from slime.arguments import RunInfo
 from slime.simulation.clock import Clock
 from slime.utils.http_utils import HttpError
-from slime.weight_sync import WeightBundle
+from slime.weight_sync.base import WeightBundle
 from slime.wire.client import SESSION_HEADER
 
 ROUTER = "http://modelled-router:1"

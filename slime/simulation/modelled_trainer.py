@@ -24,7 +24,7 @@ from slime.step.step_report import StepReport
 from slime.utils.errors import WorkerDied
 from slime.utils.files.checksums import FileRecord, record_files
 from slime.utils.types import RolloutBatch
-from slime.weight_sync import WeightBundle
+from slime.weight_sync.base import WeightBundle
 
 
 class TrainerCosts(Protocol):

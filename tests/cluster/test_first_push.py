@@ -15,7 +15,7 @@ from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.loaded_weights import begins_as_served
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.utils.async_utils import run
-from slime.weight_sync import LiveReport, WeightBundle
+from slime.weight_sync.base import LiveReport, WeightBundle
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 

@@ -29,8 +29,8 @@ from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.children import thread_environment
 from slime.utils.types import Sample
-from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.transports import transport_of
 from slime.wire.control import EngineControl
 
 NUM_PROMPTS, LENGTH = 6, 400

@@ -6,9 +6,9 @@ from engine_under_test import EngineUnderTest, largest_difference, plain_log_pro
 
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
-from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
 from slime.weight_sync.distributed import DistributedSender
+from slime.weight_sync.transports import transport_of
 from slime.wire.control import EngineControl
 
 pytestmark = pytest.mark.sglang

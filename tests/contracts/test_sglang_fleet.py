@@ -20,10 +20,10 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.types import Sample, flatten_samples
-from slime.weight_sync import LiveReport, transport_of
-from slime.weight_sync.base import DeltaOptions, SenderOptions
+from slime.weight_sync.base import DeltaOptions, LiveReport, SenderOptions
 from slime.weight_sync.delta.transport import DELTA
 from slime.weight_sync.distributed import DistributedSender
+from slime.weight_sync.transports import transport_of
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl
 

@@ -12,8 +12,8 @@ from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.children import thread_environment
-from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.transports import transport_of
 from slime.weight_sync.verify import reload_and_compare
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

@@ -16,7 +16,7 @@ from slime.cluster.run_opening import Run
 from slime.cluster.serving.served_model import plan_engines
 from slime.runtime.placement import Slot
 from slime.utils.misc import load_function
-from slime.weight_sync import choose_transport, transport_of
+from slime.weight_sync.transports import choose_transport, transport_of
 from slime.wire.dialects import dialect_of
 
 HERE = Path(__file__)

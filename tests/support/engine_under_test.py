@@ -26,8 +26,8 @@ from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.children import LifePipe, stop_process, thread_environment
-from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.transports import transport_of
 from slime.wire.client import EngineClient
 from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket

@@ -31,8 +31,8 @@ from slime.utils.http_utils import HttpError
 from slime.utils.machine import shm
 from slime.utils.machine.children import thread_environment
 from slime.utils.types import Sample
-from slime.weight_sync import choose_adapter_transport, transport_of
 from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.transports import choose_adapter_transport, transport_of
 from slime.wire.client import EngineClient
 from slime.wire.control import EngineControl
 from slime.wire.protocol import ADAPTER_NAME, GenerateRequest, SamplingParams

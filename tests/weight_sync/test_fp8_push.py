@@ -18,9 +18,9 @@ from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.weight_update import DiskSource, WeightStore
 from slime.utils.async_utils import run
 from slime.utils.models.fp8_blocks import FP8, dequantize_blocks
-from slime.weight_sync import transport_of
 from slime.weight_sync.base import SenderOptions, check_receipt
 from slime.weight_sync.fp8 import checkpoint_format, quantize_state
+from slime.weight_sync.transports import transport_of
 from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 

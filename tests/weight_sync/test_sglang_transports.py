@@ -11,12 +11,12 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from slime.utils.async_utils import run
-from slime.weight_sync import Site, Target, choose_transport
-from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.base import SenderOptions, Site, Target
 from slime.weight_sync.cuda_ipc import CudaIpcSender
 from slime.weight_sync.disk import until_written
 from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.sglang_format import pack_bucket
+from slime.weight_sync.transports import choose_transport
 from slime.weight_sync.verify import check_replicas, differing
 from slime.wire.manifest import fill_bucket, plan_bucket
 

@@ -20,8 +20,7 @@ from slime.liveness.waits import until
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.children import thread_environment
-from slime.weight_sync import LiveReport, WeightBundle
-from slime.weight_sync.base import SenderOptions, Target
+from slime.weight_sync.base import LiveReport, SenderOptions, Target, WeightBundle
 from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
 from slime.wire.control import EngineControl

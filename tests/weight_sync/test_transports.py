@@ -14,8 +14,8 @@ from tiny_model import make_tiny_model
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.machine import shm
-from slime.weight_sync import choose_transport, transport_of
 from slime.weight_sync.base import SenderOptions, check_receipt
+from slime.weight_sync.transports import choose_transport, transport_of
 from slime.wire.manifest import byte_checksum
 
 

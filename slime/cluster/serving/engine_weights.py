@@ -23,8 +23,8 @@ from slime.engines.fleet import EngineFleet
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
-from slime.weight_sync import LiveReport, Target, WeightBundle, transport_of
-from slime.weight_sync.base import check_receipt
+from slime.weight_sync.base import LiveReport, Target, WeightBundle, check_receipt
+from slime.weight_sync.transports import transport_of
 from slime.weight_sync.verify import check_replicas
 from slime.wire.control import EngineControl, NoChecksums, PauseMode, Tag
 from slime.wire.protocol import ADAPTER_NAME, EngineInfo

@@ -19,20 +19,22 @@ from slime.utils.machine.ports import address_towards, get_host_info
 from slime.utils.machine.run_identity import LOOPBACK, Run
 from slime.utils.misc import load_function
 from slime.utils.models.finite import first_non_finite
-from slime.weight_sync import (
+from slime.weight_sync.base import (
+    DeltaOptions,
     LiveReport,
     LiveSender,
+    NamedTensors,
     Sender,
+    SenderOptions,
     Target,
     WeightBundle,
-    live_sender_of,
-    transport_of,
+    nothing_after_writing,
 )
-from slime.weight_sync.base import DeltaOptions, NamedTensors, SenderOptions, nothing_after_writing
 from slime.weight_sync.fp8 import engine_format, quantize_named, served_config
 from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.post_write import PostWrite
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
+from slime.weight_sync.transports import live_sender_of, transport_of
 
 # What ranks wait for one that sends weights beyond its own wait for an engine.
 _SENDER_SLACK_S = 60.0

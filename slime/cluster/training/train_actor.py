@@ -39,7 +39,7 @@ from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spr
 from slime.utils.machine import accelerator
 from slime.utils.machine.process_groups import limit_every_group, open_store, prefer_interface_towards
 from slime.utils.machine.run_identity import Run
-from slime.weight_sync import WeightBundle
+from slime.weight_sync.base import WeightBundle
 
 logger = logging.getLogger(__name__)
 

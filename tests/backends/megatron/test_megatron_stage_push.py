@@ -16,10 +16,10 @@ from megatron_helpers import in_processes, make_family, megatron_args
 from tiny_model import make_tiny_model
 
 from slime.utils.async_utils import run
-from slime.weight_sync import Target, transport_of
-from slime.weight_sync.base import SenderOptions
+from slime.weight_sync.base import SenderOptions, Target
 from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
+from slime.weight_sync.transports import transport_of
 from slime.wire.control import EngineControl
 
 pytestmark = pytest.mark.megatron
