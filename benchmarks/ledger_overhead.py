@@ -59,7 +59,7 @@ def batch_of(groups: list) -> dict:
 def play(folder: Path, sync: str, steps: list) -> None:
     """The events of all steps, as the rollout side reports them."""
     writer = RecordWriter(folder / f"{sync}-{RECORD_FILE}", "run", 1 << 32, sync=sync, keeps_uncommitted=True)
-    ledger = Ledger(writer, "settings", private=True)  # as in the quick start
+    ledger = Ledger(writer, "settings")
     ledger.resumed(-1, -1)
     for number, (groups, batch) in enumerate(steps):
         ledger.begin(number, "run:1")

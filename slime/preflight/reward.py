@@ -21,10 +21,9 @@ from slime.preflight.findings import Finding
 from slime.preflight.packages import is_installed
 from slime.preflight.prompts import first_samples, reads_prompts
 from slime.rollout.prompt_formats import calls_engine_itself
-from slime.rollout.rm_hub import score_samples
 from slime.rollout.rm_hub.hub import waits_for_group
 from slime.rollout.rm_hub.outcomes import RewardConfigError
-from slime.rollout.rm_hub.scoring import reset_breaker
+from slime.rollout.rm_hub.scoring import reset_breaker, score_samples
 from slime.utils.async_utils import run
 from slime.utils.plugin_errors import PluginError
 from slime.utils.processing_utils import load_tokenizer

@@ -74,9 +74,8 @@ class Note(NamedTuple):
 class Finished(NamedTuple):
     """A sample was generated, and perhaps scored.
 
-    `keep` returns the bytes from which it can be restored (None: it cannot be stored). The writer calls it
-    only if the group is still undecided by then. Example: Finished(1.7e9, 3, 17, "8c1f", (68, 0, 0, 4),
-    "completed", 1.0, keep).
+    The writer stores `payload`, from which it can be restored, only if the group is still undecided by then.
+    Example: Finished(1.7e9, 3, 17, "8c1f", (68, 0, 0, 4), "completed", 1.0, b"...").
     """
 
     time: float
@@ -86,7 +85,7 @@ class Finished(NamedTuple):
     key: Key
     status: str
     reward: Any  # None: not scored
-    keep: Callable[[], bytes | None] | None
+    payload: bytes | None  # None: it cannot be stored, or need not be
 
     @property
     def event(self) -> Event:
@@ -153,12 +152,11 @@ def _write_finished(
         rewards = {note.key[0]: note.reward for note in notes if note.reward is not None}
         if rewards:
             rows.append((time, "scored", *about, storable(json_text(rewards))))
-    kept = [note for note in finished if note.keep is not None and note.group_index not in forgotten]
-    payloads = [(note, note.keep()) for note in kept if note.keep is not None]
+    kept = [note for note in finished if note.payload is not None and note.group_index not in forgotten]
     connection.executemany(
         "INSERT INTO ledger_finished (group_index, settings, sample_index, attempt, started, version, "
         "payload) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        [(note.group_index, note.settings, *note.key, data) for note, data in payloads if data is not None],
+        [(note.group_index, note.settings, *note.key, note.payload) for note in kept],
     )
     return rows
 

@@ -5,7 +5,6 @@ zero. A weight push aborts no sample: each continues, and its version spans say 
 """
 
 import asyncio
-import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -68,24 +67,18 @@ async def _evaluate_dataset(
     scored = [s for s in samples if s.reward is not None]
     if not scored:
         failure = samples[0].reward_failure
-        raise RuntimeError(
-            f"evaluation {config.name}: none of {len(samples)} samples has a score; "
-            f"the first: {failure.reason if failure else samples[0].status.value}."
-        )
-    if len(scored) < len(samples):
-        logger.warning(
-            "evaluation %s: %d of %d samples have no score",
-            config.name,
-            len(samples) - len(scored),
-            len(samples),
-        )
+        cause = failure.reason if failure else samples[0].status.value
+        raise RuntimeError(f"evaluation {config.name}: none of {len(samples)} samples has a score: {cause}.")
+    num_failed = len(samples) - len(scored)
+    if num_failed:
+        logger.warning("evaluation %s: %d of %d samples have no score", config.name, num_failed, len(samples))
     key = args.eval_reward_key or args.reward_key
     result = {
         "rewards": [s.reward[key] if key and isinstance(s.reward, dict) else s.reward for s in scored],
         "truncated": [s.status is Sample.Status.TRUNCATED for s in scored],
         "samples": scored,
     }
-    return result, len(samples) - len(scored)
+    return result, num_failed
 
 
 def make_groups(config: EvalDatasetConfig, dataset: Dataset) -> list[Group]:
@@ -96,8 +89,7 @@ def make_groups(config: EvalDatasetConfig, dataset: Dataset) -> list[Group]:
         group: Group = []
         for copy_number in range(count):
             sample = copy_sample(prompt)
-            sample.group_index = number
-            sample.index = number * count + copy_number
+            sample.group_index, sample.index = number, number * count + copy_number
             sample.metadata = config.inject_metadata(sample.metadata)
             sample.custom_rm_path = config.custom_rm_path
             sample.generate_function_path = config.custom_generate_function_path
@@ -124,35 +116,21 @@ def eval_sampling_params(args: PluginArgs, config: EvalDatasetConfig) -> dict[st
     return {name: value for name, value in params.items() if value is not None}
 
 
+_datasets: dict[tuple[Any, ...], Dataset] = {}
+
+
 def load_eval_dataset(args: PluginArgs, config: EvalDatasetConfig) -> Dataset:
     """Read a dataset once per process: evaluation uses the same files many times."""
     key = (*config.cache_key, args.hf_checkpoint, args.eval_max_prompt_len)
-    return _load(_Key(key, args, config))
-
-
-class _Key:
-    """A cache key that also carries what is needed to read the dataset."""
-
-    def __init__(self, key: tuple[Any, ...], args: PluginArgs, config: EvalDatasetConfig):
-        self.key, self.args, self.config = key, args, config
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.key == other.key
-
-
-@functools.lru_cache(maxsize=32)
-def _load(key: _Key) -> Dataset:
-    args, config = key.args, key.config
-    needs_tokenizer = config.apply_chat_template or args.eval_max_prompt_len is not None
-    return Dataset.of_format(
-        config.path,
-        evaluation_format(args, config),
-        load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None,
-        load_processor(args.hf_checkpoint) if config.multimodal_keys else None,
-        args.eval_max_prompt_len,
-        flag=f"evaluation dataset {config.name},",
-        length_flag="--eval-max-prompt-len",
-    )
+    if key not in _datasets:
+        needs_tokenizer = config.apply_chat_template or args.eval_max_prompt_len is not None
+        _datasets[key] = Dataset.of_format(
+            config.path,
+            evaluation_format(args, config),
+            load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None,
+            load_processor(args.hf_checkpoint) if config.multimodal_keys else None,
+            args.eval_max_prompt_len,
+            flag=f"evaluation dataset {config.name},",
+            length_flag="--eval-max-prompt-len",
+        )
+    return _datasets[key]

@@ -15,8 +15,7 @@ Generation and training still overlap in train_async.py.
 import asyncio
 import heapq
 import inspect
-import logging
-from collections.abc import Callable
+import math
 from typing import Any
 
 from slime.arguments import PluginArgs
@@ -42,11 +41,8 @@ from slime.rollout.prompt_groups import (
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
-from slime.utils.misc import load_function
 
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
-
-logger = logging.getLogger(__name__)
 
 
 class AsyncRolloutWorker:
@@ -76,12 +72,6 @@ class AsyncRolloutWorker:
     # -- admission
 
     @property
-    def concurrency(self) -> int:
-        """Return how many groups in flight keep the engines busy."""
-        running = sglang_rollout.GenerateState(self.args).semaphore.limit
-        return -(-running // self.args.n_samples_per_prompt)
-
-    @property
     def room(self) -> int:
         """Return how many groups may start now.
 
@@ -96,24 +86,24 @@ class AsyncRolloutWorker:
         allowed = max(0, last - first + 1) * size - kept - len(self.tickets)
         if args.deterministic_mode:
             return allowed  # the semaphore in front of the engines limits requests
-        return min(allowed, self.concurrency - self.num_in_flight)
+        running = sglang_rollout.GenerateState(args).semaphore.limit
+        return min(allowed, math.ceil(running / args.n_samples_per_prompt) - self.num_in_flight)
 
     def restore_held(self) -> None:
         """Start the groups that the pool held at the checkpoint; they are not counted as issued."""
         num_held = min(getattr(self.data_source, "num_held", 0), len(getattr(self.data_source, "buffer", ())))
         if num_held:
             self.data_source.num_held = 0
-            for group in take_groups(self.data_source, self.args, num_held):
-                self._start(group)
+            self._start_groups(num_held)
 
     def fill(self) -> None:
         """Start groups until there is no room, returned ones from the buffer first."""
-        if self._paused:
-            return
-        room = self.room
-        if room > 0:
-            for group in take_groups(self.data_source, self.args, room):
-                self._start(group)
+        if not self._paused and (room := self.room) > 0:
+            self._start_groups(room)
+
+    def _start_groups(self, number: int) -> None:
+        for group in take_groups(self.data_source, self.args, number):
+            self._start(group)
 
     def _start(self, group: Group) -> None:
         number, self.num_issued = self.num_issued, self.num_issued + 1
@@ -133,12 +123,11 @@ class AsyncRolloutWorker:
         self._news.set()
         if not task.cancelled() and task.exception() is None:
             self._see(newest_version(task.result()))
-        if self._collecting:
-            return  # the collector fills when it has decided
-        try:
-            self.fill()
-        except Exception as error:
-            self._failure = error  # the next rollout raises it
+        if not self._collecting:  # the collector fills when it has decided
+            try:
+                self.fill()
+            except Exception as error:
+                self._failure = error  # the next rollout raises it
 
     def _see(self, version: int | None) -> None:
         if version is not None:
@@ -175,13 +164,6 @@ class AsyncRolloutWorker:
             with waits.waiting("a group of the pool", owner="rollout"):
                 await self._news.wait()
 
-    async def all_done(self) -> None:
-        """Wait until nothing is in flight, so that every group has tokens of one version."""
-        tasks = [ticket.task for ticket in self.tickets.values()]
-        if tasks:
-            with waits.waiting(f"{len(tasks)} groups of the pool", owner="rollout"):
-                await asyncio.wait(tasks)
-
     def expired(self) -> list[Ticket]:
         """Return groups in flight whose first tokens are already too old."""
         return [
@@ -197,13 +179,10 @@ class AsyncRolloutWorker:
         trained = self.version + self._plan.until(self.rollout_id, self.rollout_id)
         return trained - version > self.args.max_weight_staleness
 
-    async def end(self, ticket: Ticket) -> None:
-        """Abort one group at the engines and cancel its task."""
-        await self._end(ticket.scope, [ticket.task])
-
-    async def _end(self, scope: RequestScope, tasks: list[asyncio.Task[Group]]) -> None:
+    async def end(self, scope: RequestScope, tasks: list[asyncio.Task[Group]]) -> None:
+        """Abort the requests of a scope at the engines, and cancel its tasks."""
         rids = scope.rids.copy()
-        abort = asyncio.ensure_future(sglang_rollout.abort_scope(self.args, scope, self.rollout_id))
+        abort = asyncio.ensure_future(sglang_rollout.abort_scope(self.args, scope))
         await asyncio.wait([abort], timeout=DISCARD_GRACE_S)
         if abort.done():
             await scope.answered(rids, DISCARD_GRACE_S)
@@ -223,11 +202,13 @@ class AsyncRolloutWorker:
         if not self.args.deterministic_mode:  # there the next rollout fills it
             self._paused = False
             self.fill()
+        if not self.tickets:
+            _workers.pop(id(self.data_source), None)
         return cursor
 
     def held(self) -> list[Group]:
         """Return the groups of the pool, oldest first: finished ones as they are, others as fresh prompts."""
-        return [_as_returned(ticket) for ticket in self.tickets.values()]
+        return [_scored(ticket) or ticket.origin for ticket in self.tickets.values()]
 
     def _cursor(self) -> dict[str, Any] | None:
         state_dict = getattr(self.data_source, "state_dict", None)  # a user's source may keep its own state
@@ -243,15 +224,16 @@ class AsyncRolloutWorker:
         running = [ticket.task for ticket in self.tickets.values() if not ticket.task.done()]
         self._scope = RequestScope(self.args.rollout_max_context_len)
         if running:
-            await self._end(scope, running)
+            await self.end(scope, running)
         self.tickets.clear()
         return groups
 
 
-def _as_returned(ticket: Ticket) -> Group:
+def _scored(ticket: Ticket) -> Group | None:
+    """Return the finished group of a ticket; None: it could not be trained as it is."""
     task = ticket.task
-    finished = task.done() and not task.cancelled() and task.exception() is None and is_scored(task.result())
-    return task.result() if finished else ticket.origin
+    finished = task.done() and not task.cancelled() and task.exception() is None
+    return task.result() if finished and is_scored(task.result()) else None
 
 
 def last_rollout_id(args: PluginArgs) -> int:
@@ -267,44 +249,39 @@ def _check(args: PluginArgs, data_source: Any) -> None:
             f"the state_dict of data source {type(data_source).__name__} takes no `held`: groups in flight "
             "would be missing from checkpoints. Add the parameter (groups to put first in the buffer)."
         )
-    name = "--rollout-function-path ...generate_rollout_fully_async"
-    if args.colocate:
-        raise ValueError(
-            f"{name} with --colocate: engines that give up the device cannot continue to generate."
-        )
-    if args.partial_rollout:
-        raise ValueError(
-            f"{name} with --partial-rollout: nothing is aborted, so nothing is continued; remove it."
-        )
+    for name in ("colocate", "partial_rollout"):  # a pool neither gives up the device nor aborts anything
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} contradicts --rollout-function-path ...generate_rollout_fully_async.")
 
 
 class PoolCollector(Collector):
     """Collects one batch from the pool: like the default rollout, with a bound on age."""
 
-    def __init__(
-        self, worker: AsyncRolloutWorker, rollout_id: int, dynamic_filter: Callable[..., Any] | None
-    ):
-        super().__init__(worker.args, rollout_id, worker.data_source, dynamic_filter, worker.tickets)
+    def __init__(self, worker: AsyncRolloutWorker, rollout_id: int):
+        super().__init__(worker.args, rollout_id, worker.data_source, worker.tickets)
         self.worker = worker
-        self._issued_before = worker.num_issued
 
-    async def _fill_batch(self) -> None:
-        await self.worker.open_for(self.rollout_id)
-        self.counts["pool_before"] = len(self.worker.tickets)
-        expired = self.worker.expired()
-        await asyncio.gather(*(self.worker.end(ticket) for ticket in expired))
-        for ticket in expired:
-            self._on_stale(ticket)
-        while len(self.kept) < self.target:
-            self.worker.fill()
-            self._decide(await self.worker.next_done())
-            self.worker.num_kept = len(self.kept)
-        if self.rollout_id >= last_rollout_id(self.args):
-            self._give_back(await self._end_all())  # no rollout will use it
-        elif self.args.deterministic_mode:
-            await self.worker.all_done()
-        self.counts["issued"] = self.worker.num_issued - self._issued_before
-        self.counts["pool_after"] = len(self.worker.tickets)
+    async def collect(self) -> None:
+        worker, issued_before = self.worker, self.worker.num_issued
+        async with self._accounted():
+            await worker.open_for(self.rollout_id)
+            self.counts["pool_before"] = len(self._tickets)
+            expired = worker.expired()
+            await asyncio.gather(*(worker.end(ticket.scope, [ticket.task]) for ticket in expired))
+            for ticket in expired:
+                self._on_stale(ticket)
+            while len(self.kept) < self.target:
+                worker.fill()
+                self._decide(await worker.next_done())
+                worker.num_kept = len(self.kept)
+            if self.rollout_id >= last_rollout_id(self.args):
+                self._give_back(await self._end_all())  # no rollout will use it
+            elif self.args.deterministic_mode and self._tickets:  # so that every group has one version
+                with waits.waiting(f"{len(self._tickets)} groups of the pool", owner="rollout"):
+                    await asyncio.wait([ticket.task for ticket in self._tickets.values()])
+            self.counts["issued"] = worker.num_issued - issued_before
+            self.counts["pool_after"] = len(self._tickets)
 
     def _decide(self, ticket: Ticket) -> None:
         task = ticket.task
@@ -320,22 +297,16 @@ class PoolCollector(Collector):
     def _on_stale(self, ticket: Ticket) -> None:
         """Generate the group again, which counts as an attempt; drop it after too many attempts."""
         self.counts["stale"] += 1
-        task = ticket.task
-        if task.done() and not task.cancelled() and task.exception() is None and is_scored(task.result()):
-            self.waste.whole("stale", task.result(), ticket.scope)
+        if (finished := _scored(ticket)) is not None:
+            self.waste.whole("stale", finished, ticket.scope)
         else:
             self.waste.begun("stale", ticket.origin, ticket.origin, ticket.scope)
-        self._forget(ticket)
         attempts = attempt_of(first_sample(ticket.origin)) + 1
         if attempts >= limit(self.args, "group-attempts"):
-            logger.warning(
-                "given up: %s was too old for --max-weight-staleness %d times",
-                describe(ticket.origin),
-                attempts,
-            )
-            self.counts["failed"] += 1
-            self._settle([ticket.origin], "failed", "stale")
+            cause = f"{describe(ticket.origin)} was too old for --max-weight-staleness {attempts} times"
+            self._drop(ticket, ticket.origin, "stale", cause)
         else:
+            self._forget(ticket)
             self._give_back([begin_again(_from_prompt(ticket.origin))])
 
     def _forget(self, ticket: Ticket) -> None:
@@ -358,61 +329,43 @@ def _from_prompt(origin: Group) -> Group:
 _workers: dict[int, AsyncRolloutWorker] = {}  # the pool of each data source, by its id, while it is open
 
 
-def _worker_for(args: PluginArgs, data_source: Any) -> AsyncRolloutWorker:
+async def _collect(args: PluginArgs, rollout_id: int, data_source: Any) -> PoolCollector:
     worker = _workers.get(id(data_source))
     if worker is None:
         worker = _workers[id(data_source)] = AsyncRolloutWorker(args, data_source)
         worker.restore_held()
-    return worker
-
-
-async def _collect(
-    args: PluginArgs, rollout_id: int, data_source: Any
-) -> tuple[AsyncRolloutWorker, PoolCollector]:
-    worker = _worker_for(args, data_source)
-    path = args.dynamic_sampling_filter_path
-    collector = PoolCollector(worker, rollout_id, load_function(path) if path is not None else None)
+    collector = PoolCollector(worker, rollout_id)
     try:
         await collector.collect()
     except BaseException:
         _workers.pop(id(data_source), None)
         raise
     worker.pause()
-    return worker, collector
+    return collector
 
 
-async def _close(worker: AsyncRolloutWorker) -> dict[str, Any] | None:
-    cursor = await worker.close()
-    if not worker.tickets:
-        _workers.pop(id(worker.data_source), None)
-    return cursor
+def stop_pool(data_source: Any, *, from_prompts: bool = False) -> None:
+    """End the pool of this data source, if it has one, and return its groups, the finished ones as they are.
 
-
-def stop_pool(data_source: Any) -> None:
-    """End the pool of this data source, if it has one, and return its groups."""
+    `from_prompts`: all groups start again.
+    """
 
     async def stop() -> None:
         worker = _workers.pop(id(data_source), None)
         if worker is not None:
-            data_source.add_samples(await worker.stop())
+            origins = [ticket.origin for ticket in worker.tickets.values()]
+            groups = await worker.stop()
+            data_source.add_samples(origins if from_prompts else groups)
 
     run(stop())
 
 
 def restart_pool(data_source: Any) -> None:
     """Restart all groups of the pool and the buffer from their prompts, after a change of settings."""
-
-    async def restart() -> None:
-        worker = _workers.pop(id(data_source), None)
-        if worker is not None:
-            origins = [ticket.origin for ticket in worker.tickets.values()]
-            await worker.stop()
-            data_source.add_samples(origins)
-        buffer = getattr(data_source, "buffer", None)
-        if buffer is not None:
-            buffer[:] = [_from_prompt(group) for group in buffer]
-
-    run(restart())
+    stop_pool(data_source, from_prompts=True)
+    buffer = getattr(data_source, "buffer", None)
+    if buffer is not None:
+        buffer[:] = [_from_prompt(group) for group in buffer]
 
 
 def generate_rollout_fully_async(
@@ -421,8 +374,7 @@ def generate_rollout_fully_async(
     """Make one batch from the pool (--rollout-function-path). Evaluation does not use the pool."""
     if evaluation:
         return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
-    worker, collector = run(_collect(args, rollout_id, data_source))
+    collector = run(_collect(args, rollout_id, data_source))
     sglang_rollout.call_batch_hooks(args, collector.kept, collector.decided, data_source)
-    return RolloutFnTrainOutput(
-        samples=collector.kept, metrics=collector.metrics(), cursor=run(_close(worker))
-    )
+    cursor = run(collector.worker.close())
+    return RolloutFnTrainOutput(samples=collector.kept, metrics=collector.metrics(), cursor=cursor)

@@ -7,11 +7,10 @@ The rollout manager reports whatever else a user's rollout function returns.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.record.ledger_rows import (
@@ -43,9 +42,7 @@ from slime.utils.types import Sample, flatten_samples, version_number
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int, int]  # sample index, attempt, response tokens at the start
-_NEW = vars(Sample())  # what a stored sample leaves out
 _NOT_STORED = ("multimodal_inputs", "trace")
-_UNCHANGING = frozenset({type(None), bool, int, float, str})
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
 
 
@@ -54,7 +51,6 @@ class Ledger:
 
     `keeps`: store finished samples until a checkpoint covers them (a run without checkpoints never resumes).
     `any_version`: samples of other weights than the engines hold may be used (the pool judges their age).
-    `private`: no user function holds finished samples, which it could change in place.
     """
 
     def __init__(
@@ -64,11 +60,10 @@ class Ledger:
         *,
         keeps: bool = True,
         any_version: bool = False,
-        private: bool = False,
         known: Mapping[Key, FinishedEntry] | None = None,
     ):
         self._writer, self.settings = writer, settings
-        self._keeps, self._any_version, self._private = keeps, any_version, private
+        self._keeps, self._any_version = keeps, any_version
         self._known = dict(known or {})
         self._rollout = 0  # that events belong to
         self._version: int | None = None  # of the engines when it began
@@ -78,27 +73,12 @@ class Ledger:
         self._kept: dict[int, Group] = {}  # since the last cut
         self._last_commits: list[int] = []
 
-    def _note(
-        self,
-        event: Event,
-        rollout: int | None = None,
-        *,
-        group: int | None = None,
-        sample: int | None = None,
-        attempt: int | None = None,
-        value: str | None = None,
-        also: Any = None,
-    ) -> None:
-        number = self._rollout if rollout is None else rollout
-        self._writer.note(Note(time.time(), event, number, group, sample, attempt, value, also))
+    def _note(self, event: Event, rollout: int | None = None, **columns: Any) -> None:
+        self._writer.note(Note(time.time(), event, self._rollout if rollout is None else rollout, **columns))
 
-    def _of_group(self, event: Event, group: tuple[int, int], value: str | None = None) -> Note:
-        """Return an event of a group, given by its index and attempt."""
-        return Note(time.time(), event, self._rollout, group[0], None, group[1], value)
-
-    def _tell(self, notes: Sequence[Note]) -> None:
-        if notes:
-            self._writer.note(*notes)
+    def _note_group(self, event: Event, group: tuple[int, int], value: str | None = None) -> None:
+        """Report an event of a group, given by its index and attempt."""
+        self._note(event, group_index=group[0], attempt=group[1], value=value)
 
     # -- groups, as a journal (slime.rollout.journal)
 
@@ -110,44 +90,36 @@ class Ledger:
         self._issued(groups, "own")
 
     def _issued(self, groups: Sequence[Group], source: str) -> None:
-        found = [(at, group) for group in groups if (at := _group(group)) is not None]
-        self._open.update([(at[0], group) for at, group in found])
-        self._tell([self._of_group("issued", at, source) for at, _ in found])
+        for at, group in _numbered(groups):
+            self._open[at[0]] = group
+            self._note_group("issued", at, source)
 
     def returned(self, groups: Sequence[Group]) -> None:
-        found = [at for at, _ in self._as_issued(groups)]
-        self._decide(found)
-        self._tell([self._of_group("returned", group) for group in found])
+        for at, _ in self._decide(groups):
+            self._note_group("returned", at)
 
     def consumed(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
-        found = self._as_issued(groups)
-        self._decide([at for at, _ in found])
-        if outcome == "trained":
-            self._kept.update([(at[0], group) for at, group in found])
-            self._tell([self._of_group("kept", at, _indices(group)) for at, group in found])
-        else:
-            why = f"{outcome}: {reason}" if reason else outcome
-            self._tell([self._of_group("dropped", at, why) for at, _ in found])
+        for at, group in self._decide(groups):
+            if outcome == "trained":
+                self._kept[at[0]] = group
+                indices = sorted({int(s.index) for s in flatten_samples(group) if s.index is not None})
+                self._note_group("kept", at, json.dumps(indices))
+            else:
+                self._note_group("dropped", at, f"{outcome}: {reason}" if reason else outcome)
 
-    def _as_issued(self, groups: Sequence[Group]) -> list[tuple[tuple[int, int], Group]]:
+    def _decide(self, groups: Sequence[Group]) -> list[tuple[tuple[int, int], Group]]:
         """Return each group with its attempt and the index it was issued with; functions may change it."""
-        found = [(at, group) for group in groups if (at := _group(group)) is not None]
-        if all([at[0] in self._open for at, _ in found]):
-            return found
-        by_sample = {s.index: known for known, group in self._open.items() for s in flatten_samples(group)}
-        by_sample.pop(None, None)
-        return [
-            (
-                (at[0] if at[0] in self._open else by_sample.get(first_sample(group).index, at[0]), at[1]),
-                group,
-            )
-            for at, group in found
-        ]
-
-    def _decide(self, groups: Sequence[tuple[int, int]]) -> None:
-        for index, _ in groups:
+        found = _numbered(groups)
+        if not all(at[0] in self._open for at, _ in found):
+            issued = {s.index: known for known, group in self._open.items() for s in flatten_samples(group)}
+            issued.pop(None, None)
+            for place, ((index, attempt), group) in enumerate(found):
+                if index not in self._open:
+                    found[place] = (issued.get(first_sample(group).index, index), attempt), group
+        for (index, _), _ in found:
             self._open.pop(index, None)
             self._decided.append(index)
+        return found
 
     # -- samples
 
@@ -168,45 +140,36 @@ class Ledger:
         for sample in samples:
             if sample.multimodal_inputs is None:
                 sample.multimodal_inputs = entry.multimodal_inputs  # of the prompt, as it was read again
-        self._note("recalled", group=entry.group_index, sample=entry.index, attempt=attempt_of(entry))
+        about = {"group_index": entry.group_index, "sample_index": entry.index}
+        self._note("recalled", **about, attempt=attempt_of(entry))
         return samples if is_fan_out else samples[0]
 
     def finished(self, origin: Entry, made: Entry) -> None:
         """Record that `origin` was generated, and scored unless rewards are computed for whole groups."""
         key = _key(origin)
-        if key is not None and not is_finished(origin):
-            assert isinstance(origin, Sample), "only samples have a key"
-            self._finished(
-                key, origin.group_index, flatten_samples([made]), is_fan_out=isinstance(made, list)
-            )
-
-    def _finished(
-        self, key: Key, group_index: int | None, samples: list[Sample], *, is_fan_out: bool = False
-    ) -> None:
-        keep: Callable[[], bytes | None] | None = None
-        if self._keeps and all(map(_is_whole, samples)):
-            # The copies share lists of numbers with the samples, which nobody but a user's function changes.
-            copies = [{**vars(sample), "metadata": dict(sample.metadata)} for sample in samples]
-            keep = functools.partial(_encode_samples, copies, is_fan_out)
-            if not (self._private and all(map(_is_unchanging, samples))):
-                keep = functools.partial(_given, keep())
+        if key is None or is_finished(origin):
+            return
+        assert isinstance(origin, Sample), "only samples have a key"
+        samples = flatten_samples([made])
+        is_whole = all(s.status in FINISHED and s.reward_failure is None for s in samples)
+        is_scored = any(s.reward is not None or s.reward_failure is not None for s in samples)
         version = newest_version([*samples])
         note = Finished(
             time.time(),
             self._rollout,
-            group_index,
+            origin.group_index,
             self.settings,
             (*key, self._version if version is None else version),
             samples[-1].status.value,
-            _own(_rewards(samples)) if any(map(_is_scored, samples)) else None,
-            keep,
+            json.loads(_rewards(samples)) if is_scored else None,
+            _encode_samples(samples, isinstance(made, list)) if self._keeps and is_whole else None,
         )
         self._writer.note(note)
 
     def scored(self, group: Group) -> None:
         """Record the rewards of a group whose samples were scored together."""
-        value = json_text(_rewards(flatten_samples(group)))
-        self._tell([self._of_group("scored", at, value) for at in _groups([group])])
+        for at, _ in _numbered([group]):
+            self._note_group("scored", at, _rewards(flatten_samples(group)))
 
     # -- rollouts and steps
 
@@ -302,85 +265,34 @@ def current() -> Ledger | None:
     return _current
 
 
-def _groups(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """Return index and attempt of each group that has an index."""
-    return [at for at in map(_group, groups) if at is not None]
-
-
-def _group(group: Group) -> tuple[int, int] | None:
-    """Return the group's index and attempt; None: it has no index, or no sample."""
-    first = group[0] if isinstance(group, list) and group else group
-    if not isinstance(first, Sample):
+def _numbered(groups: Sequence[Group]) -> list[tuple[tuple[int, int], Group]]:
+    """Return index and attempt of each group that has an index, with the group."""
+    found = []
+    for group in groups:
         samples = flatten_samples([group])
-        if not samples:
-            return None
-        first = samples[0]
-    return None if first.group_index is None else (first.group_index, attempt_of(first))
-
-
-def _indices(group: Group) -> str:
-    """Return the indices of a group's samples as JSON."""
-    return json.dumps(sorted({int(s.index) for s in flatten_samples(group) if s.index is not None}))
+        if samples and samples[0].group_index is not None:
+            found.append(((samples[0].group_index, attempt_of(samples[0])), group))
+    return found
 
 
 def _key(entry: Entry) -> Key | None:
     """Return the key of a sample; None if it has no index or is not for training."""
-    if isinstance(entry, list) or entry.index is None:
+    if isinstance(entry, list) or entry.index is None or entry.metadata.get(_GREEDY):
         return None
-    if not entry.metadata:  # of most
-        return entry.index, 0, entry.response_length
-    return None if entry.metadata.get(_GREEDY) else (entry.index, attempt_of(entry), entry.response_length)
+    return entry.index, attempt_of(entry), entry.response_length
 
 
-def _is_whole(sample: Sample) -> bool:
-    """Return whether a sample is finished and its reward did not fail."""
-    return sample.status in FINISHED and sample.reward_failure is None
+def _encode_samples(samples: Sequence[Sample], is_fan_out: bool) -> bytes | None:
+    """Encode samples for `Sample.from_dict`, without media."""
+    stored = []
+    for sample in samples:
+        fields = {name: value for name, value in vars(sample).items() if name not in _NOT_STORED}
+        own = {"spec_info": vars(sample.spec_info), "prefix_cache_info": vars(sample.prefix_cache_info)}
+        stored.append({**fields, **own, "status": sample.status.value})
+    return encode_or_skip({"fan_out": is_fan_out, "samples": stored}, f"sample {samples[0].index}")
 
 
-def _is_unchanging(sample: Sample) -> bool:
-    """Return whether slime changes nothing in place that a shallow copy shares with the sample."""
-    return not sample.metadata and not sample.generate_function_path and type(sample.reward) in _UNCHANGING
-
-
-def _encode_samples(several: list[dict[str, Any]], is_fan_out: bool) -> bytes | None:
-    """Encode the fields of samples for `Sample.from_dict`, without media and what every new sample has."""
-    value = {"fan_out": is_fan_out, "samples": [_stored_fields(fields) for fields in several]}
-    return encode_or_skip(value, f"sample {several[0]['index']}")
-
-
-def _stored_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    stored = {
-        name: value for name, value in fields.items() if name not in _NOT_STORED and not _is_new(name, value)
-    }
-    stored["status"] = fields["status"].value
-    for name in ("spec_info", "prefix_cache_info"):
-        stored[name] = vars(fields[name])
-    return stored
-
-
-def _is_new(name: str, value: Any) -> bool:
-    """Return whether every new sample has this value, by identity: 0.0 equals -0.0, and 1 equals True."""
-    new = _NEW.get(name, _NEW)
-    return value is new or (type(value) in (list, dict) and type(value) is type(new) and not value)
-
-
-def _given(data: bytes | None) -> bytes | None:
-    return data
-
-
-def _is_scored(sample: Sample) -> bool:
-    return sample.reward is not None or sample.reward_failure is not None
-
-
-def _reward(sample: Sample) -> Any:
-    return sample.reward if sample.reward_failure is None else sample.reward_failure.kind
-
-
-def _own(reward: Any) -> Any:
-    """Return a reward that nobody changes any more."""
-    return reward if type(reward) in _UNCHANGING else json.loads(json_text(reward))
-
-
-def _rewards(samples: Sequence[Sample]) -> Any:
-    values = list(map(_reward, samples))
-    return values[0] if len(values) == 1 else values
+def _rewards(samples: Sequence[Sample]) -> str:
+    """Return the reward of a sample, or those of several, as JSON."""
+    values = [s.reward if s.reward_failure is None else s.reward_failure.kind for s in samples]
+    return json_text(values[0] if len(values) == 1 else values)

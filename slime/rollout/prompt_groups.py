@@ -7,15 +7,13 @@ out, the list of samples that execution made. `flatten_samples` of slime.utils.t
 import copy
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from slime.utils.types import Sample, flatten_samples
 
-T = TypeVar("T")
 Entry: TypeAlias = Sample | list[Sample]
 Group: TypeAlias = list[Entry]
 
-_OF_PLAIN_TUPLES = ("version_spans", "image_spans", "turn_rewards")  # fields whose entries never change
 _MEDIA = ("multimodal_inputs", "multimodal_train_inputs")
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _EXCERPT = 80  # characters of either end
@@ -51,16 +49,14 @@ def _excerpt(text: str) -> str:
     return repr(text if len(text) <= 2 * _EXCERPT else f"{text[:_EXCERPT]} ... {text[-_EXCERPT:]}")
 
 
-def is_finished(entry: Entry) -> bool:
-    """Return whether generation is over for every sample of the entry."""
+def is_finished(entry: Entry | Group) -> bool:
+    """Return whether generation is over for every sample of the entry or group."""
     return all(sample.status in FINISHED for sample in flatten_samples([entry]))
 
 
 def is_scored(group: Group) -> bool:
     """Return whether every sample is finished and has its reward, so the group could be trained."""
-    return all(is_finished(entry) for entry in group) and all(
-        s.reward is not None for s in flatten_samples(group)
-    )
+    return is_finished(group) and all(s.reward is not None for s in flatten_samples(group))
 
 
 def check_groups(groups: Any) -> list[Group]:
@@ -88,14 +84,11 @@ def check_groups(groups: Any) -> list[Group]:
 
 def _whole(sample: Sample, name: str) -> int | None:
     value = getattr(sample, name)
-    if value is None or type(value) is int:
-        return value
     try:
-        return operator.index(value)
+        return None if value is None else operator.index(value)
     except TypeError:
-        raise ValueError(
-            f"get_samples gave a sample with {name} {value!r}; give it a whole number."
-        ) from None
+        complaint = f"get_samples gave a sample with {name} {value!r}; give it a whole number."
+        raise ValueError(complaint) from None
 
 
 def attempt_of(sample: Sample) -> int:
@@ -104,28 +97,14 @@ def attempt_of(sample: Sample) -> int:
 
 def copy_sample(sample: Sample) -> Sample:
     """Return an independent copy; media are shared, since nothing writes to them."""
-    new = _bare_copy(sample)
+    new = copy.copy(sample)
     for name, value in vars(sample).items():
         if isinstance(value, (list, dict)) and name not in _MEDIA:
-            nested = name not in _OF_PLAIN_TUPLES and _is_nested(value)
+            items = value.values() if isinstance(value, dict) else value[:1]  # lists of numbers are long
+            nested = any(isinstance(item, (list, dict, tuple)) for item in items)
             vars(new)[name] = copy.deepcopy(value) if nested else value.copy()
-    new.spec_info = _bare_copy(sample.spec_info)
-    new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
+    new.spec_info, new.prefix_cache_info = copy.copy(sample.spec_info), copy.copy(sample.prefix_cache_info)
     return new
-
-
-def _bare_copy(value: T) -> T:
-    """Copy a plain object faster than `copy.copy` does: every sample is copied several times."""
-    new = object.__new__(type(value))
-    new.__dict__ = value.__dict__.copy()
-    return new
-
-
-def _is_nested(value: list[Any] | dict[str, Any]) -> bool:
-    if not value:
-        return False
-    items = value.values() if isinstance(value, dict) else value[:1]
-    return any(isinstance(item, (list, dict, tuple)) for item in items)
 
 
 def copy_group(group: Group) -> Group:
@@ -178,7 +157,7 @@ def group_to_plain(group: Group) -> list[Any]:
 
 
 def _to_plain(sample: Sample) -> dict[str, Any]:
-    bare = _bare_copy(sample)
+    bare = copy.copy(sample)
     vars(bare).pop("trace", None)  # larger than the rest of a short sample
     return copy_sample(bare).to_dict()
 

@@ -52,8 +52,9 @@ from slime.rollout.prompt_groups import (
     is_finished,
     mask_earlier_tokens,
 )
-from slime.rollout.rm_hub import RewardConfigError, score_samples
 from slime.rollout.rm_hub.hub import waits_for_group
+from slime.rollout.rm_hub.outcomes import RewardConfigError
+from slime.rollout.rm_hub.scoring import score_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.utils import http_utils
 from slime.utils.async_utils import all_or_none, run
@@ -75,9 +76,7 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
     """Continue the sample until it stops, is full, or the rollout is aborted; keep what was generated."""
     state = GenerateState(args)
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
-        raise ValueError(
-            f"{describe(sample)} is {sample.status.value}: only pending or aborted samples are generated."
-        )
+        raise ValueError(f"{describe(sample)} is {sample.status.value}, not pending or aborted.")
     prepare_prompt(sample, state.tokenizer, state.processor)
     idle = 0
     while True:
@@ -139,22 +138,16 @@ async def generate_and_rm(
 
 
 async def _call_until_ended(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Entry:
-    """Evaluate a sample; start again from its prompt if a generate function aborted it in a weight push.
-
-    In training such a group returns with the next rollout. An evaluation has no next one.
-    """
+    """Evaluate a sample; start again from its prompt if a generate function aborted it in a weight push."""
     origin = copy_sample(sample)
     for attempt in range(1, MAX_IDLE_RESUBMITS + 1):
         made = await _generate_call(args, sample, dict(sampling_params), evaluation=True)
         was_aborted = any(s.status is Sample.Status.ABORTED for s in flatten_samples([made]))
         if not was_aborted or GenerateState(args).aborted:
             return made
-        logger.info("evaluation: %s was aborted and starts again", describe(origin))
         sample = copy_sample(origin)
         await asyncio.sleep(min(1.0, 0.05 * 2**attempt))
-    raise GroupFailed(
-        f"evaluation: the generate function gave up on {describe(origin)} {attempt} times (it is aborted)."
-    )
+    raise GroupFailed(f"evaluation: {describe(origin)} was aborted {attempt} times by its generate function.")
 
 
 def _generate_call(
@@ -222,33 +215,25 @@ async def generate_and_rm_group(
         return group
     for sample in flatten_samples(group):
         sample.session_id = sample.session_id or os.urandom(16).hex()
-    group = await _generate_group(args, group, sampling_params, evaluation)
-    if waits_for_group(args) and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
-        await _score(
-            args, [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED], evaluation
-        )
-        share_rewards(group)
-        if not evaluation and (durable := ledger.current()) is not None:
-            durable.scored(group)
-    return group
-
-
-async def _generate_group(
-    args: PluginArgs, group: Group, sampling_params: dict[str, Any], evaluation: bool
-) -> Group:
-    """Generate all entries at once. The flags decide what happens when one of them is slow or fails."""
 
     def attempt(entry: Entry, spare: bool = False) -> Coroutine[Any, Any, Entry]:
         return _generate_with_retries(args, entry, sampling_params, evaluation, spare)
 
     if args.spare_samples_per_prompt and not evaluation and is_fresh(group):
-        return await first_to_end(
-            group, args.spare_samples_per_prompt, attempt, lambda scope: abort_scope(args, scope, None)
+        group = await first_to_end(
+            group, args.spare_samples_per_prompt, attempt, lambda scope: abort_scope(args, scope)
         )
-    tasks = [asyncio.ensure_future(attempt(entry)) for entry in group]
-    if args.group_failure_action == "keep" and not evaluation:
-        return await keep_the_rest(group, tasks)
-    return await all_or_none(tasks)
+    else:
+        tasks = [asyncio.ensure_future(attempt(entry)) for entry in group]
+        keeps = args.group_failure_action == "keep" and not evaluation
+        group = await (keep_the_rest(group, tasks) if keeps else all_or_none(tasks))
+    if waits_for_group(args) and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
+        made = [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED]
+        await _score(args, made, evaluation)
+        share_rewards(group)
+        if not evaluation and (durable := ledger.current()) is not None:
+            durable.scored(group)
+    return group
 
 
 async def _generate_with_retries(
@@ -284,48 +269,37 @@ async def abort(args: PluginArgs, rollout_id: int) -> None:
     Each request then returns the tokens generated so far. A worker that cannot be reached is only logged: it
     holds nothing the batch needs.
     """
-    await abort_scope(args, GenerateState(args).scope, rollout_id)
+    scope = GenerateState(args).scope
+    if scope.rids:
+        logger.info("rollout %s: aborting %d requests", rollout_id, len(scope.rids))
+    await abort_scope(args, scope)
 
 
-async def abort_scope(args: PluginArgs, scope: RequestScope, rollout_id: int | None) -> None:
-    """Abort the requests of one scope. `rollout_id` None: spares of a group, which are not logged."""
+async def abort_scope(args: PluginArgs, scope: RequestScope) -> None:
+    """Abort the requests of one scope: by its prefix where engines can, and one by one all other ids.
+
+    Ids without the prefix were chosen by a generate function, or belong to calls of an earlier scope.
+    """
     scope.abort()
     rids = sorted(scope.rids.copy())  # threads of adapters change it
     if not rids:
         return
-    if rollout_id is not None:
-        logger.info("rollout %s: aborting %d requests", rollout_id, len(rids))
-    urls = await _worker_urls(args)
+    try:  # restarted workers may have new addresses
+        answer = await http_utils.get(get_model_url(args, "default", "/workers"), timeout_s=5.0)
+        urls = [worker["url"] for worker in answer["workers"]]
+    except (http_utils.HttpError, KeyError, TypeError):
+        urls = list(args.engine_urls)
+    client, named = GenerateState(args).client, rids
+    # The kind of external engines is not known here.
+    if ENGINES[args.rollout_engine].dialect.aborts_by_prefix and not args.rollout_external_engine_addrs:
+        named = [rid for rid in rids if not rid.startswith(scope.name)]
     try:
         async with waits.limited("abort of surplus requests", ABORT_DEADLINE_S):
-            await _cancel(args, urls, scope.name, rids)
+            if len(named) < len(rids):
+                await client.cancel_scope(urls, scope.name)
+            await client.cancel(urls, named)
     except (http_utils.HttpError, waits.WaitTimeout) as error:
         logger.warning("abort of %d requests: %s", len(rids), error)
-
-
-async def _cancel(args: PluginArgs, urls: list[str], scope: str, rids: list[str]) -> None:
-    """Abort by the scope's prefix where engines can, and one by one all ids without that prefix.
-
-    Ids without the prefix were chosen by a generate function, or belong to calls of an earlier scope.
-    """
-    client = GenerateState(args).client
-    # The kind of external engines is not known here.
-    by_scope = (
-        ENGINES[args.rollout_engine].dialect.aborts_by_prefix and not args.rollout_external_engine_addrs
-    )
-    named = [rid for rid in rids if not (by_scope and rid.startswith(scope))]
-    if len(named) < len(rids):
-        await client.cancel_scope(urls, scope)
-    await client.cancel(urls, named)
-
-
-async def _worker_urls(args: PluginArgs) -> list[str]:
-    """Return the workers that the router knows now; restarted ones may have new addresses."""
-    try:
-        answer = await http_utils.get(get_model_url(args, "default", "/workers"), timeout_s=5.0)
-        return [worker["url"] for worker in answer["workers"]]
-    except (http_utils.HttpError, KeyError, TypeError):
-        return list(args.engine_urls)
 
 
 def start_group(
@@ -334,29 +308,7 @@ def start_group(
     """Return the work on one training group: its samples, and a greedy response if the estimator needs it."""
     if not ESTIMATORS[args.advantage_estimator].needs_greedy_answer:
         return generate_and_rm_group(args, group, sampling_params)
-    return with_greedy_baseline(
-        args, group, sampling_params, lambda entries, params: generate_and_rm_group(args, entries, params)
-    )
-
-
-async def generate_rollout_async(
-    args: PluginArgs, rollout_id: int, data_source: Any
-) -> tuple[RolloutFnTrainOutput, list[Group]]:
-    """Return one training batch, and all groups that reached the filter (see BatchCollector)."""
-    state = GenerateState(args)
-    set_current_rollout_id(rollout_id)
-    path = args.dynamic_sampling_filter_path
-    with RequestScope(args.rollout_max_context_len).entered():
-        collector = BatchCollector(
-            args,
-            rollout_id,
-            data_source,
-            start_group=lambda group: start_group(args, group, state.sampling_params),
-            abort_requests=lambda: abort(args, rollout_id),
-            dynamic_filter=load_function(path) if path is not None else None,
-        )
-        groups = await collector.collect()
-    return RolloutFnTrainOutput(samples=groups, metrics=collector.metrics()), collector.decided
+    return with_greedy_baseline(args, group, sampling_params, generate_and_rm_group)
 
 
 def call_batch_hooks(
@@ -387,6 +339,16 @@ def generate_rollout(
     """Make one training batch, or evaluate; this is the default of --rollout-function-path."""
     if evaluation:
         return run(eval_rollout(args, rollout_id))
-    output, decided = run(generate_rollout_async(args, rollout_id, data_source))
-    call_batch_hooks(args, output.samples, decided, data_source)
-    return output
+    state = GenerateState(args)
+    set_current_rollout_id(rollout_id)
+    with RequestScope(args.rollout_max_context_len).entered():
+        collector = BatchCollector(
+            args,
+            rollout_id,
+            data_source,
+            start_group=lambda group: start_group(args, group, state.sampling_params),
+            abort_requests=lambda: abort(args, rollout_id),
+        )
+        run(collector.collect())
+    call_batch_hooks(args, collector.kept, collector.decided, data_source)
+    return RolloutFnTrainOutput(samples=collector.kept, metrics=collector.metrics())

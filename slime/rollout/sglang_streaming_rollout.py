@@ -19,7 +19,6 @@ from slime.rollout.generation.generate_request import (
     prepare_prompt,
     token_budget,
 )
-from slime.rollout.generation.policy_requests import is_trained
 from slime.rollout.prompt_groups import describe
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.errors import EngineAnswerError
@@ -47,16 +46,15 @@ async def generate_streaming(args: PluginArgs, sample: Sample, sampling_params: 
             sample.status = Sample.Status.TRUNCATED
             return sample
         before = sample.response_length
-        error = await _read_onto(
-            args, sample, build_request(args, sample, sampling_params, budget, stream=True)
-        )
+        request = build_request(args, sample, sampling_params, budget, stream=True)
+        error = await _read_onto(args, sample, request)
         if state.aborted or sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
             return sample
         idle = 0 if sample.response_length > before else idle + 1
         if idle > MAX_BREAKS:
             raise error or GroupFailed(f"the engine aborted {describe(sample)} {idle} times without a token")
         logger.info(
-            "%s continues after %d tokens: %s", describe(sample), sample.response_length, error or "paused"
+            "%s continues at token %d: %s", describe(sample), sample.response_length, error or "paused"
         )
         if idle:
             await asyncio.sleep(min(5.0, 0.05 * 2 ** min(idle, 10)))
@@ -67,12 +65,12 @@ async def _read_onto(args: PluginArgs, sample: Sample, request: GenerateRequest)
     state = GenerateState(args)
     last: dict[str, Any] | None = None
     try:
-        with state.scope.sending(request.rid) as made:
+        async with state.sending(request) as note_tokens:
             try:
                 async for event in state.client.stream(request):
                     last = event
             finally:
-                made(len(_read(last).ids) if last is not None and is_trained() else 0)
+                note_tokens(len(_read(last).ids) if last is not None else 0)
         if last is not None:
             check_answer(args, request, _read(last))
         return None
@@ -81,26 +79,23 @@ async def _read_onto(args: PluginArgs, sample: Sample, request: GenerateRequest)
             raise
         return error
     finally:
-        _write(args, sample, last)
-
-
-def _write(args: PluginArgs, sample: Sample, event: dict[str, Any] | None) -> None:
-    sample.status = Sample.Status.ABORTED  # unless the event has a finish reason
-    if event is None:
-        return
-    made = _read(event)
-    sample.append_response_tokens(
-        args, tokens=made.ids, log_probs=made.log_probs or [], meta_info=dict(made.meta), text=made.text
-    )
+        sample.status = Sample.Status.ABORTED  # unless the event has a finish reason
+        if last is not None:
+            made = _read(last)
+            sample.append_response_tokens(
+                args,
+                tokens=made.ids,
+                log_probs=made.log_probs or [],
+                meta_info=dict(made.meta),
+                text=made.text,
+            )
 
 
 def _read(event: dict[str, Any]) -> Generation:
     try:
         meta = dict(event["meta_info"])
-        meta["finish_reason"] = meta.get("finish_reason") or {
-            "type": "abort",
-            "message": "the stream ended early",
-        }
+        ended_early = {"type": "abort", "message": "the stream ended early"}
+        meta["finish_reason"] = meta.get("finish_reason") or ended_early
         return Generation.from_json({**event, "meta_info": meta})
     except (KeyError, TypeError, ValueError) as error:
         raise EngineAnswerError(f"an event of the engine's stream cannot be right: {error}") from error

@@ -6,9 +6,7 @@ import pytest
 from argument_helpers import parse
 
 from slime.cluster.checkpoints.run_ledger import (
-    _SEE_FINISHED,
     find_resume,
-    is_private,
     open_ledger,
     plain_of,
     settings_digest,
@@ -16,7 +14,6 @@ from slime.cluster.checkpoints.run_ledger import (
 )
 from slime.cluster.recording import Recording
 from slime.cluster.rollout_manager import Generated
-from slime.plugins import PLUGIN_POINTS
 from slime.utils.codec import TensorRows, decode, encode
 from slime.utils.machine.run_identity import Run
 
@@ -53,30 +50,6 @@ def test_the_rows_of_a_batch_are_stored_as_one_buffer_and_not_changed_later():
     found = decode(encode(kept))
     assert [row.tolist() for row in found["tokens"]] == [[0, 1], [], [2, 3, 4], [5, 6, 7, 8]]
     assert found["names"] == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "private"),
-    [
-        ({}, True),
-        ({"dynamic_sampling_filter_path": "slime.rollout.filter_hub.dynamic_sampling_filters.any"}, True),
-        ({"dynamic_sampling_filter_path": "my_filters.mine"}, False),
-        ({"custom_rm_path": "slime.cli.quickstart.rewards.exact_match"}, True),
-        ({"group_rm": True}, False),
-        ({"custom_generate_function_path": "my_agent.generate"}, False),
-        ({"advantage_estimator": "remax"}, False),  # one without its greedy answer may be continued
-    ],
-)
-def test_samples_are_copied_where_finished_ones_may_be_changed(settings, private):
-    args = parse()
-    assert is_private(SimpleNamespace(**{**args.to_dict(), **settings})) is private
-
-
-def test_every_plug_in_point_that_gets_samples_is_known_to_the_ledger():
-    before = {"custom_rm_path", "eval_function_path", "custom_eval_rollout_log_function_path"}
-    samples = {"sample", "samples", "groups", "all_groups", "buffer", "data_source"}
-    named = {point.flag for point in PLUGIN_POINTS if samples & set(point.positional)}
-    assert named - before <= set(_SEE_FINISHED), "else its changes reach what is kept of finished samples"
 
 
 def test_rollouts_behind_the_checkpoint_are_taken_bit_for_bit(tmp_path):

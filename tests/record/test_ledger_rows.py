@@ -53,11 +53,10 @@ def test_finished_samples_of_an_unfinished_rollout_come_back_with_every_number(w
     assert ledger.recall(first) is None, "once"
 
 
-@pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("traced", [(), (0,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("attached", [(), (1,), (0, 1, 2, 3)])
-def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached, traced, private):
-    ledger = world.start(private=private)
+def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached, traced):
+    ledger = world.start()
     ledger.begin(0, "run:1")
     group = group_of(0, copies=4)
     ledger.issued([group], from_buffer=False)
@@ -79,11 +78,10 @@ def test_samples_of_a_group_come_back_each_with_what_is_its_own(world, attached,
     assert [str(sample.reward) for sample in found] == ["0.0", "-0.0", "1", "0.3"]
 
 
-@pytest.mark.parametrize("private", [False, True])
-@pytest.mark.parametrize("reward", [0.5, {"score": 0.5}])  # a number takes no copy
+@pytest.mark.parametrize("reward", [0.5, {"score": 0.5}])
 @pytest.mark.parametrize("alike", [False, True])
-def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, alike, reward, private):
-    ledger = world.start(private=private)
+def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, alike, reward):
+    ledger = world.start()
     ledger.begin(0, "run:1")
     group = group_of(0)
     made = [finish(sample, reward=copy.copy(reward)) for sample in group]
@@ -100,8 +98,7 @@ def test_what_is_kept_of_a_sample_is_as_it_was_when_it_was_finished(world, alike
         sample.reward, sample.reward_failure = None, RewardFailure("invalid", "of another")
         sample.metadata["start_rollout_id"], sample.loss_mask = 3, [0, 0]
         sample.tokens, sample.status, sample.remove_sample = [], Sample.Status.PENDING, True
-        if not private:
-            sample.rollout_log_probs[0], sample.version_spans = 9.0, []
+        sample.rollout_log_probs[0], sample.version_spans = 9.0, []
     hold.go_on.set()
     ledger = world.start()
     ledger.begin(0, "run:1")
@@ -388,16 +385,15 @@ def test_a_flush_returns_when_every_event_until_then_can_be_read(world):
 
 
 def test_the_samples_of_a_batch_that_is_complete_soon_are_not_stored(world, monkeypatch):
-    encoded = []
     monkeypatch.setattr(writer, "GATHER_S", 10 * PATIENCE_S)
-    monkeypatch.setattr("slime.rollout.ledger._encode_samples", lambda *what: encoded.append(what))
-    ledger = world.start(private=True)
+    ledger = world.start()
     world.make(0, [group_of(0)])
     ledger.begin(1, "run:1")
     for sample in group_of(1):
         ledger.finished(sample, finish(sample))
     world.writer.flush()
-    assert [[fields["index"] for fields in several] for several, _ in encoded] == [[2], [3]]
+    with LedgerReader(world.path) as reader:
+        assert [key[0] for key in reader.finished_entries("s")] == [2, 3]
 
 
 @pytest.mark.parametrize(

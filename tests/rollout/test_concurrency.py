@@ -7,7 +7,7 @@ from patience import PATIENCE_S
 from rollout_helpers import assert_conserved, make_args, make_source
 
 from slime.rollout.generation import concurrency
-from slime.rollout.generation.concurrency import Aimd, EngineLoad, Limit, TokenLimit, read_loads
+from slime.rollout.generation.concurrency import Aimd, EngineLoad, Limit, read_loads
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 
@@ -42,7 +42,7 @@ def test_a_limit_lets_in_as_many_as_it_says_in_order_and_follows_a_resize():
 
         tasks = [asyncio.ensure_future(work(i)) for i in range(6)]
         await asyncio.sleep(0.01)
-        assert entered == [0, 1] and limit.num_waiting == 4
+        assert entered == [0, 1] and len(limit._waiters) == 4
         tasks[2].cancel()
         limit.resize(3)
         await asyncio.sleep(0.01)
@@ -106,7 +106,7 @@ def test_without_the_flag_the_limit_stays(tmp_path):
 
 def test_requests_wait_while_those_in_flight_come_to_too_many_tokens():
     async def scenario():
-        limit, entered = TokenLimit(10), []
+        limit, entered = Limit(10), []
 
         async def ask(name, tokens, leave):
             async with limit.holding(tokens):

@@ -227,11 +227,10 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("fields", ODD.values(), ids=ODD)
-def test_no_event_is_lost_over_what_a_sample_holds(tmp_path, fields, private):
+def test_no_event_is_lost_over_what_a_sample_holds(tmp_path, fields):
     world = World(tmp_path)
-    ledger = world.start(private=private)
+    ledger = world.start()
     groups = [group_of(0), group_of(1)]
     ledger.begin(0, "run:1")
     ledger.issued(groups, from_buffer=False)
@@ -257,7 +256,7 @@ def test_an_event_that_cannot_be_written_takes_no_other_with_it(tmp_path):
     world = World(tmp_path)
     ledger = world.start()
     ledger.issued([group_of(0)], from_buffer=False)
-    ledger._note("dropped", group=0, value=object())
+    ledger._note("dropped", group_index=0, value=object())
     ledger.consumed([group_of(0)], "filtered", "zero_std")
     found = world.audit()
     assert found.groups == {"dropped": 1}

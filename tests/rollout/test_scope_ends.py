@@ -59,11 +59,11 @@ def test_ids_that_a_function_chose_itself_are_ended_one_by_one_and_others_live(t
         while engine.running < len(ids):
             assert not any(task.done() for task in tasks.values()), "a request ended before its abort"
             await asyncio.sleep(0.01)
-        await abort_scope(args, scope, 0)
+        await abort_scope(args, scope)
         *ended, alive = tasks.values()
         made = await asyncio.gather(*ended)
         assert not alive.done() and scope.rids == set()
-        await abort_scope(args, other, 0)
+        await abort_scope(args, other)
         return [*made, await alive], scope.name
 
     with FakeEngine(hold_after(0)) as engine:

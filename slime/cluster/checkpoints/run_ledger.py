@@ -15,12 +15,10 @@ from typing import Any
 
 from slime.arguments import Args
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
-from slime.catalog.estimators import ESTIMATORS
 from slime.cluster.recording import Recording
 from slime.record import RECORD_FILE, LedgerReader, RecordError
 from slime.rollout.ledger import Ledger
 from slime.utils.codec import with_rows
-from slime.utils.column_rewards import needs_whole_group
 from slime.utils.machine.run_identity import Run
 
 logger = logging.getLogger(__name__)
@@ -32,15 +30,6 @@ _OF_NO_SAMPLE = """
     record_max_mib skip_preflight lr_decay_iters max_restarts
     peer_copies timeouts elastic
 """.split()  # noqa: SIM905 - a list of words reads better as words
-
-
-# Plug-in points that get samples in hand once they are finished.
-_SEE_FINISHED = (
-    *("rollout_function_path", "data_source_path", "custom_generate_function_path"),
-    *("rollout_sample_hook_path", "dynamic_sampling_filter_path", "buffer_filter_path"),
-    *("rollout_sample_filter_path", "rollout_all_samples_process_path", "custom_reward_post_process_path"),
-    *("custom_convert_samples_to_train_data_path", "custom_rollout_log_function_path"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +90,10 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
         resume.settings,
         keeps=args.save is not None,
         any_version=pool and not args.deterministic_mode,
-        private=is_private(args),
         known=known,
     )
     ledger.resumed(resume.committed, resume.last_made)
     return ledger
-
-
-def is_private(args: Args) -> bool:
-    """Return whether only slime's own functions see finished samples, and none of these is continued.
-
-    Rewards of single samples come before that; those of groups do not. Where a greedy answer is missing, a
-    sample that was finished is taken for aborted, and may be continued.
-    """
-    by_group = needs_whole_group(args.group_rm, args.custom_rm_path)
-    if by_group or ESTIMATORS[args.advantage_estimator].needs_greedy_answer:
-        return False
-    paths = [getattr(args, name) for name in _SEE_FINISHED]
-    return all(not path or path.startswith("slime.") for path in paths)
 
 
 def was_evaluated(run: Run, rollout_id: int) -> bool:

@@ -6,9 +6,10 @@ batch, the count of filtered groups, the count of failed groups, or the buffer.
 
 import abc
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from slime.rollout.prompt_groups import (
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
 from slime.utils.machine.own_command import as_typed
+from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.reward_failure import RewardFailure
 from slime.utils.types import Sample, flatten_samples
@@ -81,11 +83,9 @@ class Collector(abc.ABC):
         args: PluginArgs,
         rollout_id: int,
         data_source: Any,
-        dynamic_filter: Callable[..., Any] | None,
         tickets: dict[int, Ticket],
     ):
         self.args, self.rollout_id, self.data_source = args, rollout_id, data_source
-        self.dynamic_filter = dynamic_filter
         self.target = args.rollout_batch_size
         self.kept: list[Group] = []
         self.decided: list[Group] = []  # every group that reached the filter, dropped ones included
@@ -95,10 +95,11 @@ class Collector(abc.ABC):
         self._drops = MetricGatherer()
         self._failed_in_a_row = 0
 
-    async def collect(self) -> list[Group]:
-        """Return the batch, sorted by sample index."""
+    @contextlib.asynccontextmanager
+    async def _accounted(self) -> AsyncIterator[None]:
+        """Account for every group, and sort the batch, when the block that fills it ends."""
         try:
-            await self._fill_batch()
+            yield
         except BaseException:
             kept, self.kept = self.kept, []
             self._give_back(kept + await self._end_all())  # nothing was trained, so kept groups return too
@@ -106,7 +107,6 @@ class Collector(abc.ABC):
         self.kept.sort(key=lambda group: index_of(first_sample(group)))
         self.decided.sort(key=lambda group: index_of(first_sample(group)))
         self._settle(self.kept, "trained")
-        return self.kept
 
     def metrics(self) -> dict[str, Any]:
         counts = dict.fromkeys(_ALWAYS_COUNTED, 0) | self.counts
@@ -117,7 +117,7 @@ class Collector(abc.ABC):
         }
 
     @abc.abstractmethod
-    async def _fill_batch(self) -> None:
+    async def collect(self) -> None:
         """Start groups and decide about finished ones until the batch is full."""
 
     @abc.abstractmethod
@@ -136,8 +136,7 @@ class Collector(abc.ABC):
     def _decide(self, ticket: Ticket) -> None:
         error = ticket.task.exception()
         if error is not None:
-            self._on_generation_failure(ticket, error)
-            return
+            return self._on_generation_failure(ticket, error)
         self._failed_in_a_row = 0
         group = ticket.task.result()
         samples = flatten_samples(group)
@@ -154,29 +153,25 @@ class Collector(abc.ABC):
 
     def _filter(self, ticket: Ticket, group: Group, samples: list[Sample]) -> None:
         if len(group) != self.args.n_samples_per_prompt:
-            raise ValueError(
-                f"{describe(group)}: the group has {len(group)} entries, --n-samples-per-prompt is "
-                f"{self.args.n_samples_per_prompt}."
-            )
+            wanted = f"--n-samples-per-prompt is {self.args.n_samples_per_prompt}"
+            raise ValueError(f"{describe(group)}: the group has {len(group)} entries, {wanted}.")
         self.decided.append(group)
         made = [s for s in samples if s.status is not Sample.Status.FAILED]
         self.counts["samples_failed"] += len(samples) - len(made)
-        output = self._verdict(made)
-        if should_drop_dynamic_filter_output(
+        output, alike = self._verdict(made), teaches_nothing(self.args, group)
+        drops = should_drop_dynamic_filter_output(
             output, remaining_batch_size=self._remaining, target_data_size=self.target
-        ):
+        )
+        self._forget(ticket)
+        if drops:
             self._drops.on_dynamic_filter_drop(output.reason)
-            alike = teaches_nothing(self.args, group)
             self.waste.whole("zero_variance" if alike else "filtered", group, ticket.scope)
-            self._forget(ticket)
             self.counts["filtered"] += 1
             self._settle([group], "filtered", output.reason)
-            self._report_drops(self.counts["filtered"])
-            return
-        self._forget(ticket)
+            return self._report_drops(self.counts["filtered"])
         self.kept.append(group)
         self.counts["kept"] += 1
-        if teaches_nothing(self.args, group):
+        if alike:
             self.waste.equal_rewards(group, ticket.scope)
         if self.args.spare_samples_per_prompt:
             self.waste.spares(group, ticket.scope)
@@ -199,7 +194,7 @@ class Collector(abc.ABC):
         if path is None:
             return DynamicFilterOutput(keep=True)
         with plugin_call(option, path, lambda: describe_fully(samples)), loop_watch.step(f"{option} {path}"):
-            return call_dynamic_filter(self.dynamic_filter, self.args, samples)
+            return call_dynamic_filter(load_function(path), self.args, samples)
 
     def _on_generation_failure(self, ticket: Ticket, error: BaseException) -> None:
         """Apply --group-failure-action; many failures in a row stop the run."""
@@ -213,12 +208,14 @@ class Collector(abc.ABC):
         self.waste.begun("failed", ticket.origin, ticket.origin, ticket.scope)
         if action == "retry":
             self._requeue(ticket, ticket.origin, str(error))
-            return
-        # With "keep" nothing of the group is left to keep.
-        logger.warning("dropped: %s", error)
+        else:  # with "keep" nothing of the group is left to keep
+            self._drop(ticket, ticket.origin, "generation", str(error))
+
+    def _drop(self, ticket: Ticket, group: Group, reason: str, cause: str) -> None:
+        logger.warning("dropped: %s", cause)
         self._forget(ticket)
         self.counts["failed"] += 1
-        self._settle([ticket.origin], "failed", "generation")
+        self._settle([group], "failed", reason)
 
     def _on_reward_failure(self, ticket: Ticket, group: Group, failure: RewardFailure) -> None:
         action = self.args.reward_failure_action
@@ -228,13 +225,10 @@ class Collector(abc.ABC):
             raise GroupFailed(f"{cause} (--reward-failure-action stop).")
         self.waste.whole("failed", group, ticket.scope)
         if action == "drop":
-            logger.warning("dropped: %s", cause)
-            self._forget(ticket)
-            self.counts["failed"] += 1
-            self._settle([group], "failed", f"reward_{failure.kind}")
-            return
-        hint = " Mend the reward, or let such groups go with --reward-failure-action drop."
-        self._requeue(ticket, ticket.origin, cause, hint)
+            self._drop(ticket, group, f"reward_{failure.kind}", cause)
+        else:
+            hint = " Mend the reward, or let such groups go with --reward-failure-action drop."
+            self._requeue(ticket, ticket.origin, cause, hint)
 
     def _requeue(self, ticket: Ticket, group: Group, cause: str, hint: str = "") -> None:
         attempts = attempt_of(first_sample(ticket.origin)) + 1

@@ -10,7 +10,7 @@ from slime.rollout.prompt_groups import Group, first_sample, without_response
 from slime.utils.async_utils import all_or_none
 from slime.utils.types import Sample, flatten_samples
 
-GenerateGroup = Callable[[Group, dict[str, Any]], Awaitable[Group]]
+GenerateGroup = Callable[[PluginArgs, Group, dict[str, Any]], Awaitable[Group]]
 
 
 async def with_greedy_baseline(
@@ -22,15 +22,16 @@ async def with_greedy_baseline(
     fails, the group fails like with any other failed reward.
     """
     if GREEDY_REWARD_KEY in first_sample(group).metadata:
-        return await generate_group(group, sampling_params)
+        return await generate_group(args, group, sampling_params)
     greedy_params = {**sampling_params, "temperature": 0.0, "top_p": 1.0, "top_k": -1}
-    greedy = _greedy_of(first_sample(group))
+    greedy = without_response(first_sample(group))
+    greedy.metadata["greedy_baseline"] = True
 
     async def answer_greedily() -> Group:
         with not_trained():
-            return await generate_group([greedy], greedy_params)
+            return await generate_group(args, [greedy], greedy_params)
 
-    generated, answers = await all_or_none([generate_group(group, sampling_params), answer_greedily()])
+    generated, answers = await all_or_none([generate_group(args, group, sampling_params), answer_greedily()])
     greedy_samples = flatten_samples(answers)
     failure = next((s.reward_failure for s in greedy_samples if s.reward_failure is not None), None)
     samples = flatten_samples(generated)
@@ -43,10 +44,3 @@ async def with_greedy_baseline(
     else:
         samples[0].status = Sample.Status.ABORTED
     return generated
-
-
-def _greedy_of(sample: Sample) -> Sample:
-    """Return a copy that starts from the prompt, marked as not for training."""
-    new = without_response(sample)
-    new.metadata["greedy_baseline"] = True
-    return new

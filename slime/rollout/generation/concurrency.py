@@ -8,13 +8,11 @@ import asyncio
 import collections
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.utils import http_utils
-from slime.wire.protocol import GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +30,19 @@ class Limit:
         self.in_use = 0
         self._waiters: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiters)
-
     async def __aenter__(self) -> None:
         await self.enter(1)
 
     async def __aexit__(self, *_: object) -> None:
         self.leave()
+
+    @contextlib.asynccontextmanager
+    async def holding(self, count: int) -> AsyncIterator[None]:
+        await self.enter(count)
+        try:
+            yield
+        finally:
+            self.leave(count)
 
     async def enter(self, count: int) -> None:
         """Take `count` slots, all or none; each is returned by `leave`."""
@@ -53,7 +55,7 @@ class Limit:
             await entry[1]  # whoever wakes it has counted its slots
         except asyncio.CancelledError:
             if entry[1].cancelled():
-                if entry in self._waiters:
+                with contextlib.suppress(ValueError):  # `_wake` has removed it already
                     self._waiters.remove(entry)
                 self._wake()  # later ones may need fewer
             else:  # the slots were ours already
@@ -80,30 +82,6 @@ class Limit:
                 future.set_result(None)
 
 
-class TokenLimit(Limit):
-    """A cap on the tokens of all requests in flight. None: no cap."""
-
-    def __init__(self, limit: int | None):
-        super().__init__(limit or 0)
-        self._is_capped = limit is not None
-
-    @contextlib.asynccontextmanager
-    async def holding(self, tokens: int) -> AsyncIterator[None]:
-        if not self._is_capped:
-            yield
-            return
-        await self.enter(tokens)
-        try:
-            yield
-        finally:
-            self.leave(tokens)
-
-
-def tokens_of(request: GenerateRequest) -> int:
-    """Return how many tokens a request may hold in a KV cache: its prompt and all that it may generate."""
-    return len(request.input_ids or ()) + (request.sampling.max_new_tokens or 0)
-
-
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """The load of all engines together. `retracted`: requests that lost their KV cache to lack of memory."""
@@ -111,6 +89,10 @@ class EngineLoad:
     running: int
     waiting: int
     retracted: int
+
+    def __add__(self, other: "EngineLoad") -> "EngineLoad":
+        total = self.retracted + other.retracted
+        return EngineLoad(self.running + other.running, self.waiting + other.waiting, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +143,7 @@ async def read_loads(urls: Sequence[str]) -> EngineLoad | None:
     """Return the sum over the engines that respond; None when none does."""
     answers = await asyncio.gather(*(_read_load(url) for url in urls))
     loads = [load for load in answers if load is not None]
-    if not loads:
-        return None
-    return EngineLoad(
-        *(sum(getattr(load, name) for load in loads) for name in ("running", "waiting", "retracted"))
-    )
+    return sum(loads, EngineLoad(0, 0, 0)) if loads else None
 
 
 async def _read_load(url: str) -> EngineLoad | None:
@@ -175,15 +153,11 @@ async def _read_load(url: str) -> EngineLoad | None:
         return EngineLoad(
             running=sum(rank["num_running_reqs"] for rank in ranks),
             waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
-            retracted=sum(_retracted(rank) for rank in ranks),
+            retracted=sum((rank.get("queues") or {}).get("retracted") or 0 for rank in ranks),
         )
     except (http_utils.HttpError, KeyError, TypeError) as error:
         logger.debug("engine %s did not report its load: %s", url, error)
         return None
-
-
-def _retracted(rank: Mapping[str, Any]) -> int:
-    return int((rank.get("queues") or {}).get("retracted") or 0)
 
 
 def make_limit(args: PluginArgs, ceiling: int) -> Limit:

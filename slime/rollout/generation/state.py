@@ -2,15 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
 import weakref
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.catalog.deadlines import timeout_s
 from slime.liveness import waits
-from slime.rollout.generation.concurrency import Limit, TokenLimit, make_limit, tokens_of
+from slime.rollout.generation.concurrency import Limit, make_limit
 from slime.rollout.generation.generate_request import sampling_params_of
 from slime.rollout.generation.policy_requests import is_trained
 from slime.rollout.generation.scope import RequestScope, current_scope
@@ -19,9 +20,6 @@ from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, Generation
 
 _PAUSE_BETWEEN_ATTEMPTS_S = 2.5  # at least, once the back-off has grown
-
-T = TypeVar("T")
-_PerLoop = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, T]]
 
 
 class OnePerArgs(type):
@@ -50,17 +48,17 @@ class GenerateState(metaclass=OnePerArgs):
         shows = args.multimodal_keys or any(data.multimodal_keys for data in args.eval_datasets)
         self.processor = load_processor(args.hf_checkpoint) if shows else None
         self._no_scope = RequestScope(args.rollout_max_context_len)
-        # Semaphores and clients belong to the loop that waits on them: one of each per set of engines.
-        self._semaphores: _PerLoop[Limit] = weakref.WeakKeyDictionary()
-        self._clients: _PerLoop[EngineClient] = weakref.WeakKeyDictionary()
-        self._token_limits: _PerLoop[TokenLimit] = weakref.WeakKeyDictionary()
+        self._access: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Access]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @property
-    def max_running(self) -> int:
-        """Return how many requests may be in flight at the engines of the current task."""
-        if self.scope.engines == EVALUATION_ENGINES:
-            return self.args.sglang_server_concurrency * self.args.eval_num_engines
-        return self.args.sglang_server_concurrency * max(1, self.args.rollout_num_engines)
+    def access(self) -> "_Access":
+        """Return how the running loop reaches the engines of the current task."""
+        held, engines = self._access.setdefault(asyncio.get_running_loop(), {}), self.scope.engines
+        if engines not in held:
+            held[engines] = _Access(self.args, engines)
+        return held[engines]
 
     @property
     def sampling_params(self) -> dict[str, Any]:
@@ -70,28 +68,11 @@ class GenerateState(metaclass=OnePerArgs):
     @property
     def semaphore(self) -> Limit:
         """Return the running loop's cap on samples being generated; use `async with state.semaphore`."""
-        held = self._semaphores.setdefault(asyncio.get_running_loop(), {})
-        engines = self.scope.engines
-        if engines not in held:
-            reserved = engines == EVALUATION_ENGINES  # no other client loads these, so the limit stays fixed
-            held[engines] = Limit(self.max_running) if reserved else make_limit(self.args, self.max_running)
-        return held[engines]
+        return self.access.samples
 
     @property
     def client(self) -> EngineClient:
-        held = self._clients.setdefault(asyncio.get_running_loop(), {})
-        engines = self.scope.engines
-        if engines not in held:
-            url = get_model_url(self.args, "default", endpoint="")
-            # Retries outlast the wait for an engine: the fleet ends the run first, with the cause.
-            attempts = max(60, int(timeout_s(self.args, "no-engine") / _PAUSE_BETWEEN_ATTEMPTS_S))
-            held[engines] = EngineClient(
-                url,
-                timeout_s=timeout_s(self.args, "generate"),
-                max_retries=attempts,
-                max_running=self.max_running,
-            )
-        return held[engines]
+        return self.access.client
 
     @property
     def scope(self) -> RequestScope:
@@ -108,7 +89,11 @@ class GenerateState(metaclass=OnePerArgs):
     @contextlib.asynccontextmanager
     async def sending(self, request: GenerateRequest) -> AsyncIterator[Callable[[int], None]]:
         """Register a request while it is in flight; call what this yields with its number of tokens."""
-        async with self.tokens_in_flight.holding(tokens_of(request)):
+        tokens = len(request.input_ids or ()) + (request.sampling.max_new_tokens or 0)  # in a KV cache
+        capped = (
+            contextlib.nullcontext() if self.access.tokens is None else self.access.tokens.holding(tokens)
+        )
+        async with capped:
             with self.scope.sending(request.rid) as note_tokens:
                 yield lambda number: note_tokens(number if is_trained() else 0)
 
@@ -118,11 +103,29 @@ class GenerateState(metaclass=OnePerArgs):
         name = waits.known_as(url)
         return {"engine": name} if name not in (url, "router") else {}
 
-    @property
-    def tokens_in_flight(self) -> TokenLimit:
-        """Return the running loop's cap on tokens at the engines (--max-tokens-in-flight)."""
-        held = self._token_limits.setdefault(asyncio.get_running_loop(), {})
-        return held.setdefault(self.scope.engines, TokenLimit(self.args.max_tokens_in_flight))
+
+class _Access:
+    """A client and the limits of one event loop for one set of engines; they belong to the loop."""
+
+    def __init__(self, args: PluginArgs, engines: str) -> None:
+        reserved = engines == EVALUATION_ENGINES  # no other client loads these, so the limit stays fixed
+        num_engines = args.eval_num_engines if reserved else max(1, args.rollout_num_engines)
+        most = args.sglang_server_concurrency * num_engines
+        self.samples = Limit(most) if reserved else make_limit(args, most)
+        cap = args.max_tokens_in_flight
+        self.tokens = None if cap is None else Limit(cap)
+        self._args, self._max_running = args, most
+
+    @functools.cached_property
+    def client(self) -> EngineClient:
+        # Retries outlast the wait for an engine: the fleet ends the run first, with the cause.
+        attempts = max(60, int(timeout_s(self._args, "no-engine") / _PAUSE_BETWEEN_ATTEMPTS_S))
+        return EngineClient(
+            get_model_url(self._args, "default", endpoint=""),
+            timeout_s=timeout_s(self._args, "generate"),
+            max_retries=attempts,
+            max_running=self._max_running,
+        )
 
 
 def get_model_url(args: PluginArgs, model_name: str = "default", endpoint: str = "/generate") -> str:

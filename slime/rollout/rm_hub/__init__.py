@@ -9,16 +9,7 @@ file.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from slime.rollout.answers import answer_text
-    from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
-    from slime.rollout.rm_hub.hub import async_rm, batched_async_rm
-    from slime.rollout.rm_hub.math_utils import grade_answer_verl
-    from slime.rollout.rm_hub.outcomes import RewardConfigError, RewardFailuresExceeded, settle_reward
-    from slime.rollout.rm_hub.remote import remote_rm
-    from slime.rollout.rm_hub.scoring import score_samples
+from typing import Any
 
 _HOMES = {
     "answer_text": ".answers",
@@ -32,19 +23,6 @@ _HOMES = {
     "RewardConfigError": "outcomes",
     "RewardFailuresExceeded": "outcomes",
 }
-
-__all__ = [
-    "RewardConfigError",
-    "RewardFailuresExceeded",
-    "answer_text",
-    "async_rm",
-    "batched_async_rm",
-    "get_deepscaler_rule_based_reward",
-    "grade_answer_verl",
-    "remote_rm",
-    "score_samples",
-    "settle_reward",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import difflib
-import functools
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from slime.arguments import Flags, PluginArgs, with_defaults
@@ -32,7 +31,6 @@ from slime.utils.types import Sample
 
 CUSTOM_RM = "--custom-rm-path"
 _MAX_REWARD_THREADS = 64
-_KEPT = (RewardConfigError,)
 
 
 async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
@@ -94,11 +92,8 @@ async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs
 
 def scores_groups(args: PluginArgs, samples: Sequence[Sample]) -> bool:
     """Return whether one call scores the group (--group-rm); a sample's own function takes one sample."""
-    return (
-        bool(args.custom_rm_path)
-        and waits_for_group(args)
-        and not any(sample.custom_rm_path for sample in samples)
-    )
+    own = any(sample.custom_rm_path for sample in samples)
+    return bool(args.custom_rm_path) and waits_for_group(args) and not own
 
 
 def waits_for_group(args: Flags) -> bool:
@@ -124,29 +119,24 @@ def rm_type_of(args: PluginArgs, sample: Sample) -> str:
 async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) -> Any:
     """Call a user's reward function, async or plain, with a deadline; a mistake in it ends the run."""
     function, name = load_function(path), f"{CUSTOM_RM} {path}"
-    telling_mistakes = plugin_call(CUSTOM_RM, path, lambda: describe_fully(subject), keep=_KEPT)
-    waited = waits.waiting(f"reward {path}", owner="rollout", deadline_s=timeout_s(args, "generate"))
+    telling_mistakes = plugin_call(
+        CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,)
+    )
+    limit_s = timeout_s(args, "generate")
+    waited = waits.waiting(f"reward {path}", owner="rollout", deadline_s=limit_s)
     try:
-        async with asyncio.timeout(timeout_s(args, "generate")) as deadline:
+        async with asyncio.timeout(limit_s) as deadline:
             with waited, telling_mistakes:
                 if takes_columns(function):
                     return await _call_with_columns(args, path, function, subject)
-                if _is_async(function):
+                if inspect.iscoroutinefunction(function):
                     return await loop_watch.run(name, function(args, subject, **kwargs))
                 value = await _in_thread(name, lambda: function(args, subject, **kwargs))
                 return await value if inspect.isawaitable(value) else value
     except TimeoutError:
         if not deadline.expired():
             raise  # a time-out of the function's own
-        return infra_error(
-            f"{path} did not return within --timeouts generate={timeout_s(args, 'generate'):g}"
-        )
-
-
-@functools.lru_cache(maxsize=128)
-def _is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a function is async; cached, since every sample asks."""
-    return inspect.iscoroutinefunction(function)
+        return infra_error(f"{path} did not return within --timeouts generate={limit_s:g}")
 
 
 async def _call_with_columns(
@@ -182,14 +172,10 @@ _thread_slots = threading.BoundedSemaphore(_MAX_REWARD_THREADS)
 def _one_per_sample(path: str, values: Any, samples: Sequence[Sample]) -> list[Any]:
     if isinstance(values, RewardFailure):
         return [values] * len(samples)
-    try:
-        listed = None if isinstance(values, (str, dict)) else list(values)
-    except TypeError:
-        listed = None
-    if listed is None:
+    if isinstance(values, (str, dict)) or not isinstance(values, Iterable):
         complaint = f"returned {type(values).__name__} for a group: return a list with one reward per sample"
-        wrong_return(CUSTOM_RM, path, complaint, describe_fully(samples))
-    if len(listed) != len(samples):
+    elif len(listed := list(values)) == len(samples):
+        return listed
+    else:
         complaint = f"returned {len(listed)} rewards for {len(samples)} samples"
-        wrong_return(CUSTOM_RM, path, complaint, describe_fully(samples))
-    return listed
+    wrong_return(CUSTOM_RM, path, complaint, describe_fully(samples))

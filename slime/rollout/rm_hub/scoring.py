@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs
@@ -43,61 +42,54 @@ async def score_samples(args: PluginArgs, samples: Sequence[Any], *, evaluation:
     flat = flatten_samples(samples)
     if scores_groups(args, flat):
         if any(sample.reward is None for sample in flat):
-            await _score_group(args, flat, evaluation)
+            await _score(args, flat, evaluation, by_group=True)
         return
     pending = [sample for sample in flat if sample.reward is None]
-    if len(pending) == 1:
-        await score_one(args, pending[0], evaluation=evaluation)
-    else:
-        await all_or_none([score_one(args, sample, evaluation=evaluation) for sample in pending])
+    await all_or_none([score_one(args, sample, evaluation=evaluation) for sample in pending])
 
 
 async def score_one(args: PluginArgs, sample: Sample, *, evaluation: bool = False) -> None:
     """Score one sample, whose reward does not wait for its group."""
-    with trace_span(sample, "reward_model"):
-        outcome = await _attempt(args, sample, evaluation)
-        if isinstance(outcome, RewardFailure):
-
-            async def attempt() -> list[Any]:
-                return [await _attempt(args, sample, evaluation)]
-
-            (outcome,) = await _with_retries(args, [sample], [outcome], attempt)
-    _conclude(args, sample, outcome)
+    await _score(args, [sample], evaluation)
 
 
-async def _attempt(args: PluginArgs, sample: Sample, evaluation: bool) -> Any:
-    path, numbers = custom_path_of(args, sample), (sample.index, sample.group_index)
-    value = await _guarded(async_rm(args, sample), path)
-    if path is not None:
-        _check_unchanged(path, sample, numbers)
-    return _judged(args, sample, value, evaluation)
+async def _score(
+    args: PluginArgs, samples: list[Sample], evaluation: bool, *, by_group: bool = False
+) -> None:
+    """Score one sample or a whole group by one call, and again where that may help."""
+    path = args.custom_rm_path if by_group else custom_path_of(args, samples[0])
+
+    async def attempt() -> list[Any]:
+        numbers = [(sample.index, sample.group_index) for sample in samples]
+        call = batched_async_rm(args, samples) if by_group else async_rm(args, samples[0])
+        value = await _guarded(call, path)
+        if path is not None:
+            for sample, known in zip(samples, numbers, strict=True):
+                _check_unchanged(path, sample, known)
+        several = by_group and not isinstance(value, RewardFailure)
+        values = value if several else [value] * len(samples)
+        return [_judged(args, *pair, evaluation) for pair in zip(samples, values, strict=True)]
+
+    with trace_span(samples, "group_reward_model" if by_group else "reward_model"):
+        outcomes = await attempt()
+        for retry in range(limit(args, "reward-retries")):
+            failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
+            temporary = any(failure.kind == "infra_error" for failure in failures)
+            if not temporary or (path is None and _is_remote(args, samples[0])):
+                break  # remote judges have retries of their own
+            logger.warning("reward of sample %s failed, retrying: %s", samples[0].index, failures[0].reason)
+            await asyncio.sleep(_RETRY_DELAY_S * 2**retry)
+            outcomes = await attempt()
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        _conclude(args, sample, outcome)
 
 
 def _check_unchanged(path: str, sample: Sample, numbers: tuple[int | None, int | None]) -> None:
     """Restore the sample's numbers after a user's reward: the ledger finds the sample by them."""
     sample.index, sample.group_index = numbers
     if not isinstance(sample.response, str):
-        complaint = (
-            f"left a sample whose response is {sample.response!r:.80}; leave it the text of the answer."
-        )
+        complaint = f"left a sample whose response is {sample.response!r:.80}, and no text."
         wrong_return(CUSTOM_RM, path, complaint, describe_fully(sample))
-
-
-async def _score_group(args: PluginArgs, samples: list[Sample], evaluation: bool) -> None:
-    async def attempt() -> list[Any]:
-        path, numbers = args.custom_rm_path, [(sample.index, sample.group_index) for sample in samples]
-        values = await _guarded(batched_async_rm(args, samples), path)
-        if path is not None:
-            for sample, known in zip(samples, numbers, strict=True):
-                _check_unchanged(path, sample, known)
-        if isinstance(values, RewardFailure):
-            return [values] * len(samples)
-        return [_judged(args, *pair, evaluation) for pair in zip(samples, values, strict=True)]
-
-    with trace_span(samples, "group_reward_model"):
-        outcomes = await _with_retries(args, samples, await attempt(), attempt)
-    for sample, outcome in zip(samples, outcomes, strict=True):
-        _conclude(args, sample, outcome)
 
 
 async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> Any:
@@ -108,9 +100,7 @@ async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> A
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise  # it is this task that is to end
-        return infra_error(
-            "the reward function raised CancelledError: a task that it waited for was cancelled"
-        )
+        return infra_error("the reward function raised CancelledError: what it waited for was cancelled")
     except Exception as error:
         if isinstance(error, RunStopped) or not may_pass(error):
             raise
@@ -135,74 +125,36 @@ def _judged(args: PluginArgs, sample: Sample, value: Any, evaluation: bool) -> A
     raise RewardConfigError(f"--rm-type {rm_type_of(args, sample)}: {outcome.reason}")
 
 
-async def _with_retries(
-    args: PluginArgs,
-    samples: list[Sample],
-    outcomes: list[Any],
-    attempt: Callable[[], Coroutine[Any, Any, list[Any]]],
-) -> list[Any]:
-    """Return the outcomes of the first attempt, or of a retry where that may help."""
-    for retry in range(limit(args, "reward-retries")):
-        failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
-        if not any(_worth_retrying(args, samples[0], failure) for failure in failures):
-            break
-        logger.warning("reward of sample %s failed, retrying: %s", samples[0].index, failures[0].reason)
-        await asyncio.sleep(_RETRY_DELAY_S * 2**retry)
-        outcomes = await attempt()
-    return outcomes
-
-
-def _worth_retrying(args: PluginArgs, sample: Sample, failure: RewardFailure) -> bool:
-    """Return whether a retry may help; remote judges have retries of their own."""
-    custom = custom_path_of(args, sample) is not None
-    return failure.kind == "infra_error" and (custom or not _is_remote(args, sample))
-
-
 def _is_remote(args: PluginArgs, sample: Sample) -> bool:
     reward = find_reward(rm_type_of(args, sample))
     return reward is not None and reward.is_remote
 
 
+_failed_in_a_row = 0  # samples over the whole process; a success resets the count
+
+
 def _conclude(args: PluginArgs, sample: Sample, outcome: Any) -> None:
-    """`outcome`: as `judge` gave it."""
+    """Store an outcome as `judge` gave it; too many failures in a row stop the run."""
+    global _failed_in_a_row
     store(sample, outcome)
     if sample.reward_failure is None:
-        _breaker.success()
+        _failed_in_a_row = 0
         return
     logger.warning("sample %s has no reward (%s): %s", sample.index, outcome.kind, outcome.reason)
-    allowed = 1 if args.reward_failure_action == "stop" else limit(args, "reward-failures")
-    _breaker.failure(sample, outcome, allowed, args.reward_failure_action)
-
-
-class _Breaker:
-    """Counts failed samples in a row over the whole process; a success resets the count."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._in_a_row = 0
-
-    def success(self) -> None:
-        if self._in_a_row:
-            with self._lock:
-                self._in_a_row = 0
-
-    def failure(self, sample: Sample, failure: RewardFailure, allowed: int, action: str) -> None:
-        with self._lock:
-            self._in_a_row += 1
-            count = self._in_a_row
-            if count < allowed:
-                return
-            self._in_a_row = 0  # the next run in this process starts fresh
-        flag = "--reward-failure-action stop" if action == "stop" else f"--limits reward-failures={allowed}"
+    flag, allowed = "--reward-failure-action stop", 1
+    if args.reward_failure_action != "stop":
+        allowed = limit(args, "reward-failures")
+        flag = f"--limits reward-failures={allowed}"
+    _failed_in_a_row += 1
+    if _failed_in_a_row >= allowed:
+        count, _failed_in_a_row = _failed_in_a_row, 0  # the next run in this process starts fresh
         raise RewardFailuresExceeded(
             f"{count} sample(s) in a row got no reward; the last is sample {sample.index} (group "
-            f"{sample.group_index}), {failure.kind}: {failure.reason}. Fix the reward, or change {flag}."
+            f"{sample.group_index}), {outcome.kind}: {outcome.reason}. Fix the reward, or change {flag}."
         )
-
-
-_breaker = _Breaker()
 
 
 def reset_breaker() -> None:
     """Forget earlier failures at the start of a run."""
-    _breaker.success()
+    global _failed_in_a_row
+    _failed_in_a_row = 0

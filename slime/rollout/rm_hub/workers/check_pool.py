@@ -2,33 +2,26 @@
 
 A symbolic comparison or a regular expression can run forever inside one C call, which no thread, signal
 handler or asyncio timeout interrupts. So each check runs in a worker process, which gets SIGKILL at the
-deadline and is replaced when the next check needs one. A process that is stopped, or does not start a check,
-is replaced after the same deadline; that does not count as a wrong response.
+deadline and is replaced when the next check needs one. A process that does not start a check is replaced as
+well; that does not count as a wrong response.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import logging
 import multiprocessing
 import os
-import pickle
 import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from slime.arguments import PluginArgs
-from slime.arguments.groups.rewards import RewardFlags
+from slime.arguments import PluginArgs, with_defaults
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.limits import limit
 from slime.liveness import waits
@@ -40,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 _END_S = 1.0  # until the exit code of a process is known whose pipe has ended
 _START_TIMEOUT_S = 120.0  # interpreter start and imports, on a busy machine
-_PIPE_BYTES = 32 << 10  # what a pipe surely takes without its reader
-_DEFAULTS = dataclasses.asdict(RewardFlags())
 _WORKER = Path(__file__).with_name("worker.py")
 _PROJECT_ROOT = Path(__file__).parents[4]
 
@@ -64,8 +55,7 @@ class CheckPool:
         self._workers: set[_Worker] = set()
         self._jobs: queue.SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         # Each thread starts and owns one worker. The kernel kills a worker when the thread that started it
-        # ends, so the threads last as long as the pool; they are daemons, so a running check never delays our
-        # exit.
+        # ends, so the threads last as long as the pool; as daemons they never delay our exit.
         self._threads = [
             threading.Thread(target=self._serve, name=f"reward-check-{i}", daemon=True)
             for i in range(num_workers)
@@ -75,7 +65,7 @@ class CheckPool:
     @property
     def worker_pids(self) -> list[int]:
         with self._lock:
-            return sorted(worker.pid for worker in self._workers if worker.is_alive())
+            return sorted(worker.pid for worker in self._workers if worker.process.poll() is None)
 
     async def check(self, function: str, *arguments: Any) -> Any:
         """Return the function's value, or a failure: it gave up, was killed, raised, or its worker broke."""
@@ -108,8 +98,9 @@ class CheckPool:
             if not future.set_running_or_notify_cancel():
                 continue  # given up while it waited for a worker
             try:
-                if worker is None or not worker.is_alive():
-                    worker = self._replace(worker)
+                if worker is None or worker.process.poll() is not None:
+                    self._drop(worker)
+                    worker = self._start_worker()
                 future.set_result(worker.run(function, arguments, self.deadline_s))
             except (EOFError, OSError) as error:  # the worker died: out of memory, a crash, or `close`
                 how = worker.describe_end() if worker is not None else repr(error)
@@ -124,8 +115,7 @@ class CheckPool:
                 future.set_exception(error)
         self._drop(worker)
 
-    def _replace(self, old: _Worker | None) -> _Worker:
-        self._drop(old)
+    def _start_worker(self) -> _Worker:
         worker = _Worker()
         with self._lock:
             self._workers.add(worker)
@@ -156,9 +146,6 @@ class _Worker:
         self._loaded: set[str] = set()  # functions that it has imported
         self.pid = self.process.pid  # who runs the checks: this process, or a child that it forked
 
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
-
     def describe_end(self) -> str:
         """What it printed is in our own output."""
         try:
@@ -178,72 +165,32 @@ class _Worker:
         self._connection.close()
 
     def run(self, function: str, arguments: tuple[Any, ...], deadline_s: float) -> Any:
-        request = function, arguments, deadline_s, min(limits.CPU_BUDGET_S, deadline_s)
-        self._send(request, deadline_s if self._loaded else _START_TIMEOUT_S)
         # Imports are slow and not the check's fault. A worker that has the function answers at once.
-        allowed_s = deadline_s if function in self._loaded else max(_START_TIMEOUT_S, deadline_s)
-        if not self._answers_within(allowed_s, look_every_s=deadline_s):
-            state = "is stopped" if self._is_stopped() else "did not take it up"
+        start_s = deadline_s if function in self._loaded else max(_START_TIMEOUT_S, deadline_s)
+        timer = threading.Timer(start_s, self.end)  # a large request waits for its reader, who may be stopped
+        timer.start()
+        try:
+            self._connection.send((function, arguments, deadline_s, min(limits.CPU_BUDGET_S, deadline_s)))
+        finally:
+            timer.cancel()
+        if not self._connection.poll(start_s):
             self.kill()
-            return infra_error(
-                f"reward check {function}: its worker {state} (waited {deadline_s:g} s); it was replaced"
-            )
+            return infra_error(f"reward check {function}: its worker did not start it within {start_s:g} s")
         kind, value = self._connection.recv()
         if kind == "unloadable":
             return infra_error(f"reward check {function} cannot be imported: {value}")
         self.pid = value
         self._loaded.add(function)
         if not self._connection.poll(deadline_s):
-            stopped = self._is_stopped()
             self.kill()
-            if stopped:
-                return infra_error(
-                    f"reward check {function}: its worker was stopped from outside; it was replaced"
-                )
-            return too_large(
-                f"timeout: {function} ran longer than --timeouts reward={deadline_s:g} and was killed"
-            )
-        return self._judged(function, *self._connection.recv())
-
-    def _judged(self, function: str, kind: str, value: Any) -> Any:
+            late = f"ran longer than --timeouts reward={deadline_s:g} and was killed"
+            return too_large(f"timeout: {function} {late}")
+        kind, value = self._connection.recv()
         if kind == "ok":
             return value
         if kind == "exhausted":
             self.kill()  # broken off in the middle of a library's work, whose state nobody knows
         return invalid(f"{function} raised {value}") if kind == "error" else too_large(f"{function}: {value}")
-
-    def _send(self, request: tuple[str, tuple[Any, ...], float, float], allowed_s: float) -> None:
-        message = pickle.dumps(request)
-        if len(message) <= _PIPE_BYTES:
-            self._connection.send_bytes(message)
-            return
-        with self._killed_after(allowed_s):  # the write waits for its reader, for ever if that is stopped
-            self._connection.send_bytes(message)
-
-    @contextlib.contextmanager
-    def _killed_after(self, seconds: float) -> Iterator[None]:
-        timer = threading.Timer(seconds, self.end)
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _answers_within(self, seconds: float, look_every_s: float) -> bool:
-        end = time.monotonic() + seconds
-        while (left_s := end - time.monotonic()) > 0:
-            if self._connection.poll(min(look_every_s, left_s)):
-                return True
-            if self._is_stopped():
-                return False
-        return False
-
-    def _is_stopped(self) -> bool:
-        """Return whether a signal or a debugger has stopped the worker."""
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-        except OSError:
-            return False  # gone, or a system without /proc
 
 
 _pools: dict[tuple[int, float], CheckPool] = {}
@@ -252,9 +199,8 @@ _pools_lock = threading.Lock()
 
 def get_pool(args: PluginArgs) -> CheckPool:
     """Return the process-wide pool of this size and deadline, made on first use."""
-    # A namespace that a test or a script made itself may lack them.
-    full_args = SimpleNamespace(**{**_DEFAULTS, **vars(args)})
-    key = (limit(full_args, "reward-workers"), timeout_s(full_args, "reward"))
+    with_defaults(args)
+    key = (limit(args, "reward-workers"), timeout_s(args, "reward"))
     with _pools_lock:
         if key not in _pools:
             _pools[key] = CheckPool(*key)

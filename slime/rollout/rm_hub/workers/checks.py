@@ -9,7 +9,7 @@ from slime.arguments import PluginArgs
 from slime.observability.rollout_metrics import NOT_COMPARED_KEY
 from slime.rollout.rm_hub.workers.check_pool import get_pool
 from slime.rollout.rm_hub.workers.limits import MAX_RESPONSE_CHARS
-from slime.utils.reward_failure import AnswerTooLarge, RewardFailure, too_large
+from slime.utils.reward_failure import AnswerTooLarge, RewardFailure
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -25,36 +25,28 @@ async def check(
     An answer that is too large to be compared scores `wrong`: whoever writes a tower of powers is not
     right, and must not be able to end a run.
     """
-    outcome = await _in_pool(args, function, response, *truth)
-    if not isinstance(outcome, AnswerTooLarge):
-        return outcome
-    _count(sample, outcome)
-    return wrong
-
-
-async def box_of(args: PluginArgs, sample: Sample, response: str) -> str | RewardFailure:
-    """The content of the last box of a response, empty when there is none."""
-    return (
-        await check(args, sample, "slime.rollout.rm_hub.math_utils.extract_boxed_answer", response, wrong="")
-        or ""
-    )
-
-
-async def _in_pool(args: PluginArgs, function: str, response: str, *truth: Any) -> Any:
-    if len(response) > MAX_RESPONSE_CHARS:
-        return too_large(f"a response of {len(response)} characters, more than {MAX_RESPONSE_CHARS}")
-    module, _, name = function.rpartition(".")
-    return await get_pool(args).check(f"{module}:{name}", response, *truth)
-
-
-def _count(sample: Sample, outcome: AnswerTooLarge) -> None:
     global _num_not_compared
-    sample.metadata[NOT_COMPARED_KEY] = outcome.reason
+    if len(response) > MAX_RESPONSE_CHARS:
+        reason = f"a response of {len(response)} characters, more than {MAX_RESPONSE_CHARS}"
+    else:
+        module, _, name = function.rpartition(".")
+        outcome = await get_pool(args).check(f"{module}:{name}", response, *truth)
+        if not isinstance(outcome, AnswerTooLarge):
+            return outcome
+        reason = outcome.reason
+    sample.metadata[NOT_COMPARED_KEY] = reason
     _num_not_compared += 1
     if _num_not_compared & (_num_not_compared - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
         logger.warning(
             "sample %s: its answer is too large to be compared and counts as wrong (%s); %d so far",
             sample.index,
-            outcome.reason,
+            reason,
             _num_not_compared,
         )
+    return wrong
+
+
+async def box_of(args: PluginArgs, sample: Sample, response: str) -> str | RewardFailure:
+    """The content of the last box of a response, empty when there is none."""
+    function = "slime.rollout.rm_hub.math_utils.extract_boxed_answer"
+    return await check(args, sample, function, response, wrong="") or ""
