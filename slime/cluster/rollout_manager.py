@@ -24,7 +24,7 @@ from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.record import RECORD_FILE, LedgerReader
 from slime.rollout import ledger
 from slime.rollout.answers import share_with_ending
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, train_output
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, eval_output, train_output
 from slime.rollout.collection.versions import push_plan
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.generation import turn_gate
@@ -300,9 +300,8 @@ class RolloutManager:
 
         def evaluate() -> RolloutFnEvalOutput:
             with not_trained(), _named("--eval-function-path", path, f"evaluation {rollout_id}"):
-                return call_rollout_fn(
-                    self._eval_fn, self._plugin_args, rollout_id, self._data_source, evaluation=True
-                )
+                made = self._eval_fn(self._plugin_args, rollout_id, self._data_source, evaluation=True)
+                return eval_output(self._eval_fn, made)
 
         output = self._engines.guard(evaluate)
         if self._args.save_debug_rollout_data:

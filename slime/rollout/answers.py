@@ -21,35 +21,11 @@ _KEPT = frozenset({"<think>", "</think>"})
 _TAIL_CHARS = 100  # no token of any family is longer
 _MIN_LENGTH = 3  # a pad token of "!" is also the punctuation of answers
 # Tokens that end a turn or a text and do not have the usual shape <|...|>.
-_ODD_ENDS = [
-    "</s>",
-    "<s>",
-    "<eos>",
-    "<bos>",
-    "<pad>",
-    "<unk>",
-    "<end_of_turn>",
-    "<start_of_turn>",
-    "<turn|>",
-    "<|turn>",
-    "<seed:eos>",
-    "<endoftext>",
-    "<end_of_text>",
-    "<end_of_utterance>",
-    "<eot>",
-    "<eod>",
-    "<EOT>",
-    "<EOD>",
-    "[/INST]",
-    "[EOS]",
-    "[EOT]",
-    "[PAD]",
-    "[SEP]",
-    "[UNK]",
-    "[|endofturn|]",
-    "[e~[",
-    "]~b]",
-]
+_ODD_ENDS = """
+    </s> <s> <eos> <bos> <pad> <unk> <end_of_turn> <start_of_turn> <turn|> <|turn> <seed:eos> <endoftext>
+    <end_of_text> <end_of_utterance> <eot> <eod> <EOT> <EOD> [/INST] [EOS] [EOT] [PAD] [SEP] [UNK]
+    [|endofturn|] [e~[ ]~b]
+""".split()  # noqa: SIM905 - a list of words reads better as words
 # White space and special tokens of any family, read from the end of a text backwards.
 _TAIL = re.compile(
     r"(?:\s|>\|[^<>|\s]{1,64}\|<|>｜[^<>｜\s]{1,64}｜<|"
@@ -68,12 +44,12 @@ def without_special_tokens(text: str, tokens: frozenset[str] = frozenset()) -> s
     """`tokens` go wherever they stand; at the end goes whatever looks like one, and white space around it."""
     if tokens:
         text = _pattern_of(tokens).sub("", text)
-    return text if ending_of(text) is None else text[: len(text) - _tail_length(text)]
+    return text if ending_of(text) is None else text.removesuffix(_tail_of(text))
 
 
 def ending_of(text: str) -> str | None:
     """The special token that the text ends in, as it is written there; None: it ends in ordinary text."""
-    tail = text[len(text) - _tail_length(text) :].split()
+    tail = _tail_of(text).split()
     return tail[-1] if tail else None
 
 
@@ -106,6 +82,6 @@ def _pattern_of(tokens: frozenset[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=lambda t: (-len(t), t))))
 
 
-def _tail_length(text: str) -> int:
+def _tail_of(text: str) -> str:
     tail = _TAIL.match(text[::-1])
-    return tail.end() if tail is not None else 0
+    return tail.group()[::-1] if tail is not None else ""

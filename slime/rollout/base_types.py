@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any
 
 from slime.utils.types import Sample
 
@@ -24,24 +24,10 @@ class RolloutFnEvalOutput:
     metrics: dict[str, Any] | None = None
 
 
-@overload
-def call_rollout_fn(
-    fn: Callable[..., Any], *args: Any, evaluation: Literal[False], **kwargs: Any
-) -> RolloutFnTrainOutput: ...
-
-
-@overload
-def call_rollout_fn(
-    fn: Callable[..., Any], *args: Any, evaluation: Literal[True], **kwargs: Any
-) -> RolloutFnEvalOutput: ...
-
-
-def call_rollout_fn(
-    fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
-) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+def call_rollout_fn(fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any) -> Any:
     """Call `fn(args, rollout_id, data_source, evaluation=...)`; a bare list or dict it returns is wrapped."""
     output = fn(*args, **kwargs, evaluation=evaluation)
-    return _eval_output(fn, output) if evaluation else train_output(fn, output)
+    return eval_output(fn, output) if evaluation else train_output(fn, output)
 
 
 def train_output(fn: Callable[..., Any], output: Any) -> RolloutFnTrainOutput:
@@ -50,21 +36,18 @@ def train_output(fn: Callable[..., Any], output: Any) -> RolloutFnTrainOutput:
         return RolloutFnTrainOutput(output)
     if isinstance(output, RolloutFnTrainOutput):
         return output
-    raise TypeError(
-        _wrong_output(fn, output, "evaluation=False; expected RolloutFnTrainOutput or a plain list.")
-    )
+    raise TypeError(_wrong_output(fn, output, "False; expected RolloutFnTrainOutput or a plain list"))
 
 
-def _eval_output(fn: Callable[..., Any], output: Any) -> RolloutFnEvalOutput:
+def eval_output(fn: Callable[..., Any], output: Any) -> RolloutFnEvalOutput:
+    """Return what a rollout function made of an evaluation; a bare dict is wrapped."""
     if isinstance(output, dict):
         return RolloutFnEvalOutput(output)
     if isinstance(output, RolloutFnEvalOutput):
         return output
-    raise TypeError(
-        _wrong_output(fn, output, "evaluation=True; expected RolloutFnEvalOutput or a plain dict.")
-    )
+    raise TypeError(_wrong_output(fn, output, "True; expected RolloutFnEvalOutput or a plain dict"))
 
 
 def _wrong_output(fn: Callable[..., Any], output: Any, rest: str) -> str:
     name = getattr(fn, "__qualname__", repr(fn))
-    return f"rollout function {name} returned {type(output).__name__} with {rest}"
+    return f"rollout function {name} returned {type(output).__name__} with evaluation={rest}."

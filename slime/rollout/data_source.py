@@ -19,7 +19,6 @@ from slime.rollout.prompt_groups import (
     Group,
     check_groups,
     copy_sample,
-    describe,
     group_from_plain,
     group_to_plain,
 )
@@ -32,6 +31,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 STATE_FORMAT = 1
+_COUNTERS = ("sample_offset", "epoch_id", "sample_group_index", "sample_index")  # of the cursor
 
 
 class DataSource(abc.ABC):
@@ -118,10 +118,7 @@ class RolloutDataSource(DataSource):
         """Return the cursor in plain types; a checkpoint saves that of the trained batch."""
         state = {
             "format": STATE_FORMAT,
-            "sample_offset": self.sample_offset,
-            "epoch_id": self.epoch_id,
-            "sample_group_index": self.sample_group_index,
-            "sample_index": self.sample_index,
+            **{name: getattr(self, name) for name in _COUNTERS},
             "metadata": dict(self.metadata),
             "num_prompts": len(self),
             "prompts": self.dataset.digest if self.dataset is not None else None,
@@ -136,21 +133,13 @@ class RolloutDataSource(DataSource):
             raise ValueError(
                 f"data source state has format {state['format']}; this version reads up to {STATE_FORMAT}."
             )
-        if self.dataset is not None and state.get("num_prompts", len(self)) != len(self):
-            logger.warning(
-                "--prompt-data has %d prompts now, the saved run had %d: the rest of the epoch has another "
-                "order",
-                len(self),
-                state["num_prompts"],
-            )
+        if self.dataset is not None and (saved := state.get("num_prompts", len(self))) != len(self):
+            now = f"--prompt-data has {len(self)} prompts now, the saved run had {saved}"
+            logger.warning("%s: the rest of the epoch has another order", now)
         elif self.dataset is not None and state.get("prompts", self.dataset.digest) != self.dataset.digest:
-            logger.warning(
-                "--prompt-data holds other prompts than when the run was saved: the run continues with these"
-            )
-        self.sample_offset = state["sample_offset"]
-        self.epoch_id = state["epoch_id"]
-        self.sample_group_index = state["sample_group_index"]
-        self.sample_index = state["sample_index"]
+            logger.warning("--prompt-data holds other prompts than when the run was saved")
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
         self.metadata = dict(state["metadata"])
         if isinstance(self.journal, CountingJournal):
             self.journal.restore(state.get("counts"))
@@ -183,9 +172,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         super().__init__(args, journal)
         self.buffer: list[Group] = []
         self.num_held = 0  # at its front after a resume: what a pool of groups in flight held
-        self.buffer_filter = (
-            pop_first if args.buffer_filter_path is None else load_function(args.buffer_filter_path)
-        )
+        self.filter_path = args.buffer_filter_path or f"{__name__}.pop_first"
+        self.buffer_filter = load_function(self.filter_path)
 
     def get_samples(self, num_samples: int) -> list[Group]:
         groups = self._take_from_buffer(num_samples)
@@ -195,13 +183,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _take_from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples == 0:
             return []
-        option, path = "--buffer-filter-path", self.args.buffer_filter_path or f"{__name__}.pop_first"
+        option, path = "--buffer-filter-path", self.filter_path
         with plugin_call(option, path, lambda: f"{num_samples} of {len(self.buffer)} groups"):
             groups = list(self.buffer_filter(self.args, None, self.buffer, num_samples))
         if len(groups) > num_samples:
-            wrong_return(
-                option, path, f"returned {len(groups)} groups; at most {num_samples} were asked for."
-            )
+            complaint = f"returned {len(groups)} groups; at most {num_samples} were asked for."
+            wrong_return(option, path, complaint)
         if len({*map(id, groups), *map(id, self.buffer)}) < len(groups) + len(self.buffer):
             complaint = "returned a group twice or left it in the buffer, so that it would be trained again; "
             wrong_return(option, path, complaint + "take each group that it returns out of the buffer once.")
@@ -212,11 +199,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         for group in samples:
             if not isinstance(group, list) or len(group) != self.args.n_samples_per_prompt:
                 size = len(group) if isinstance(group, list) else type(group).__name__
-                raise ValueError(
-                    f"add_samples takes groups of --n-samples-per-prompt {self.args.n_samples_per_prompt} "
-                    f"entries; got {size}"
-                    + (f" for {describe(group)}." if isinstance(group, list) and group else ".")
-                )
+                wanted = f"--n-samples-per-prompt {self.args.n_samples_per_prompt}"
+                raise ValueError(f"add_samples takes groups of {wanted} entries; got {size}.")
         self.journal.returned(samples)
         self.buffer.extend(samples)
 
@@ -269,13 +253,11 @@ def build_dataset(args: PluginArgs) -> Dataset:
             f"--prompt-data is not set: name a {ENDINGS} file, or give --disable-rollout-global-dataset."
         )
     needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
-    tokenizer = load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None
-    processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
     return Dataset.of_format(
         args.prompt_data,
         training_format(args),
-        tokenizer,
-        processor,
+        load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None,
+        load_processor(args.hf_checkpoint) if args.multimodal_keys else None,
         args.rollout_max_prompt_len,
         seed=args.rollout_seed,
     )

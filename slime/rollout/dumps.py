@@ -45,10 +45,8 @@ def load_rollout_dump(
     try:
         samples = [Sample.from_dict(data) for data in content["samples"]]
     except (TypeError, ValueError, KeyError, AttributeError, LookupError) as error:
+        cause = f"{type(error).__name__}: {str(error)[:200]}"
         raise ValueError(
-            f"--load-debug-rollout-data: {path} holds something that is no sample "
-            f"({type(error).__name__}: {str(error)[:200]})."
+            f"--load-debug-rollout-data: {path} holds something that is no sample ({cause})."
         ) from error
-    if subsample is not None:
-        samples = samples[: max(1, int(len(samples) * subsample))]
-    return samples
+    return samples if subsample is None else samples[: max(1, int(len(samples) * subsample))]

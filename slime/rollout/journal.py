@@ -68,8 +68,7 @@ class CountingJournal:
 
     def drain_dropped(self) -> list[Settled]:
         """Return the groups that were dropped since the last call."""
-        taken = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        return taken
+        return [self._dropped.popleft() for _ in range(len(self._dropped))]
 
     @property
     def in_flight(self) -> int:

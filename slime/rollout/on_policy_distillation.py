@@ -22,11 +22,8 @@ async def reward_func(args: PluginArgs, sample: Sample, **kwargs: Any) -> float 
         raise ValueError("--opd-type engine needs --rm-url: the /generate address of the teacher.")
     payload = {
         "input_ids": list(sample.tokens),
-        "sampling_params": {
-            "temperature": 1.0,  # servers score an input at 1 whatever is asked
-            "max_new_tokens": 0,
-            "skip_special_tokens": False,
-        },
+        # Servers score an input at temperature 1 whatever is asked.
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
         "return_logprob": True,
         "logprob_start_len": 0,
     }
@@ -60,10 +57,8 @@ def response_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
     """The log-prob of each response token; `input_token_logprobs` is [[log-prob, token id], ...]."""
     entries = answer.get("meta_info", {}).get("input_token_logprobs") or []
     if len(entries) != len(sample.tokens):
-        raise ValueError(
-            f"the teacher returned {len(entries)} input_token_logprobs for {len(sample.tokens)} tokens: it "
-            "must score the whole input (logprob_start_len 0)."
-        )
+        found = f"{len(entries)} input_token_logprobs for {len(sample.tokens)} tokens"
+        raise ValueError(f"the teacher returned {found}: it must score the whole input.")
     # The first token has nothing before it, so its entry is empty; the response is the tail in any case.
     tail = entries[len(entries) - sample.response_length :]
     wanted = sample.tokens[len(entries) - sample.response_length :]

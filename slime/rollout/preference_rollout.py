@@ -37,7 +37,8 @@ def make_pair(args: PluginArgs, sample: Sample, masks: MultiTurnLossMaskGenerato
     """[preferred, rejected] with one rollout id, or the reason why the row cannot be compared."""
     chosen = _conversation(sample, sample.prompt, "--input-key")
     rejected = _conversation(sample, sample.label, "--label-key")
-    shared = _shared_turns(chosen, rejected)
+    alike = [one == other for one, other in zip(chosen, rejected, strict=False)]
+    shared = [*alike, False].index(False)  # messages that both begin with
     pair = []
     for reward, messages in ((1.0, chosen), (0.0, rejected)):
         answer = _answer(args, sample, messages, shared, masks)
@@ -55,16 +56,6 @@ def _conversation(sample: Sample, messages: Any, flag: str) -> Messages:
             "a pair is read with --input-key chosen --label-key rejected."
         )
     return messages
-
-
-def _shared_turns(chosen: Messages, rejected: Messages) -> int:
-    """How many messages both conversations begin with."""
-    count = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
 
 
 def _answer(

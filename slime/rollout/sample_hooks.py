@@ -34,10 +34,8 @@ async def apply_rollout_sample_hooks(
             await apply_rollout_sample_hooks(args, one, evaluation=evaluation, rollout_id=rollout_id)
             for one in sample
         ]
-    context = {
-        "rollout_id": _rollout_id.get() if rollout_id is None else rollout_id,
-        "evaluation": evaluation,
-    }
+    known = _rollout_id.get() if rollout_id is None else rollout_id
+    context = {"rollout_id": known, "evaluation": evaluation}
     for path in args.rollout_sample_hook_path:
         sample = await _call_hook(path, args, sample, context)
     return sample
@@ -55,12 +53,8 @@ async def _call_hook(path: str, args: PluginArgs, sample: Sample, context: dict[
             result = await result
     result = sample if result is None else result
     if not isinstance(result, Sample):
-        wrong_return(
-            _OPTION,
-            path,
-            f"returned {type(result).__name__}; return a Sample or None.",
-            describe_fully(sample),
-        )
+        complaint = f"returned {type(result).__name__}; return a Sample or None."
+        wrong_return(_OPTION, path, complaint, describe_fully(sample))
     keep_identity(result, source)
     if wrong := wrong_identity(result, source):
         wrong_return(_OPTION, path, wrong, describe_fully(source))

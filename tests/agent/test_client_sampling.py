@@ -27,7 +27,7 @@ def play(tmp_path, asks, *flags):
 
     sessions_under_test.client_asks[:] = asks
     sessions_under_test.client_statuses.clear()
-    client_requests._warned.clear()
+    client_requests._warn.cache_clear()
     with FakeEngine(answer) as engine:
         args = make_args(
             tmp_path, engine, "--rollout-batch-size", "2", "--rollout-max-response-len", "100",

@@ -88,16 +88,12 @@ async def _wait_for(started: list[_Started], wanted: int) -> list[_Started]:
             error = failure or error
             if failure is None:
                 (ended if is_finished(one.task.result()) else cut).append(one)
-    cut.sort(key=lambda one: -_length(one.task.result()))
+    cut.sort(key=lambda one: -sum(s.response_length for s in flatten_samples([one.task.result()])))
     chosen = (ended + cut)[:wanted]
     if len(chosen) < wanted:
         assert error is not None, "every entry finished, was aborted or failed"
         raise error
     return chosen
-
-
-def _length(entry: Entry) -> int:
-    return sum(sample.response_length for sample in flatten_samples([entry]))
 
 
 async def _end(started: list[_Started], end_requests: Callable[[RequestScope], Awaitable[None]]) -> None:
@@ -114,20 +110,13 @@ def _in_places(group: Group, chosen: list[_Started]) -> Group:
     """Return entries at their own places, and spares in the places of unfinished ones."""
     own = {one.place: one.task.result() for one in chosen if one.place is not None}
     spares = iter([one.task.result() for one in chosen if one.place is None])
-    return [
-        own[place] if place in own else _instead(entry, next(spares)) for place, entry in enumerate(group)
-    ]
-
-
-def _instead(entry: Entry, spare: Entry) -> Entry:
-    source = first_sample([entry])
-    for sample in flatten_samples([spare]):
-        rename(sample, source)
-    return spare
-
-
-def rename(sample: Sample, source: Sample) -> None:
-    """Give the sample the place of `source` in its group."""
-    sample.index = source.index
-    if sample.rollout_id is not None:
-        sample.rollout_id = source.rollout_id if source.rollout_id is not None else source.index
+    filled = []
+    for place, entry in enumerate(group):
+        made = own[place] if place in own else next(spares)
+        source = first_sample([entry])
+        for sample in flatten_samples([made]) if place not in own else ():
+            sample.index = source.index
+            if sample.rollout_id is not None:
+                sample.rollout_id = source.rollout_id if source.rollout_id is not None else source.index
+        filled.append(made)
+    return filled

@@ -38,14 +38,14 @@ def name_versions(sample: Sample, answers: Iterable[str]) -> None:
     if not numbers:
         return
     version = numbers[min(numbers)]
-    mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
-    unnamed = {i for i, trained in enumerate(mask) if trained}
+    unnamed = [1] * sample.response_length if sample.loss_mask is None else list(sample.loss_mask)
     for _, start, end in sample.version_spans:
-        unnamed.difference_update(range(start, end))
-    # Tokens in a row have the same distance to their rank.
-    for _, row in itertools.groupby(enumerate(sorted(unnamed)), lambda pair: pair[1] - pair[0]):
-        places = [place for _, place in row]
-        sample.version_spans.append((version, places[0], places[-1] + 1))
+        unnamed[start:end] = [0] * (end - start)
+    place = 0
+    for trained, row in itertools.groupby(unnamed, bool):
+        start, place = place, place + len(list(row))
+        if trained:
+            sample.version_spans.append((version, start, place))
     sample.version_spans.sort(key=lambda span: span[1])
 
 
@@ -85,13 +85,12 @@ def push_plan(args: PluginArgs) -> PushPlan:
 
 async def newest_version_held(urls: Sequence[str]) -> int | None:
     """Return the newest version that an engine reports; None if none responds (they are restarting)."""
-    answers = await asyncio.gather(
-        *(EngineControl(url, ASK_DEADLINE_S).version() for url in urls), return_exceptions=True
-    )
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(
-            answer, (HttpError, TimeoutError, KeyError, TypeError)
-        ):
-            raise answer
-    numbers = [version_number(answer) for answer in answers if isinstance(answer, str)]
+
+    async def ask(url: str) -> int | None:
+        try:
+            return version_number(await EngineControl(url, ASK_DEADLINE_S).version())
+        except (HttpError, TimeoutError, KeyError, TypeError):
+            return None
+
+    numbers = await asyncio.gather(*map(ask, urls))
     return max((number for number in numbers if number is not None), default=None)

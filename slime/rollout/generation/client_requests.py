@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -48,7 +49,7 @@ class ClientRequests:
         for name in sorted(asked.keys() & SHAPING):
             differs = name == "temperature" and asked[name] != args.rollout_temperature
             if differs or refusal_of(args, {**rest, name: asked[name]}) is not None:
-                _warn(name, asked[name])
+                _warn(name)
                 return name
         return None
 
@@ -59,19 +60,12 @@ class ClientRequests:
         return self._call.elsewhere(trained=trained and self._is_trained)
 
 
-_warned: set[str] = set()
-
-
-def _warn(name: str, value: Any) -> None:
-    """Warn once of each parameter: clients may send thousands of values."""
-    if name in _warned:
-        return
-    _warned.add(name)
+@functools.cache  # once for each parameter: clients may send thousands of values
+def _warn(name: str) -> None:
     logger.warning(
-        "A client of the agent endpoint asks for %s %s, which is not how this run samples. Such turns are "
+        "A client of the agent endpoint asks for another %s than the run samples with. Such turns are "
         "generated as asked and not trained; rollout/agent/untrained_turns counts them. To train on them, "
         "use the run's own sampling (--agent-client-sampling run) or accept the mismatch "
         "(--allow-sampling-mismatch).",
         name,
-        value,
     )

@@ -64,19 +64,13 @@ def prepare_prompt(sample: Sample, tokenizer: Any, processor: Any = None) -> Non
     if sample.tokens:
         return
     if not isinstance(sample.prompt, str):
-        raise PromptError(
-            f"the prompt of {describe(sample)} is a list of messages; generation needs text: set "
-            "--apply-chat-template."
-        )
+        raise PromptError(f"the prompt of {describe(sample)} is no text: set --apply-chat-template.")
     ids = _encode(tokenizer, sample.prompt)
     if not pictures_of(sample):
         sample.tokens = list(ids)
         return
     if processor is None:
-        raise PromptError(
-            f"{describe(sample)} has images, and no processor was loaded: set --multimodal-keys, with a "
-            "--hf-checkpoint that has one."
-        )
+        raise PromptError(f"{describe(sample)} has images, and no processor was loaded: --multimodal-keys.")
     try:
         encode_prompt_with_images(sample, ids, processor)
     except ValueError as error:
@@ -111,25 +105,15 @@ def token_budget(
     return max(0, min(budgets)) if budgets else None
 
 
-def check_token_ids(args: PluginArgs, sample: Sample) -> None:
-    """Raise for token ids outside the vocabulary: they crash some engines."""
-    if not sample.tokens:
-        raise PromptError(f"the prompt of {describe(sample)} is empty: there is nothing to continue.")
-    wrong = wrong_token_id(sample.tokens, args.vocab_size)
-    if wrong is not None:
-        raise PromptError(
-            f"{describe(sample)} has token id {wrong}, the model's vocabulary has {args.vocab_size} ids: "
-            "the tokenizer of --hf-checkpoint and the model do not belong together."
-        )
-
-
 def check_answer(args: PluginArgs, request: GenerateRequest, answer: Generation) -> None:
     """Raise EngineAnswerError for a response that cannot be right, so that it never becomes training data."""
-    wrong = (
-        _wrong_with(args, request.sampling.max_new_tokens, answer)
-        or wrong_images(request, answer)
-        or _wrong_nucleus(args, request, answer)
-    )
+    wrong = _wrong_with(args, request.sampling.max_new_tokens, answer) or wrong_images(request, answer)
+    if not wrong and request.sampling.return_top_p_token_ids:
+        found = top_p.from_meta(answer.meta)
+        if found is None:
+            wrong = "it does not tell which ids it drew its tokens from, which it was asked for"
+        else:
+            wrong = top_p.wrong_with(*found, answer.ids, args.vocab_size)
     if wrong:
         raise EngineAnswerError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
 
@@ -160,22 +144,6 @@ def wrong_images(request: GenerateRequest, answer: Generation) -> str | None:
     return f"it holds the image token {min(found)}, for which there is no image" if found else None
 
 
-def _wrong_nucleus(args: PluginArgs, request: GenerateRequest, answer: Generation) -> str | None:
-    if not request.sampling.return_top_p_token_ids:
-        return None
-    found = top_p.from_meta(answer.meta)
-    if found is None:
-        return "it does not tell which ids it drew its tokens from, which it was asked for"
-    return top_p.wrong_with(*found, answer.ids, args.vocab_size)
-
-
-def _needs_what_is_kept(args: PluginArgs, sample: Sample, params: dict[str, Any]) -> bool:
-    """Return whether a request must ask which ids its tokens are drawn from: top-p or top-k is active."""
-    if not is_trained() or args.allow_sampling_mismatch or not engines_tell_nucleus(args):
-        return False
-    return is_cut(params, args.vocab_size) or sample.rollout_top_p_token_offsets is not None
-
-
 def build_request(
     args: PluginArgs,
     sample: Sample,
@@ -185,40 +153,39 @@ def build_request(
     stream: bool = False,
 ) -> GenerateRequest:
     """Return the request that continues the sample. A `sampling_seed` that the caller set is kept."""
-    check_token_ids(args, sample)
-    if _needs_what_is_kept(args, sample, sampling_params):
+    if not sample.tokens:
+        raise PromptError(f"the prompt of {describe(sample)} is empty: there is nothing to continue.")
+    wrong = wrong_token_id(sample.tokens, args.vocab_size)
+    if wrong is not None:  # it would crash some engines
+        raise PromptError(
+            f"{describe(sample)} has token id {wrong}, the model's vocabulary has {args.vocab_size} ids: "
+            "the tokenizer of --hf-checkpoint and the model do not belong together."
+        )
+    can_tell = is_trained() and not args.allow_sampling_mismatch and engines_tell_nucleus(args)
+    is_cut_off = is_cut(sampling_params, args.vocab_size) or sample.rollout_top_p_token_offsets is not None
+    if can_tell and is_cut_off:
         sampling_params = {**sampling_params, **_ASKS_WHAT_IS_KEPT}
     check_sampling(args, sampling_params)
     params = {"sampling_seed": sampling_seed(args, sample), **sampling_params, "max_new_tokens": budget}
     if budget is not None and params.get("min_new_tokens"):
         params["min_new_tokens"] = min(params["min_new_tokens"], budget)
     extra: dict[str, Any] = {"return_routed_experts": True} if args.use_rollout_routing_replay else {}
-    input_ids, image_data, forbidden = wire_form(args, sample)
     if args.lora_sync == "adapter":
         extra["lora_path"] = ADAPTER_NAME
+    input_ids, image_data, forbidden = wire_form(args, sample)
+    scope, group = current_scope(), sample.group_index
+    if group is not None and not is_trained():
+        group //= _EVAL_PROMPTS
     return GenerateRequest(
         input_ids=input_ids,
         image_data=image_data,
         num_prompt_tokens=len(sample.tokens) if image_data else None,
         forbidden_ids=forbidden,
         sampling=SamplingParams.from_json(params),
-        rid=new_rid(sample),
+        rid=f"{scope.name if scope is not None else ''}{sample.index}-{os.urandom(16).hex()}",
         session=sample.session_id,
         stream=stream,
         extra=extra,
         # Middlewares of the router see one sample's request and response at a time.
-        group=None if args.router_middleware_paths else _group(sample),
+        group=None if group is None or args.router_middleware_paths else f"{is_trained()} {group}",
     )
-
-
-def new_rid(sample: Sample) -> str:
-    """Return a unique request id that starts with the name of its scope."""
-    scope = current_scope()
-    return f"{scope.name if scope is not None else ''}{sample.index}-{os.urandom(16).hex()}"
-
-
-def _group(sample: Sample) -> str | None:
-    """Name the requests that may travel together: a group; in an evaluation, several small groups."""
-    if sample.group_index is None:
-        return None
-    return str(sample.group_index) if is_trained() else f"eval {sample.group_index // _EVAL_PROMPTS}"

@@ -74,8 +74,7 @@ def check_sampling(args: PluginArgs, params: Mapping[str, Any]) -> None:
 
 
 def refusal_of(args: PluginArgs, params: Mapping[str, Any]) -> str | None:
-    can_tell = engines_tell_nucleus(args)
-    custom = params.get("custom_params") or {}
+    can_tell, custom = engines_tell_nucleus(args), params.get("custom_params")
     told = can_tell and isinstance(custom, Mapping) and bool(custom.get(top_p.REQUEST_FIELD))
     ask = f"ask for the kept ids with sampling_params['custom_params'] = {{{top_p.REQUEST_FIELD!r}: True}}"
     return refusal(
@@ -102,7 +101,8 @@ class PolicyRequests:
 
     def __init__(self, args: PluginArgs) -> None:
         self.args = args
-        self._addresses = _policy_addresses(args)
+        router = f"{args.sglang_router_ip}:{args.sglang_router_port}"
+        self._addresses = {_address(urlsplit(url).netloc) for url in args.engine_urls} | {_address(router)}
         self.refused: SamplingRefused | None = None
         self.versions: set[str] = set()  # weight versions of the responses
         self.told_nucleus = False  # a response for training named the ids that its tokens were drawn from
@@ -138,43 +138,39 @@ class PolicyRequests:
 
     def sending(self, url: str, payload: Any) -> None:
         """Check a request that `http_utils` is about to post."""
-        if self._generates(url) and isinstance(payload, Mapping):
-            self._check_ids(url, payload.get("input_ids"))
-        for params in self._sampling_of(url, payload):
-            check_sampling(self.args, params)
-
-    def _check_ids(self, url: str, ids: Any) -> None:
-        """Refuse token ids outside the vocabulary: they crash some engines."""
-        prompts = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
-        for prompt in prompts:
-            wrong = (
-                wrong_token_id(prompt, self.args.vocab_size) if isinstance(prompt, (list, tuple)) else None
-            )
-            if wrong is not None:
-                size = self.args.vocab_size
+        if not self._generates(url) or not isinstance(payload, Mapping):
+            return
+        ids, size = payload.get("input_ids"), self.args.vocab_size
+        for prompt in ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]:
+            wrong = wrong_token_id(prompt, size) if isinstance(prompt, (list, tuple)) else None
+            if wrong is not None:  # it would crash some engines
                 told = f"not sent: input_ids has token id {wrong}, the vocabulary has {size} ids"
                 raise http_utils.HttpError(400, told, url)
+        params = payload.get("sampling_params")
+        if urlsplit(str(url)).path.rstrip("/") in OPENAI_PATHS:
+            params = payload
+        for one in params if isinstance(params, list) else [params]:
+            check_sampling(self.args, one if isinstance(one, Mapping) else {})
 
     def answered(self, url: str, answer: Any) -> None:
         """Record the weight versions and tokens of a response."""
         if not self._generates(url):
             return
+        scope = current_scope()
         for one in answer if isinstance(answer, list) else [answer]:
             meta = one.get("meta_info") if isinstance(one, Mapping) else None
-            if isinstance(meta, Mapping) and meta.get("weight_version") is not None:
+            if not isinstance(meta, Mapping):
+                continue
+            if meta.get("weight_version") is not None:
                 spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
                 self.versions.update(str(span["version"]) for span in spans)
-            self._note_tokens(meta)
-            if isinstance(meta, Mapping) and meta.get("top_p_token_ids") and is_trained():
-                self.told_nucleus = True
-
-    def _note_tokens(self, meta: object) -> None:
-        """Count the tokens of a request that the function posted itself; ours are counted when sent."""
-        scope = current_scope()
-        if scope is None or not is_trained() or not isinstance(meta, Mapping) or meta.get("id") in scope.rids:
-            return
-        number = meta.get("completion_tokens")
-        scope.note_tokens(number if isinstance(number, int) else 0)
+            if not is_trained():
+                continue
+            # Tokens of requests that the function posted itself; ours are counted when sent.
+            if scope is not None and meta.get("id") not in scope.rids:
+                number = meta.get("completion_tokens")
+                scope.note_tokens(number if isinstance(number, int) else 0)
+            self.told_nucleus |= bool(meta.get("top_p_token_ids"))
 
     def check_nucleus(self, sample: Sample) -> None:
         """Raise if a function got the ids that its tokens were drawn from and did not record them."""
@@ -183,31 +179,12 @@ class PolicyRequests:
             raise SamplingRefused(
                 f"the generate function was told which ids the tokens of {describe(sample)} were drawn from "
                 f"({top_p.REQUEST_FIELD}), but the sample does not carry them: pass the answer's meta_info "
-                "to sample.append_response_tokens, or set sample.rollout_top_p_token_ids and "
-                "rollout_top_p_token_offsets."
+                "to sample.append_response_tokens."
             )
 
     def _generates(self, url: str) -> bool:
-        parts = urlsplit(str(url))
-        return (
-            parts.path.rstrip("/") in (NATIVE_PATH, *OPENAI_PATHS)
-            and _address(parts.netloc) in self._addresses
-        )
-
-    def _sampling_of(self, url: str, payload: Any) -> list[Mapping[str, Any]]:
-        """Return the sampling parameters of each prompt of a request to the policy; nothing for others."""
-        if not self._generates(url) or not isinstance(payload, Mapping):
-            return []
-        if urlsplit(str(url)).path.rstrip("/") in OPENAI_PATHS:
-            return [payload]
-        params = payload.get("sampling_params")
-        several = params if isinstance(params, list) else [params]
-        return [one if isinstance(one, Mapping) else {} for one in several]
-
-
-def _policy_addresses(args: PluginArgs) -> set[str]:
-    addresses = {_address(urlsplit(url).netloc) for url in args.engine_urls}
-    return addresses | {_address(f"{args.sglang_router_ip}:{args.sglang_router_port}")}
+        parts, paths = urlsplit(str(url)), (NATIVE_PATH, *OPENAI_PATHS)
+        return parts.path.rstrip("/") in paths and _address(parts.netloc) in self._addresses
 
 
 def _address(netloc: str) -> str:

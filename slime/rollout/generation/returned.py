@@ -2,18 +2,17 @@
 
 import math
 import operator
-from typing import Any
+from typing import Any, NoReturn
 
 from slime.rollout.prompt_groups import Entry, describe, describe_fully, without_response
 from slime.utils.errors import EpisodeEnded
 from slime.utils.plugin_errors import wrong_return
 from slime.utils.reward_failure import infra_error
-from slime.utils.types import Sample, SampleStatus
+from slime.utils.types import Sample
 from slime.wire.protocol import wrong_token_id
 
 CUSTOM_GENERATE = "--custom-generate-function-path"
 _LISTS = ("tokens", "loss_mask", "rollout_log_probs")
-_INTS = frozenset({int})
 
 
 def check_returned(path: str, source: Sample, result: Any, vocab_size: int | None = None) -> Entry:
@@ -21,11 +20,26 @@ def check_returned(path: str, source: Sample, result: Any, vocab_size: int | Non
 
     `vocab_size` None: not known.
     """
-    return (
-        check_fan_out(path, source, result, vocab_size)
-        if isinstance(result, list)
-        else check_sample(path, source, result, vocab_size)
-    )
+    if not isinstance(result, list):
+        return _check_sample(path, source, result, vocab_size)
+    if not result:
+        _refuse(path, source, "returned no sample; return at least one.")
+    for sample in result:
+        _check_sample(path, source, sample, vocab_size, is_sibling=True)
+    if len(set(map(id, result))) < len(result):
+        _refuse(path, source, "returned one Sample several times; return copies of it.")
+    # Siblings share one group and one rollout_id: their own, or else the index of their source.
+    if all(sample.rollout_id is None for sample in result):
+        for sample in result:
+            sample.rollout_id = source.index
+    ids = [sample.rollout_id for sample in result]
+    if len(set(ids)) != 1:
+        _refuse(path, source, f"returned samples with rollout ids {ids}; siblings must share one.")
+    return result
+
+
+def _refuse(path: str, source: Sample, complaint: str) -> NoReturn:
+    wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
 
 
 def without_a_score(path: str, source: Sample, ended: EpisodeEnded) -> Sample:
@@ -39,30 +53,38 @@ def without_a_score(path: str, source: Sample, ended: EpisodeEnded) -> Sample:
     return sample
 
 
-def check_sample(
-    path: str, source: Sample, result: Any, vocab_size: int | None = None, *, is_sibling: bool = False
+def _check_sample(
+    path: str, source: Sample, result: Any, vocab_size: int | None, *, is_sibling: bool = False
 ) -> Sample:
     """Check one returned sample. `is_sibling`: it is one of a fan-out, and may have an index of its own."""
     if not isinstance(result, Sample):
-        complaint = f"returned {type(result).__name__}; return a Sample or a list of them."
-        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
-    if not isinstance(result.status, Sample.Status):
-        result.status = _status_of(path, source, result.status)
-    if not isinstance(result.reward, (int, float, dict, type(None))):
-        result.reward = _reward_of(path, source, result.reward)
+        _refuse(path, source, f"returned {type(result).__name__}; return a Sample or a list of them.")
+    if not isinstance(result.status, Sample.Status):  # its name, as in a sample that was read from JSON
+        names = [status.value for status in Sample.Status]
+        if result.status not in names:
+            complaint = f"returned a sample with status {result.status!r}; use Sample.Status: "
+            _refuse(path, source, f"{complaint}{', '.join(names)}.")
+        result.status = Sample.Status(result.status)
+    if not isinstance(result.reward, (int, float, dict, type(None))):  # an array or tensor with one number
+        try:
+            result.reward = float(result.reward.item())
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            complaint = (
+                f"returned a sample whose reward is {result.reward!r:.80}; give it a number, or a dict"
+            )
+            _refuse(path, source, f"{complaint} with one.")
     for name in _LISTS:
         values = getattr(result, name)
         if values is not None and type(values) is not list:  # an array, a tensor, a tuple
             setattr(result, name, values.tolist() if hasattr(values, "tolist") else list(values))
-    if not _INTS.issuperset(map(type, result.tokens)):
-        result.tokens = [_whole(token) for token in result.tokens]
+    result.tokens = [_whole(token) for token in result.tokens]
     result.metadata = {} if result.metadata is None else result.metadata
     result.response = "" if result.response is None else result.response
     if wrong := _wrong_with(result, vocab_size):
-        wrong_return(CUSTOM_GENERATE, path, f"returned a sample {wrong}", describe_fully(source))
+        _refuse(path, source, f"returned a sample {wrong}")
     keep_identity(result, source)
     if wrong := wrong_identity(result, source, is_sibling=is_sibling):
-        wrong_return(CUSTOM_GENERATE, path, wrong, describe_fully(source))
+        _refuse(path, source, wrong)
     result.version_spans = [(version, begin, end) for version, begin, end in result.version_spans]
     return result
 
@@ -116,44 +138,3 @@ def _whole(value: Any) -> Any:
         return operator.index(value)
     except TypeError:
         return value
-
-
-def _status_of(path: str, source: Sample, value: Any) -> SampleStatus:
-    """Return the status with this name, as in a sample that was read from JSON."""
-    names = [status.value for status in Sample.Status]
-    if value not in names:
-        complaint = f"returned a sample with status {value!r}; use Sample.Status: {', '.join(names)}."
-        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
-    return Sample.Status(value)
-
-
-def _reward_of(path: str, source: Sample, value: Any) -> float:
-    """Return the number in an array or tensor with one element."""
-    try:
-        return float(value.item())
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        complaint = f"returned a sample whose reward is {value!r:.80}; give it a number, or a dict with one."
-        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
-
-
-def check_fan_out(
-    path: str, source: Sample, result: list[Sample], vocab_size: int | None = None
-) -> list[Sample]:
-    """Give siblings one group and one rollout_id: their own, or else the index of their source."""
-    if not result:
-        wrong_return(
-            CUSTOM_GENERATE, path, "returned no sample; return at least one.", describe_fully(source)
-        )
-    for sample in result:
-        check_sample(path, source, sample, vocab_size, is_sibling=True)
-    if len(set(map(id, result))) < len(result):
-        complaint = "returned one Sample several times, which would be trained so often; return copies of it."
-        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
-    if all(sample.rollout_id is None for sample in result):
-        for sample in result:
-            sample.rollout_id = source.index
-    if len({sample.rollout_id for sample in result}) != 1:
-        ids = [sample.rollout_id for sample in result]
-        complaint = f"returned samples with rollout ids {ids}; siblings of one execution must share one."
-        wrong_return(CUSTOM_GENERATE, path, complaint, describe_fully(source))
-    return result

@@ -12,8 +12,8 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.data.media import bare_messages
-from slime.utils.media.image_tokens import ImageEncoder, Span, collapse, encoder_of, images_key, runs_of
-from slime.utils.media.pictures import NotAnImage, open_picture, picture_key, picture_url
+from slime.utils.media.image_tokens import collapse, encoder_of, images_key, runs_of
+from slime.utils.media.pictures import open_picture, picture_key, picture_url
 from slime.utils.processing_utils import load_processor, process_vision_info
 from slime.utils.types import Sample
 
@@ -100,16 +100,16 @@ def render_new(
     return after.removeprefix(before)
 
 
-# -- on the wire ---------------------------------------------------------------------------------------------
-
-
 def wire_form(args: PluginArgs, sample: Sample) -> tuple[list[int], tuple[str, ...], frozenset[int]]:
     """Ids with one image token per picture, the pictures as data URLs, and ids that no answer may hold."""
     pictures = pictures_of(sample)
     if not pictures:
         return sample.tokens, (), frozenset()
-    encoder = _encoder(args)
-    spans = _spans(sample, encoder)
+    processor = load_processor(str(args.hf_checkpoint))
+    if processor is None:
+        raise ValueError(f"--hf-checkpoint {args.hf_checkpoint} has no processor: it takes no images.")
+    encoder, spans = encoder_of(processor), sample.image_spans
+    spans = runs_of(sample.tokens, encoder.image_token_id) if spans is None else spans
     if len(spans) != len(pictures):
         raise ValueError(
             f"sample {sample.index} (group {sample.group_index}) has {len(pictures)} images and tokens of "
@@ -117,19 +117,6 @@ def wire_form(args: PluginArgs, sample: Sample) -> tuple[list[int], tuple[str, .
         )
     urls = tuple(_url(item) for item in pictures)
     return collapse(sample.tokens, spans, encoder.image_token_id), urls, frozenset((encoder.image_token_id,))
-
-
-def _spans(sample: Sample, encoder: ImageEncoder) -> list[Span]:
-    return (
-        runs_of(sample.tokens, encoder.image_token_id) if sample.image_spans is None else sample.image_spans
-    )
-
-
-def _encoder(args: PluginArgs) -> ImageEncoder:
-    processor = load_processor(str(args.hf_checkpoint))
-    if processor is None:
-        raise ValueError(f"--hf-checkpoint {args.hf_checkpoint} has no processor: it takes no images.")
-    return encoder_of(processor)
 
 
 def _url(item: Any) -> str:
@@ -156,14 +143,3 @@ class _Keyed:
 def _url_of(keyed: _Keyed) -> str:
     """Remembered for a while: the samples of a group send the same picture."""
     return picture_url(keyed.picture)
-
-
-__all__ = [
-    "NotAnImage",
-    "append_messages",
-    "append_with_images",
-    "encode_prompt_with_images",
-    "pictures_of",
-    "render_new",
-    "wire_form",
-]

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -97,11 +96,7 @@ class RequestScope:
 
 
 def _now() -> float:
-    """Return the time of the running loop's clock; a simulation has its own."""
-    try:
-        return asyncio.get_running_loop().time()
-    except RuntimeError:
-        return time.monotonic()
+    return asyncio.get_running_loop().time()  # a simulation has a clock of its own
 
 
 def current_scope() -> RequestScope | None:

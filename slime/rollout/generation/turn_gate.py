@@ -70,15 +70,8 @@ class TurnGate:
             with self._lock:
                 self.num_in_flight -= 1
 
-    def open(self, scope: RequestScope) -> None:
-        """Resume the call in another rollout."""
-        self._let_pass(scope, keeps=True)
-
-    def give_up(self) -> None:
-        """Let all waiting requests fail."""
-        self._let_pass(self.scope, keeps=False)
-
-    def _let_pass(self, scope: RequestScope, *, keeps: bool) -> None:
+    def open(self, scope: RequestScope, *, keeps: bool = True) -> None:
+        """Resume the call in another rollout; without `keeps` all waiting requests fail."""
         with self._lock:
             self.scope, self.keeps = scope, keeps
             waiters, self._waiters = self._waiters, []
@@ -142,7 +135,7 @@ class KeptCall:
 
     def give_up(self) -> None:
         """End the call. Any thread may do this."""
-        self.gate.give_up()
+        self.gate.open(self.gate.scope, keeps=False)
         self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
 
@@ -185,10 +178,7 @@ async def call_or_wait(sample: Sample, call: Coroutine[Any, Any, Entry]) -> Entr
         oldest = _waiting.popitem(last=False)[1]
         oldest.give_up()
         await asyncio.wait({oldest.task})  # its session must end before another of that name starts
-        logger.warning(
-            "More than %d episodes wait for the next rollout: the oldest starts again from its prompt.",
-            MAX_WAITING,
-        )
+        logger.warning("%d episodes wait for the next rollout: the oldest starts again.", MAX_WAITING)
     return origin
 
 
