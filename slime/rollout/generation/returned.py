@@ -34,7 +34,8 @@ def check_returned(path: str, source: Sample, result: Any, vocab_size: int | Non
             sample.rollout_id = source.index
     ids = [sample.rollout_id for sample in result]
     if len(set(ids)) != 1:
-        _refuse(path, source, f"returned samples with rollout ids {ids}; siblings must share one.")
+        complaint = f"returned samples with rollout ids {ids}; siblings of one execution must share one."
+        _refuse(path, source, complaint)
     return result
 
 
