@@ -86,7 +86,7 @@ FACADES: dict[str, dict[str, tuple[str, ...]]] = {
     "slime.utils.ray_utils": {"slime.utils.misc": ("Box",)},
     "slime.utils.tensorboard_utils": {"slime.observability.logging_utils": ("_TensorboardAdapter",)},
     "slime.utils.wandb_utils": {
-        "slime.observability.wandb_plugins": (
+        "slime.observability.logging_utils": (
             "init_wandb_primary",
             "init_wandb_secondary",
             "reinit_wandb_primary_with_open_metrics",

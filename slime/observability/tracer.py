@@ -81,7 +81,7 @@ class Tracer:
     def drain(self, **changes: Any) -> list[Span]:
         """Return the spans since the last call, with these fields (`lane`, `rollout_id`) set."""
         spans, self._spans = self._spans, []
-        return [replace(span, **changes) for span in spans] if changes else spans
+        return [replace(span, **changes) for span in spans]
 
 
 class trace_span:  # used like a function: with trace_span(sample, "reward_model") as span
@@ -182,8 +182,7 @@ def spans_of_samples(rollout_id: int, samples: Iterable[Sample]) -> list[Span]:
     spans: list[Span] = []
     for (lane, group), entries in found.items():
         entries.sort(key=lambda entry: entry[1]["end"])
-        for together in _at_once(entries):
-            spans.append(_joined(rollout_id, lane, group, together))
+        spans += [_joined(rollout_id, lane, group, together) for together in _at_once(entries)]
     return spans
 
 

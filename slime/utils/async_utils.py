@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -81,23 +82,22 @@ async def in_thread(start: Callable[[Callable[[], None]], object], call: Callabl
 
     The thread may hang, or come back when nobody waits any more; asyncio's own pool would hold up the exit.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    return await asyncio.wrap_future(started(start, call))
 
-    def deliver(method: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            method(value)
+
+def started(start: Callable[[Callable[[], None]], object], call: Callable[[], T]) -> Future[T]:
+    """Return the future result of `call`, from a thread that `start` gives its work to."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who no longer waits cannot cancel it: the result has a place
 
     def work() -> None:
         try:
-            method, value = future.set_result, call()
+            future.set_result(call())
+        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # no event loop bears them
+            reason = f"{type(error).__name__}: {error}"
+            future.set_exception(RuntimeError(reason).with_traceback(error.__traceback__))
         except BaseException as error:  # a panic of a library in Rust is no Exception, and someone waits
-            method, value = future.set_exception, error
-            if isinstance(error, (StopIteration, KeyboardInterrupt, GeneratorExit)):  # no loop bears them
-                kind = type(error).__name__
-                value = RuntimeError(f"{kind}: {error}").with_traceback(error.__traceback__)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, method, value)
+            future.set_exception(error)
 
     start(work)
-    return await future
+    return future

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterable
@@ -67,7 +68,7 @@ def browser_guard(*, known: frozenset[str] | None, json_only: bool = True) -> Mi
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        refused = _refusal(request, known) or (_wrong_kind(request) if json_only else None)
+        refused = _refusal(request, known, json_only)
         if refused is not None:
             status, message = refused
             return web.json_response({"error": {"message": message}}, status=status)
@@ -76,7 +77,7 @@ def browser_guard(*, known: frozenset[str] | None, json_only: bool = True) -> Mi
     return guard
 
 
-def _refusal(request: web.Request, known: frozenset[str] | None) -> tuple[int, str] | None:
+def _refusal(request: web.Request, known: frozenset[str] | None, json_only: bool) -> tuple[int, str] | None:
     headers = request.headers
     host, origin = headers.get("Host", ""), headers.get("Origin")
     if known is not None and not is_known_host(host, known):
@@ -88,15 +89,8 @@ def _refusal(request: web.Request, known: frozenset[str] | None) -> tuple[int, s
         return 403, f"Origin is {origin[:100]!r}: requests of web pages of other sites are refused."
     if headers.get("Sec-Fetch-Site", "none") not in _FROM_THIS_SITE:
         return 403, "Sec-Fetch-Site names another site: requests of web pages of other sites are refused."
-    return None
-
-
-def _wrong_kind(request: web.Request) -> tuple[int, str] | None:
-    if request.body_exists and not _is_json(request.content_type):
-        kind = request.headers.get("Content-Type", "missing")
+    is_json = re.fullmatch(r"application/(.+\+)?json", request.content_type)
+    if json_only and request.body_exists and not is_json:
+        kind = headers.get("Content-Type", "missing")
         return 415, f"Content-Type is {kind[:100]}: send the body with Content-Type: application/json."
     return None
-
-
-def _is_json(kind: str) -> bool:
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

@@ -144,7 +144,6 @@ def _encode_tensor(tensor: Any) -> Any:
     return _buffer(_TENSOR, header, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
 
 
-@functools.lru_cache(maxsize=1024)
 def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
     return f"{dtype} {' '.join(map(str, shape))}\n".encode()
 
@@ -195,7 +194,8 @@ def _decode_extension(code: int, data: bytes) -> Any:
     if code == _BIG_INT:
         return int.from_bytes(data, "little", signed=True)
     end = data.index(b"\n") + 1
-    dtype, shape = _parse_header(bytes(data[:end]))
+    dtype, *sizes = data[:end].decode().split()
+    shape = tuple(map(int, sizes))
     values = memoryview(data)[end:]
     if code == _ARRAY:
         found = np.dtype(dtype)
@@ -205,12 +205,6 @@ def _decode_extension(code: int, data: bytes) -> Any:
     if code == _TENSOR:
         return _decode_tensor(dtype, shape, values)
     raise ValueError(f"unknown type {code}")
-
-
-@functools.lru_cache(maxsize=1024)
-def _parse_header(header: bytes) -> tuple[str, tuple[int, ...]]:
-    dtype, *shape = header.decode().split()
-    return dtype, tuple(map(int, shape))
 
 
 def _decode_tensor(dtype: str, shape: tuple[int, ...], values: memoryview) -> Any:

@@ -128,7 +128,7 @@ def exec_command(command: str, capture_output: bool = False) -> str | None:
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
     """Return the first of `consecutive` neighbouring ports that were just free, from `start_port` up."""
     for port in range(start_port, 65536 - consecutive + 1):
-        if all(is_port_available(port + offset) for offset in range(consecutive)):
+        if all(map(is_port_available, range(port, port + consecutive))):
             return port
     raise OSError(f"no {consecutive} neighbouring free ports from {start_port} up")
 

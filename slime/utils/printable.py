@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
+
+from rich.cells import chop_cells
 
 _KEPT = {"\n", "\t"}
 
@@ -17,23 +18,11 @@ def printable(text: str) -> str:
 
 def cut_lines(text: str, max_lines: int, width: int) -> str:
     """Shorten text to `max_lines` lines of `width` columns; the last line says how much was left out."""
-    lines = [piece for line in text.expandtabs(4).splitlines() or [""] for piece in _pieces(line, width)]
+    lines = [piece for line in text.expandtabs(4).splitlines() for piece in chop_cells(line, width) or [""]]
     if len(lines) <= max_lines:
         return "\n".join(lines)
     left_out = sum(map(len, lines[max_lines - 1 :]))
     return "\n".join([*lines[: max_lines - 1], f"... ({left_out} more characters)"])
-
-
-def _pieces(line: str, width: int) -> Iterator[str]:
-    """Split a line into pieces of `width` columns; a wide character, such as a Chinese one, takes two."""
-    start = columns = 0
-    for i, char in enumerate(line):
-        takes = 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
-        if columns + takes > width and i > start:
-            yield line[start:i]
-            start, columns = i, 0
-        columns += takes
-    yield line[start:]
 
 
 def _is_plain(char: str) -> bool:

@@ -23,7 +23,6 @@ REQUEST_FIELD = "return_top_p_token_ids"
 # What an answer's meta_info brings; the second names are those of older servers.
 _IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 _OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
-_ALL = frozenset(_IDS + _OFFSETS)
 
 
 def to_meta(kept: Sequence[np.ndarray]) -> dict[str, str]:
@@ -35,14 +34,10 @@ def to_meta(kept: Sequence[np.ndarray]) -> dict[str, str]:
 
 def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Return (ids, offsets) of a response, int32; None: it has neither. ValueError: it has only one."""
-    if _ALL.isdisjoint(meta):  # most answers
+    found = [meta[name] for names in (_IDS, _OFFSETS) for name in names if meta.get(name) is not None]
+    if not found:
         return None
-    found = [
-        next((meta[name] for name in names if meta.get(name) is not None), None) for names in (_IDS, _OFFSETS)
-    ]
-    if found[0] is None and found[1] is None:
-        return None
-    if found[0] is None or found[1] is None:
+    if len(found) != 2:
         raise ValueError(f"{_IDS[0]} and {_OFFSETS[0]} belong together, and only one of them came")
     import torch  # only answers with such ids need it
 
@@ -52,10 +47,7 @@ def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
 
 def wrong_with(ids: Any, offsets: Any, tokens: Sequence[int], vocab_size: int | None = None) -> str | None:
     """Return why these cannot be the ids that `tokens` were drawn from; None: they can."""
-    ids, offsets = (
-        np.asarray(ids, dtype=np.int64).reshape(-1),
-        np.asarray(offsets, dtype=np.int64).reshape(-1),
-    )
+    ids, offsets = (np.asarray(values, dtype=np.int64).reshape(-1) for values in (ids, offsets))
     if len(offsets) != len(tokens) + 1:
         return f"{len(offsets)} top-p offsets for {len(tokens)} tokens, there must be one more"
     counts = np.diff(offsets)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -382,7 +381,6 @@ def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
     return flat
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
 def version_number(version: str | int | None) -> int | None:
     """Return the n of a weight version "run:n"; None if it ends in no number: the engine has none yet."""
     tail = str(version).rpartition(":")[2]

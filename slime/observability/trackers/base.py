@@ -53,7 +53,7 @@ class Service(Protocol):
     def table(self, table: SampleTable) -> None: ...
 
     def flush(self) -> None:
-        """Return when everything so far is stored."""
+        """Return when everything so far is stored. Most calls do that themselves."""
 
     def finish(self) -> None: ...
 

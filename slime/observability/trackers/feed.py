@@ -87,12 +87,7 @@ class Feed:
         return progress
 
     def _reason(self) -> str:
-        if error := read_progress(self._folder, self.name).error:
-            return error
-        with contextlib.suppress(OSError):
-            lines = self.log_path.read_text(errors="replace").split("\n")
-            return next((line for line in reversed(lines) if line.strip()), "no reason given")
-        return "no reason given"
+        return read_progress(self._folder, self.name).error or children.last_lines(self.log_path, 1)
 
     def _warn(self, trouble: str) -> None:
         if not self._warned:

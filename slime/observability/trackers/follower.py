@@ -188,7 +188,7 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # training comes first
-    given = json.loads(_first_line())
+    given = json.loads(sys.stdin.readline())
 
     ended = threading.Event()
 
@@ -205,14 +205,6 @@ def main(argv: list[str]) -> int:
         done = follow(follower, ended.wait)
     sys.stderr.flush()
     os._exit(0 if done else 1)  # skip exit handlers of packages, which may hang
-
-
-def _first_line() -> bytes:
-    """Read one line of standard input and no more; a thread waits for its end."""
-    line = b""
-    while not line.endswith(b"\n") and (part := os.read(0, 65536)):
-        line += part
-    return line
 
 
 def _numbers(line: dict[str, Any]) -> tuple[dict[str, float], str, int]:

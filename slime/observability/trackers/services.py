@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from slime.observability.trackers.base import COLUMNS, SampleTable, TrackedRun
+from slime.observability.trackers.base import COLUMNS, SampleTable, Service, TrackedRun
 
 
-class TensorBoard:
+class TensorBoard(Service):
     """Event files in RUN/tensorboard; a resumed run adds a file. Samples are under "Text"."""
 
     def __init__(self, run: TrackedRun):
@@ -21,11 +21,8 @@ class TensorBoard:
         from tensorboard.plugins.text.metadata import create_summary_metadata
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary, self._tensor = (
-            event_pb2.Event,
-            summary_pb2.Summary,
-            tensor_pb2.TensorProto,
-        )
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._tensor = tensor_pb2.TensorProto
         self._text_metadata = create_summary_metadata
         parts = [run.options.get(name) for name in ("tb_project_name", "tb_experiment_name")]
         self._writer = EventFileWriter(str(run.folder.joinpath("tensorboard", *filter(None, parts))))
@@ -54,7 +51,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
+class WandB(Service):
     """Weights & Biases. Its run has slime's id, so that a resumed run continues it."""
 
     def __init__(self, run: TrackedRun):
@@ -98,15 +95,12 @@ class WandB:
         """Convert a step for the x-axis; --wandb-always-use-train-step counts rollouts in optimizer steps."""
         return step if step_key == "train/step" else step * self._samples // self._per_step
 
-    def flush(self) -> None:
-        """Do nothing: wandb's own process keeps what it got on disk until it is sent."""
-
     def finish(self) -> None:
         self._run.finish()
         self._teardown()  # only then has its own process written everything
 
 
-class Trackio:
+class Trackio(Service):
     """trackio. Its run's name contains slime's id, so that a resumed run continues it."""
 
     def __init__(self, run: TrackedRun):
@@ -134,14 +128,11 @@ class Trackio:
             {table.name: self._trackio.Table(data=rows), table.step_key: table.step}, step=table.step
         )
 
-    def flush(self) -> None:
-        """Its own thread sends what was handed over."""
-
     def finish(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Service):
     """MLflow. A tag with slime's id finds the run again; samples are JSON tables among its artifacts."""
 
     def __init__(self, run: TrackedRun):
@@ -178,9 +169,6 @@ class MLflow:
         text = json.dumps({"columns": COLUMNS, "data": table.rows}, ensure_ascii=False)
         name = re.sub(r"[^\w\-./]", "_", table.name)
         self._client.log_text(self._run, text, f"{name}/step_{table.step:06d}.json")
-
-    def flush(self) -> None:
-        """A call returns when the server has it."""
 
     def finish(self) -> None:
         with contextlib.suppress(Exception):  # the numbers are there

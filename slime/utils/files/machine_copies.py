@@ -61,9 +61,8 @@ def spread(place: CopyPlace, rank: int) -> dict[str, FileRecord]:
     if len(speakers) > 1:
         number = speakers.index(rank)
         after, before = speakers[(number + 1) % len(speakers)], speakers[number - 1]
-        turns = [lambda: _give(folder, sorted(files), after), lambda: _take(folder, before)]
-        for turn in reversed(turns) if number % 2 else turns:  # of two neighbours one gives first
-            turn()
+        for gives in (number % 2 == 0, number % 2 == 1):  # of two neighbours one gives first
+            _give(folder, sorted(files), after) if gives else _take(folder, before)
     return files
 
 
@@ -95,16 +94,12 @@ def complete(place: CopyPlace, rank: int, files: Mapping[str, FileRecord]) -> li
             continue
         for speaker in speakers:
             if name in lacks[speaker]:
-                _move(folder / name, rank, holder, speaker)
+                if rank == holder:
+                    _send(folder / name, speaker)
+                elif rank == speaker:
+                    _receive(folder / name, holder)
     dist.barrier()
     return lost
-
-
-def _move(path: Path, rank: int, source: int, target: int) -> None:
-    if rank == source:
-        _send(path, target)
-    elif rank == target:
-        _receive(path, source)
 
 
 def _send(path: Path, rank: int) -> None:

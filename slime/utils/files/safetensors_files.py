@@ -28,9 +28,7 @@ def read_index(folder: Path) -> dict[str, str] | None:
         raise ValueError(f"{file} is not JSON: {str(error)[:200]}") from None
     names = data.get("weight_map") if isinstance(data, dict) else None
     # A file outside of the folder is none of the model's.
-    if not isinstance(names, dict) or not all(
-        isinstance(n, str) and Path(n).name == n for n in names.values()
-    ):
+    if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
         raise ValueError(f"{file} has no weight_map of file names in its folder")
     return names
 

@@ -50,9 +50,8 @@ def refusing_too_many(
         most = most_requests(files_each)
         if num_open >= most:
             text = f"{num_open} requests are open, the limit of this process: retry, or raise it (ulimit -n)"
-            refused = web.json_response(
-                {"error": {"message": text}}, status=503, headers={"Retry-After": "1"}
-            )
+            error = {"error": {"message": text}}
+            refused = web.json_response(error, status=503, headers={"Retry-After": "1"})
             refused.force_close()
             return refused
         num_open += 1

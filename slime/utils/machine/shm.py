@@ -32,12 +32,8 @@ def hold(prefix: str) -> Callable[[], None]:
 
     The lock ends with this process, or by the returned function.
     """
-    try:
-        fd = os.open(_lock_of(prefix), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # no room for one more file: whoever makes a segment says so
-        return lambda: None
-    with contextlib.suppress(OSError):  # no locks here: its process alone tells
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fd = os.open(_lock_of(prefix), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return lambda: os.close(fd)
 
 
@@ -47,15 +43,10 @@ def _lock_of(prefix: str) -> Path:
 
 def _is_held(prefix: str) -> bool:
     try:
-        fd = os.open(_lock_of(prefix), os.O_RDWR | os.O_CLOEXEC)
+        with open(_lock_of(prefix), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return not isinstance(error, FileNotFoundError)  # another user's
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(fd)
+        return not isinstance(error, FileNotFoundError)  # it is held, or another user's
     return False
 
 
@@ -124,16 +115,12 @@ def open_segment(name: str) -> Segment:
     """Open an existing segment. The name must be a bare one: a path would reach outside the shared folder."""
     if "/" in name or not name.startswith("slime-"):
         raise ValueError(f"{name!r} is not the name of a shared segment")
-    path = FOLDER / name
-    if not path.exists():
-        raise FileNotFoundError(f"shared segment {name} does not exist (its owner may have gone)")
-    fd = os.open(path, os.O_RDWR)
     try:
-        nbytes = os.fstat(fd).st_size
-        mapping = mmap.mmap(fd, nbytes)
-    finally:
-        os.close(fd)
-    return Segment(name, mapping, nbytes)
+        with open(FOLDER / name, "r+b") as file:
+            mapping = mmap.mmap(file.fileno(), 0)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"shared segment {name} does not exist (its owner may have gone)") from None
+    return Segment(name, mapping, len(mapping))
 
 
 def list_segments(prefix: str) -> list[str]:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slime.utils.media.pictures import NotAnImage, picture_key, to_rgb
 
 if TYPE_CHECKING:
@@ -167,15 +169,9 @@ def collapse(tokens: Sequence[int], spans: Sequence[Span], image_token_id: int) 
 
 def runs_of(tokens: Sequence[int], image_token_id: int) -> list[Span]:
     """Return spans of pictures in families that write only image tokens: runs of these."""
-    spans: list[Span] = []
-    for place, token in enumerate(tokens):
-        if token != image_token_id:
-            continue
-        if spans and spans[-1][1] == place:
-            spans[-1] = (spans[-1][0], place + 1)
-        else:
-            spans.append((place, place + 1))
-    return spans
+    is_image = np.array([0, *(token == image_token_id for token in tokens), 0])
+    edges = np.flatnonzero(np.diff(is_image)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def join_inputs(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

@@ -131,7 +131,7 @@ def _short(text: str) -> str:
 def fit_pixels(picture: Image, min_pixels: int | None, max_pixels: int | None) -> Image:
     """Scale a picture so that width times height lies between the bounds; None: no bound."""
     for name, bound in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 1):
+        if bound is not None and (not isinstance(bound, int) or bound < 1):
             raise NotAnImage(f"{name} is {bound!r}: it must be a whole number of at least 1")
     if min_pixels is not None and max_pixels is not None and min_pixels > max_pixels:
         raise NotAnImage(f"min_pixels {min_pixels} is above max_pixels {max_pixels}")

@@ -97,7 +97,7 @@ class Part:
 def parts_of(lm: Any, name: str, tensor: "Tensor", known: Collection[str]) -> list[Part]:
     """Return where hub tensors lie in an in-memory tensor; ValueError: they are not just parts of it."""
     found = {n: t.shape for n, t in hub_tensors(lm, [(name, tensor.to("meta"))], known)}
-    if len(found) == 1 and next(iter(found.values())) == tensor.shape:
+    if list(found.values()) == [tensor.shape]:
         return [Part(next(iter(found)))]
     parts, filled = [], dict[int, int]()
     for hub_name, shape in found.items():
@@ -122,8 +122,5 @@ def is_converted(lm: Any) -> bool:
 
 def _layer_of(name: str) -> str:
     """Return `model.layers.3` for `model.layers.3.mlp.up_proj.weight`; the name itself outside of layers."""
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return name
+    layer = re.match(r".*?\.\d+(?=\.|$)", name)
+    return layer[0] if layer else name

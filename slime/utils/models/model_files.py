@@ -2,15 +2,16 @@
 starts.
 """
 
-import concurrent.futures
 import threading
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
+from slime.utils.async_utils import started
+
 HUB_TIMEOUT_S = 10.0
 # One of these is in every folder that holds a tokenizer, whatever its kind; some bring code of their own.
-TOKENIZER_FILES = (
+TOKENIZER_FILES = [
     "tokenizer*",
     "tokenization_*.py",
     "vocab*",
@@ -18,7 +19,7 @@ TOKENIZER_FILES = (
     "*.spm",
     "*.tiktoken",
     "tekken.json",
-)
+]
 
 
 def check_model(flag: str, model: str, *, tokenizer: bool = False, whole: bool = True) -> None:
@@ -33,22 +34,17 @@ def check_model(flag: str, model: str, *, tokenizer: bool = False, whole: bool =
         if whole:
             _check_folder(flag, folder, tokenizer)
     elif folder.exists():
-        raise ValueError(
-            f"{flag} is {model}: a file; give the folder that holds config.json and the weights."
-        )
+        raise ValueError(f"{flag} is {model}: a file; give the folder of the model.")
     else:
         _check_on_hub(flag, model)
 
 
 def _check_folder(flag: str, folder: Path, tokenizer: bool) -> None:
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{flag} is {folder}: no config.json there, so it is not a Hugging Face model folder."
-        )
+        raise ValueError(f"{flag} is {folder}: no config.json there, so it is no Hugging Face model folder.")
     if tokenizer and not has_tokenizer(folder):
         raise ValueError(
-            f"{flag} is {folder}: the folder has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, "
-            "...), so no "
+            f"{flag} is {folder}: the folder has no tokenizer (tokenizer.json, vocab.json, ...), so no "
             "prompt can be made; copy the tokenizer's files there from the model that it was made from."
         )
 
@@ -117,18 +113,6 @@ def why_no_upload() -> tuple[bool, str] | None:
 
 def _within(ask: Callable[[], object]) -> None:
     """Call it in a thread that is abandoned after the timeout: looking up a name may take minutes."""
-    answer: concurrent.futures.Future[object] = concurrent.futures.Future()
-
-    def call() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as error:  # it belongs to the caller
-            answer.set_exception(error)
-
-    threading.Thread(target=call, name="hub", daemon=True).start()
-    try:
-        answer.result(HUB_TIMEOUT_S)
-    except concurrent.futures.TimeoutError:
-        if answer.done():
-            raise
-        raise TimeoutError(f"no answer in {HUB_TIMEOUT_S:.0f} s") from None
+    started(lambda work: threading.Thread(target=work, name="hub", daemon=True).start(), ask).result(
+        HUB_TIMEOUT_S
+    )
