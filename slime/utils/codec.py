@@ -81,7 +81,11 @@ def encode(value: Any) -> bytes:
             value, default=_added_type, strict_types=True, unicode_errors="surrogatepass"
         )
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ForeignValue(_find_foreign(value, "", 0) or f"a value that is {error}") from None
+        try:
+            found = _find_foreign(value)
+        except RecursionError:
+            found = "a value that contains itself or is nested too deeply"
+        raise ForeignValue(found or f"a value that is {error}") from None
     return packed
 
 
@@ -165,17 +169,15 @@ def _are_rows(value: Any) -> bool:
     return {(row.dtype, row.ndim, row.is_cpu) for row in value} == {(value[0].dtype, 1, True)}
 
 
-def _find_foreign(value: Any, place: str, depth: int) -> str | None:
+def _find_foreign(value: Any, place: str = "") -> str | None:
     """Return the name and the place of the first value that cannot be stored; None: there is none."""
     kind = type(value)
-    if depth > 200:
-        return f"a value that contains itself or is nested too deeply at {place[:60]}..."
     if kind in (list, tuple, set, dict):
         entries = value.items() if kind is dict else enumerate(value)
         for key, item in entries:
-            if kind is dict and (found := _find_foreign(key, f"{place}[key {key!r:.60}]", depth + 1)):
+            if kind is dict and (found := _find_foreign(key, f"{place}[key {key!r:.60}]")):
                 return found
-            if found := _find_foreign(item, f"{place}[{key!r:.60}]", depth + 1):
+            if found := _find_foreign(item, f"{place}[{key!r:.60}]"):
                 return found
     elif kind not in (type(None), bool, int, float, str, bytes):
         try:

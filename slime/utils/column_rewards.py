@@ -44,9 +44,7 @@ def takes_columns(function: Callable[..., Any]) -> bool:
 
 
 def columns_asked(function: Callable[..., Any]) -> ColumnsAsked:
-    """Return the columns that a function needs. ValueError: it needs what only TRL's own trainer has, or a
-    parameter without a name.
-    """
+    """Return the columns that a function needs. ValueError: slime cannot give it all that it needs."""
     required: list[str] = []
     optional: list[str] = []
     everything = False

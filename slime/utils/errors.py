@@ -2,9 +2,7 @@
 
 
 class RunStopped(RuntimeError):
-    """A run cannot continue, for a reason in the message: shown without a traceback, unlike a defect of
-    slime.
-    """
+    """A run cannot continue, for a reason in the message: shown without a traceback, unlike a defect."""
 
 
 class EndedBySignal(KeyboardInterrupt):

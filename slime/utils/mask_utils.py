@@ -64,9 +64,7 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask_with_multimodal_alignment(
         self, messages: Messages, input_ids: list[int], tools: Tools = None
     ) -> IdsAndMask:
-        """Return the mask for `input_ids` in which media took more tokens than the text has, padded with
-        zeros in front.
-        """
+        """Return the mask of a text, padded in front for `input_ids` in which media took more tokens."""
         text_only = [{**m, "content": _text_of(m.get("content"))} for m in messages]
         _, mask = self.get_loss_mask(text_only, tools)
         if len(mask) > len(input_ids):
@@ -84,9 +82,7 @@ class MultiTurnLossMaskGenerator:
     # -- families --------------------------------------------------------------------------------------------
 
     def gen_multi_turn_loss_mask_qwen(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
-        """Render once; each assistant turn lies between the prefix that requests it and the prefix that ends
-        it.
-        """
+        """Render once; a turn lies between the prefix that requests it and the prefix that ends it."""
         ids = self._encode(self._render(messages, tools))
         mask = [0] * len(ids)
         for i, message in enumerate(messages):
@@ -154,9 +150,7 @@ class MultiTurnLossMaskGenerator:
         return ids[: next(ends, 0)]
 
     def _find_turns(self, text: str, messages: Messages) -> list[tuple[int, int]]:
-        """Return character spans of the assistant turns: after the header (and the start of thinking),
-        through the end mark.
-        """
+        """Return character spans of the assistant turns: after the header, through the end mark."""
         ask = _without_prefix(self._render([_PROBE_USER], None, ask=True), self._render([_PROBE_USER], None))
         header, opening = ask[: ask.index("\n") + 1], ask[ask.index("\n") + 1 :]
         mark = "QzProbeAnswerzQ"
@@ -199,9 +193,7 @@ def _check_messages(messages: Any) -> None:
 
 
 def _runs(messages: Messages) -> list[Messages]:
-    """Group messages: each assistant turn alone, and all between two of them together, as templates join tool
-    results.
-    """
+    """Group messages as templates do: assistant turns alone, all between two of them together."""
     runs: list[Messages] = []
     for is_turn, together in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
         found = list(together)

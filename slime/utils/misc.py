@@ -108,9 +108,7 @@ def should_run_periodic_action(
     num_rollout_per_epoch: int | None = None,
     num_rollout: int | None = None,
 ) -> bool:
-    """Return True after every `interval` rollouts, at each epoch's end and, with `num_rollout`, after the
-    last.
-    """
+    """Return True after every `interval` rollouts, at each epoch's end and after the last rollout."""
     if interval is None:
         return False
     if num_rollout is not None and rollout_id == num_rollout - 1:

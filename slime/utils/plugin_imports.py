@@ -64,9 +64,7 @@ class _Source:
 
 
 def missing_imports(path: str) -> list[MissingImport]:
-    """Return every import that will fail in the tree of a loaded plug-in, `pkg.module.name` or
-    `file.py:name`.
-    """
+    """Return every import that will fail in the tree of a loaded plug-in, such as `file.py:name`."""
     owner, _, name = path.rpartition(":" if ":" in path else ".")
     if owner.endswith(".py"):
         file = Path(owner).expanduser().resolve()

@@ -10,9 +10,7 @@ _KEPT = {"\n", "\t"}
 
 
 def printable(text: str) -> str:
-    """Replace control characters by visible signs (ESC is shown as ␛), and escape marks that change the
-    direction of text.
-    """
+    """Show control characters as visible signs (ESC is ␛), and escape marks that turn text around."""
     return "".join(char if _is_plain(char) else _sign(char) for char in text)
 
 

@@ -69,9 +69,7 @@ class SpecInfo(_Counters):
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add counters of a response. The first names are those of SGLang 0.5.16 and later, the second
-        earlier ones.
-        """
+        """Add counters of a response: names of SGLang 0.5.16 and later, then earlier ones."""
         accepted = meta_info.get("spec_num_correct_drafts", meta_info.get("spec_accept_token_num"))
         drafted = meta_info.get("spec_num_proposed_drafts", meta_info.get("spec_draft_token_num"))
         self.spec_accept_token_num += accepted or 0
@@ -166,9 +164,7 @@ class Sample:
     PrefixCacheInfo = PrefixCacheInfo
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain types (and tensors or arrays that a plug-in added), including attributes attached
-        later.
-        """
+        """Return plain types (and tensors or arrays of plug-ins), attributes attached later included."""
         data = dict(self.__dict__)
         data["status"] = self.status.value
         data["multimodal_inputs"] = to_plain(self.multimodal_inputs)
@@ -369,9 +365,7 @@ SampleKey = Literal["response_lengths", "rewards", "raw_reward", "rollout_mask_s
 
 
 def flatten_samples(groups: Iterable[Any]) -> list[Sample]:
-    """Return all samples of a nested structure, in order: groups, fan-out lists inside groups, or a flat
-    list.
-    """
+    """Return all samples of groups, of fan-out lists inside groups, or of a flat list, in order."""
     flat: list[Sample] = []
     for item in groups:
         if isinstance(item, Sample):

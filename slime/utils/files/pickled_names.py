@@ -41,9 +41,7 @@ class _Reader(pickle.Unpickler):
         return type(name, (_StandIn,), {"place": (module, name)})
 
     def _attribute(self, of: Any, name: Any = "", *default: Any) -> Any:
-        """Handle `getattr`, by which early releases of Python 3.11 pickle an enumeration member; all else is
-        refused.
-        """
+        """Handle `getattr`, by which early releases of Python 3.11 pickle a member of an enumeration."""
         member = not default and isinstance(name, str) and name.isupper()
         if not member or getattr(of, "place", None) not in self._kinds:
             self.names.add(_ATTRIBUTE)

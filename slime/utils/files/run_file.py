@@ -43,9 +43,7 @@ _SECRET = "********"  # what stands for one in the settings
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of a run. `end` and `exit` None: it runs, or was killed. `resumed`: the checkpoint it resumed
-    from.
-    """
+    """One start of a run. `end` and `exit` None: it runs, or was killed. `resumed`: from which checkpoint."""
 
     start: str
     settings: dict[str, Any]
@@ -93,9 +91,7 @@ class Resumption:
     run_id: str | None
 
     def continues(self, record: RunRecord | None) -> bool:
-        """Return whether this resumes the run of a folder. None: a folder of an earlier version, which does
-        not name its run.
-        """
+        """Return whether this resumes the run of a folder. None: an earlier version did not name its run."""
         if record is None:
             return True
         return record.id == self.run_id or same_folder(record.last.checkpoints, self.folder)
@@ -248,9 +244,7 @@ def _as_written(value: Any) -> Any:
 
 
 def refuse_other_run(folder: Path, resumption: Resumption | None) -> tuple[RunRecord | None, bool]:
-    """Return the run of a folder, and whether `resumption` resumes it. FolderTaken: it belongs to another
-    run.
-    """
+    """Return a folder's run, and whether `resumption` resumes it. FolderTaken: it is another run."""
     before = read_run(folder)
     resumes = resumption is not None and resumption.continues(before)
     if is_used(folder) and not resumes:

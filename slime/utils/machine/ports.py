@@ -57,9 +57,7 @@ def _bindable() -> socket.socket:
 
 
 def get_host_info() -> tuple[str, str]:
-    """Return the host name and the address by which other machines reach this one; loopback without a
-    network.
-    """
+    """Return the host name, and the address by which other machines reach this one (or loopback)."""
     return socket.gethostname(), address_towards("203.0.113.1")
 
 

@@ -51,9 +51,7 @@ def _is_held(prefix: str) -> bool:
 
 
 class Segment:
-    """A mapped file. `buffer` is a uint8 tensor over the bytes, shared with every process that opens the
-    name.
-    """
+    """A mapped file. `buffer` is a uint8 tensor over the bytes, shared with all who open the name."""
 
     def __init__(self, name: str, mapping: mmap.mmap, nbytes: int):
         self.name = name

@@ -182,10 +182,7 @@ def _take_files(wanted: dict[int, int]) -> None:
     """Put each file at its number and close all others."""
     high = max(64, *wanted, *wanted.values()) + 1
     parked = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, high) for number, fd in wanted.items()}
-    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if fd not in parked.values():
-            with contextlib.suppress(OSError):
-                os.close(fd)
+    os.closerange(0, high)
     for number, fd in parked.items():
         os.dup2(fd, number)
         os.close(fd)

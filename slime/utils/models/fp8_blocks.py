@@ -86,9 +86,7 @@ def dequantize_blocks(values: Tensor, scale: Tensor, block: tuple[int, int], dty
 
 
 def dequantize_part(values: Tensor, scale: Tensor, block: tuple[int, int], start: tuple[int, int]) -> Tensor:
-    """`dequantize_blocks` in fp32 for a part of the weight
-    whose first row and column are `start`; `scale` is whole.
-    """
+    """Dequantize a part of a weight, in fp32, that begins at row and column `start`; `scale` is whole."""
     rows = torch.arange(start[0], start[0] + values.shape[0]) // block[0]
     columns = torch.arange(start[1], start[1] + values.shape[1]) // block[1]
     return values.float() * scale.float()[rows][:, columns]

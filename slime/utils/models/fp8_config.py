@@ -19,9 +19,7 @@ def block_size_of(folder: str | Path) -> tuple[int, int] | None:
 def quantization_config(
     block: tuple[int, int], *, scale_fmt: str | None = None, kept: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of e4m3 weights in blocks; `kept`: linear layers that are not
-    quantized.
-    """
+    """Return the `quantization_config` of e4m3 weights in blocks; `kept`: layers in full precision."""
     how = {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -1,6 +1,4 @@
-"""Checks whether a model can be loaded, from a folder or the hub, with its tokenizer, before any process
-starts.
-"""
+"""Checks before any process starts whether a model, and its tokenizer, can be loaded."""
 
 import threading
 from collections.abc import Callable
@@ -89,9 +87,7 @@ def _ask_hub(model: str) -> str | None:
 
 
 def why_no_upload() -> tuple[bool, str] | None:
-    """Return (whether it is certain, why) nothing can be uploaded to the hub; None: it can. Offline it is not
-    checked.
-    """
+    """Return (whether it is certain, why) nothing can be uploaded to the hub; None: it can."""
     import huggingface_hub  # as above
     from huggingface_hub import constants, errors
 
