@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import contextlib
 import ipaddress
+import itertools
 import json
 import logging
 import random
@@ -215,20 +216,18 @@ async def _request(
     timeout_s: float | None,
     retry_if: Callable[[HttpError], bool] = lambda error: False,
 ) -> Any:
-    attempt = 0
-    while True:
+    for attempt in itertools.count(1):
         try:
             return await _request_once(method, url, payload, headers, timeout_s)
         except HttpError as error:
             allowed = min(max_retries, _ANSWERED_RETRIES) if error.status == 500 else max_retries
-            if attempt >= allowed or (error.status < 500 and not retry_if(error)):
+            if attempt > allowed or (error.status < 500 and not retry_if(error)):
                 raise
             _warn_of_retry(error)
         except _RETRYABLE as error:
-            if attempt >= max_retries:
-                what = f"no answer after {attempt + 1} attempts ({type(error).__name__}: {error})"
+            if attempt > max_retries:
+                what = f"no answer after {attempt} attempts ({type(error).__name__}: {error})"
                 raise HttpError(0, what, url) from error
-        attempt += 1
         await asyncio.sleep(min(0.1 * 2 ** min(attempt, 10), _BACKOFF_CAP_S) * random.uniform(0.5, 1.0))
 
 
@@ -249,18 +248,17 @@ async def _request_once(
         body = await response.read()
         if response.status >= 400:
             raise HttpError(response.status, body.decode(errors="replace"), url)
-        engine = response.headers.get(ANSWERED_BY, "")
     try:
-        return _with_engine(json.loads(body), engine) if body else None
+        return _with_engine(json.loads(body), response) if body else None
     except ValueError:
         return body.decode(errors="replace")
 
 
-def _with_engine(answer: Any, engine: str) -> Any:
+def _with_engine(answer: Any, response: aiohttp.ClientResponse) -> Any:
     """Write into a response's meta_info which engine it came from, where our balancer reports it."""
-    meta = answer.get("meta_info") if engine and isinstance(answer, dict) else None
-    if isinstance(meta, dict):
-        meta["answered_by"] = engine
+    engine = response.headers.get(ANSWERED_BY)
+    if engine and isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict):
+        answer["meta_info"]["answered_by"] = engine
     return answer
 
 
@@ -287,10 +285,9 @@ async def stream(
             response = await get_session().post(url, json=payload, headers=with_token(url, headers))
         # Closed here: a generator that is left to the garbage collector costs the loop a wake-up and a task.
         async with response, contextlib.aclosing(_events(response, deadline)) as arrived:
-            engine = response.headers.get(ANSWERED_BY, "")
             async for texts, ended in arrived:
                 for text in texts[-1:] if newest else texts:
-                    event = _with_engine(json.loads(text), engine)
+                    event = _with_engine(json.loads(text), response)
                     if observer is not None:
                         observer.answered(url, event)
                     yield event

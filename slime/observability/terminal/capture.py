@@ -41,7 +41,10 @@ class Capture:
         self._before = (sys.stdout, sys.stderr)
         for stream in self._before:
             stream.flush()
-        self._outside = {fd: os.dup(fd) for fd in (1, 2) if _is_open(fd)}
+        self._outside = {}
+        for fd in (1, 2):
+            with contextlib.suppress(OSError):  # it is closed
+                self._outside[fd] = os.dup(fd)
         self.stdout, self.stderr = (_as_before(*pair) for pair in zip(self._before, (1, 2), strict=True))
         self._spool = tempfile.TemporaryFile()
         self._is_spooled = True
@@ -103,10 +106,9 @@ class Capture:
         """Return the end of the output captured before a file was named; empty afterwards."""
         if not self._is_spooled:
             return ""
-        size = os.fstat(self._spool.fileno()).st_size
-        return os.pread(self._spool.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(
-            errors="replace"
-        )
+        spool = self._spool.fileno()
+        start = max(0, os.fstat(spool).st_size - _TAIL_BYTES)
+        return os.pread(spool, _TAIL_BYTES, start).decode(errors="replace")
 
 
 _current: Capture | None = None  # descriptors belong to the whole process
@@ -181,11 +183,3 @@ def _as_before(stream: TextIO, fd: int) -> TextIO:
     except (OSError, ValueError, AttributeError):
         return stream
     return os.fdopen(os.dup(fd), "w", encoding=stream.encoding, errors="replace", buffering=1)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True

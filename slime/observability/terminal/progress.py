@@ -99,14 +99,12 @@ class Progress:
 
         Wasted seconds are left out: those of concurrent requests add up to more than the run.
         """
-        causes = sorted({name.partition("/")[0] for name in self.wasted if "/" in name})
-        units = ("samples", "tokens")
-        rows = [[self.wasted.get(f"{cause}/{unit}", 0.0) for unit in units] for cause in causes]
-        return "; ".join(
-            f"{cause.replace('_', ' ')} {samples:.0f} samples, {short(tokens)} tokens"
-            for cause, (samples, tokens) in zip(causes, rows, strict=True)
-            if samples
-        )
+        words = []
+        for cause in sorted({name.partition("/")[0] for name in self.wasted}):
+            samples, tokens = (self.wasted.get(f"{cause}/{unit}", 0.0) for unit in ("samples", "tokens"))
+            if samples:
+                words.append(f"{cause.replace('_', ' ')} {samples:.0f} samples, {short(tokens)} tokens")
+        return "; ".join(words)
 
     def split(self) -> dict[str, float]:
         """Return shares of the last steps' time; overlapped generation counts only while it is waited for."""
@@ -132,12 +130,9 @@ def live_lines(progress: Progress, width: int, *, note: str = "", doing: str = "
     spark = sparkline(list(progress.values.values()), min(_SPARK, max(0, room - len(bar) - 2 * bool(bar))))
     words = [(progress.title, "bold"), (bar, "cyan"), (_count(progress), "")]
     words += [(value, "bold"), (spark, "green"), (note, ""), *speeds]
-    first = Text("  ").join(Text(*word) for word in _fitting(words, width, 2))
+    lines = [Text("  ").join(_fitting(words, width, 2))]
     second = _fitting([(doing, "dim"), (_split_words(progress), "dim"), *_quality(progress)], width - 2, 3)
-    return [
-        first,
-        *([Text("  ") + Text(" · ", "dim").join(Text(*word) for word in second)] if second else []),
-    ]
+    return lines + ([Text("  ") + Text(" · ", "dim").join(second)] if second else [])
 
 
 def plain_line(progress: Progress, *, note: str = "") -> str:
@@ -206,13 +201,13 @@ def _quality(progress: Progress) -> list[tuple[str, str]]:
     return words + [(f"{key} {score:.3g}", "dim") for key, score in scores.items()]
 
 
-def _fitting(words: list[tuple[str, str]], width: int, gap: int) -> list[tuple[str, str]]:
+def _fitting(words: list[tuple[str, str]], width: int, gap: int) -> list[Text]:
     """Return the words that fit into a line, earlier ones first; `gap`: columns between two words."""
-    shown: list[tuple[str, str]] = []
+    shown = []
     room = width + gap
     for word, style in words:
         if word and len(word) + gap <= room:
-            shown.append((word, style))
+            shown.append(Text(word, style))
             room -= len(word) + gap
     return shown
 
