@@ -46,16 +46,11 @@ class MultiTurnLossMaskGenerator:
         """Return the token ids of a conversation, and its loss mask."""
         _check_messages(messages)
         if has_uncommon_role(messages):
-            self._check_nothing_dropped(messages, tools)
+            dropped = find_dropped_message(messages, self._render(messages, tools))
+            if dropped is not None:
+                role = messages[dropped]["role"]
+                raise ValueError(f"the chat template drops message {dropped}: it does not know role {role!r}")
         return self._generate(messages, tools)
-
-    def _check_nothing_dropped(self, messages: Messages, tools: Tools) -> None:
-        dropped = find_dropped_message(messages, self._render(messages, tools))
-        if dropped is not None:
-            role = messages[dropped]["role"]
-            raise ValueError(
-                f"the chat template drops message {dropped}, whose role {role!r} it does not know"
-            )
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
         """Return for each mask the number of tokens from the first trained one to the end; 0 if none is."""

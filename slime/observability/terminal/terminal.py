@@ -24,7 +24,7 @@ class Terminal:
     def __init__(self, stream: TextIO | None = None, *, console: Console | None = None):
         self.console = console or Console(file=stream or sys.stdout, highlight=False, soft_wrap=False)
         self._stream = self.console.file
-        if _is_tty(self._stream):
+        if getattr(self._stream, "isatty", lambda: False)():
             self.is_live = not self.console.is_dumb_terminal
         else:
             self.is_live = self.console.is_terminal and not os.environ.get("FORCE_COLOR")
@@ -105,8 +105,3 @@ class Terminal:
             self._stream.flush()
         except (OSError, ValueError):  # the window or the pipe is closed
             self._broken = True
-
-
-def _is_tty(stream: object) -> bool:
-    isatty = getattr(stream, "isatty", None)
-    return bool(isatty and isatty())

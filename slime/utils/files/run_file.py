@@ -248,10 +248,13 @@ def refuse_other_run(folder: Path, resumption: Resumption | None) -> tuple[RunRe
     before = read_run(folder)
     resumes = resumption is not None and resumption.continues(before)
     if is_used(folder) and not resumes:
+        owner = "an earlier run (it holds metrics, and no run.json that says of which)"
         way_out = ", or resume that run (--load with the folder of its --save)."
-        if before is not None and before.last.checkpoints is None:
-            way_out = ". That run had no --save: there is nothing to resume from."
-        raise FolderTaken(f"--run-dir {folder} belongs to {_describe(before)}: give another folder{way_out}")
+        if before is not None:
+            owner = f"run {before.id}, started {before.last.start} ({before.last.exit or 'not ended'})"
+            if before.last.checkpoints is None:
+                way_out = ". That run had no --save: there is nothing to resume from."
+        raise FolderTaken(f"--run-dir {folder} belongs to {owner}: give another folder{way_out}")
     return before, resumes
 
 
@@ -362,12 +365,6 @@ def _cause(error: BaseException | None) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return f"{type(error).__name__}: {error}"
-
-
-def _describe(record: RunRecord | None) -> str:
-    if record is None:
-        return "an earlier run (it holds metrics, and no run.json that says of which)"
-    return f"run {record.id}, started {record.last.start} ({record.last.exit or 'not ended'})"
 
 
 def _now() -> str:

@@ -183,11 +183,11 @@ def to_plain(inputs: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return `Sample.multimodal_inputs` with pictures as bytes; other values stay."""
     if inputs is None or not isinstance(inputs.get("images"), (list, tuple)):
         return inputs
-    return {**inputs, "images": [_plain_picture(item) for item in inputs["images"]]}
-
-
-def _plain_picture(item: Any) -> Any:
-    return {"bytes": picture_bytes(item), "path": None} if _is_picture(item) else item
+    plain = [
+        {"bytes": picture_bytes(item), "path": None} if _is_picture(item) else item
+        for item in inputs["images"]
+    ]
+    return {**inputs, "images": plain}
 
 
 def _is_picture(item: Any) -> bool:
@@ -198,8 +198,8 @@ def from_plain(inputs: dict[str, Any] | None) -> dict[str, Any] | None:
     """Invert `to_plain`."""
     if inputs is None or not isinstance(inputs.get("images"), (list, tuple)):
         return inputs
-    return {**inputs, "images": [_picture_of_plain(item) for item in inputs["images"]]}
-
-
-def _picture_of_plain(item: Any) -> Any:
-    return open_picture(item) if isinstance(item, dict) and item.get("bytes") is not None else item
+    pictures = [
+        open_picture(item) if isinstance(item, dict) and item.get("bytes") is not None else item
+        for item in inputs["images"]
+    ]
+    return {**inputs, "images": pictures}

@@ -29,36 +29,26 @@ def check_model(flag: str, model: str, *, tokenizer: bool = False, whole: bool =
     """
     folder = Path(model)
     if folder.is_dir():
-        if whole:
-            _check_folder(flag, folder, tokenizer)
+        if whole and not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{flag} is {folder}: no config.json there, so it is no Hugging Face model folder."
+            )
+        if whole and tokenizer and not has_tokenizer(folder):
+            raise ValueError(
+                f"{flag} is {folder}: the folder has no tokenizer (tokenizer.json, vocab.json, ...), so no "
+                "prompt can be made; copy the tokenizer's files there from the model that it was made from."
+            )
     elif folder.exists():
         raise ValueError(f"{flag} is {model}: a file; give the folder of the model.")
-    else:
-        _check_on_hub(flag, model)
-
-
-def _check_folder(flag: str, folder: Path, tokenizer: bool) -> None:
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{flag} is {folder}: no config.json there, so it is no Hugging Face model folder.")
-    if tokenizer and not has_tokenizer(folder):
-        raise ValueError(
-            f"{flag} is {folder}: the folder has no tokenizer (tokenizer.json, vocab.json, ...), so no "
-            "prompt can be made; copy the tokenizer's files there from the model that it was made from."
-        )
+    elif (why := _ask_hub(model)) is not None:
+        beside = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        near = get_close_matches(folder.name, beside, n=1)
+        hint = f" Did you mean {folder.parent / near[0]}?" if near else ""
+        raise ValueError(f"{flag} is {model}: there is no such folder here, and {why}.{hint}")
 
 
 def has_tokenizer(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES)
-
-
-def _check_on_hub(flag: str, model: str) -> None:
-    why = _ask_hub(model)
-    if why is None:
-        return
-    parent, name = Path(model).parent, Path(model).name
-    near = get_close_matches(name, [path.name for path in parent.iterdir()], n=1) if parent.is_dir() else []
-    hint = f" Did you mean {parent / near[0]}?" if near else ""
-    raise ValueError(f"{flag} is {model}: there is no such folder here, and {why}.{hint}")
 
 
 def _ask_hub(model: str) -> str | None:
