@@ -14,8 +14,8 @@ from slime.data.media import bare_messages, fill_media, read_pictures
 from slime.data.prompt_sources import Row
 from slime.data.row_checks import PromptUse, check_label, check_messages, check_prompt
 from slime.data.strict_json import parse_json
-from slime.utils.chat_roles import find_dropped_message
 from slime.utils.column_rewards import PROMPT, ColumnsAsked
+from slime.utils.mask_utils import find_dropped_message
 from slime.utils.templates import template_parts
 from slime.utils.types import Sample
 

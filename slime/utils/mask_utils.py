@@ -5,10 +5,8 @@ known token ids, so a template of the same family with other special tokens work
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from slime.utils.chat_roles import find_dropped_message, has_uncommon_role
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None  # the tools that a template gets, as JSON schemas
@@ -16,6 +14,8 @@ IdsAndMask = tuple[list[int], list[int]]  # of equal length
 
 _DISTILL_MARK = "<｜Assistant｜>"
 _PROBE_USER = {"role": "user", "content": "?"}
+# Templates write these, or refuse them by name. Other roles many of them skip without a word.
+_COMMON_ROLES = ("system", "user", "assistant", "tool")
 
 
 class MultiTurnLossMaskGenerator:
@@ -45,7 +45,7 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
         """Return the token ids of a conversation, and its loss mask."""
         _check_messages(messages)
-        if has_uncommon_role(messages):
+        if any(message["role"] not in _COMMON_ROLES for message in messages):
             dropped = find_dropped_message(messages, self._render(messages, tools))
             if dropped is not None:
                 role = messages[dropped]["role"]
@@ -216,3 +216,16 @@ def _without_prefix(text: str, prefix: str) -> str:
             "the chat template does not render a conversation as a continuation of its beginning."
         )
     return text[len(prefix) :]
+
+
+def find_dropped_message(messages: Sequence[dict[str, Any]], text: str) -> int | None:
+    """Return the first message of an uncommon role that the rendered text lacks; None: it has all."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if (
+            message.get("role") not in _COMMON_ROLES
+            and isinstance(content, str)
+            and content.strip() not in text
+        ):
+            return number
+    return None

@@ -6,12 +6,10 @@ import unicodedata
 
 from rich.cells import chop_cells
 
-_KEPT = {"\n", "\t"}
-
 
 def printable(text: str) -> str:
     """Show control characters as visible signs (ESC is ␛), and escape marks that turn text around."""
-    return "".join(char if _is_plain(char) else _sign(char) for char in text)
+    return "".join(map(_shown, text))
 
 
 def cut_lines(text: str, max_lines: int, width: int) -> str:
@@ -23,11 +21,9 @@ def cut_lines(text: str, max_lines: int, width: int) -> str:
     return "\n".join([*lines[: max_lines - 1], f"... ({left_out} more characters)"])
 
 
-def _is_plain(char: str) -> bool:
-    return char in _KEPT or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Cn")
-
-
-def _sign(char: str) -> str:
+def _shown(char: str) -> str:
+    if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Cn"):
+        return char
     code = ord(char)
     if code < 0x20:
         return chr(0x2400 + code)

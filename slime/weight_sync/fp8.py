@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.models.fp8_blocks import SCALE_SUFFIX, quantize_blocks, uniform_noise
-from slime.utils.models.fp8_config import quantization_config
+from slime.utils.models.model_config import quantization_config
 
 _WEIGHT = ".weight"
 SERVED_BLOCK = (128, 128)  # what kernels of engines are made for

@@ -5,7 +5,7 @@ import json
 import pytest
 from argument_helpers import parse
 
-from slime.utils.models.fp8_config import quantization_config
+from slime.utils.models.model_config import quantization_config
 
 
 def make_folder(path, *iterations: str, kind: str = "torch_dist") -> str:

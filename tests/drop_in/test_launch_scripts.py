@@ -21,7 +21,7 @@ from slime.arguments.passthrough import sglang_flags
 from slime.arguments.passthrough.megatron_flags import is_megatron_flag
 from slime.cli import launch
 from slime.preflight.all_checks import preflight
-from slime.utils.models.fp8_config import quantization_config
+from slime.utils.models.model_config import quantization_config
 
 pytest.importorskip("megatron.core", reason="flags of Megatron's are known where it is: make install")
 pytest.importorskip("pyarrow", reason="a script reads parquet")

@@ -3,8 +3,7 @@
 import pytest
 
 from slime.arguments import parse_args
-from slime.utils.models.fp8_config import block_size_of
-from slime.utils.models.model_config import read_config
+from slime.utils.models.model_config import block_size_of, read_config
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", '"text"', "\x00"])

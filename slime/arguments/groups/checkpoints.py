@@ -10,8 +10,7 @@ from slime.arguments.groups.objectives import REFERENCE
 from slime.catalog.backends import BACKENDS
 from slime.utils.files.step_folders import find_step, step_folders
 from slime.utils.files.torch_dist_folder import UnreadFolder, find_iteration, is_megatron_folder, was_trained
-from slime.utils.models.fp8_config import block_size_of
-from slime.utils.models.model_config import read_config
+from slime.utils.models.model_config import block_size_of, read_config
 
 # Flag that names the model -> flag that chooses among its checkpoints.
 STEP_FLAGS = {"ref_load": "ref_ckpt_step", "opd_teacher_load": "opd_teacher_ckpt_step"}

@@ -9,8 +9,7 @@ from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.backends import BACKENDS
 from slime.utils.machine.cpu_precision import bfloat16_units
-from slime.utils.models.fp8_config import block_size_of
-from slime.utils.models.model_config import read_config
+from slime.utils.models.model_config import block_size_of, read_config
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 # Flags of SGLang that --rollout-quantization fp8 sets itself.

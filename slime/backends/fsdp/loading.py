@@ -28,8 +28,8 @@ from slime.backends.shared.placed_adam import local
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
 from slime.utils.files.safetensors_files import files_by_tensor, model_files
 from slime.utils.files.torch_dist_folder import is_torch_dist
-from slime.utils.models.fp8_config import block_size_of
 from slime.utils.models.hub_names import folder_of, is_converted, saved_tensors
+from slime.utils.models.model_config import block_size_of
 
 _LARGE_VOCABULARY = 8192  # larger than most micro-batches on a CPU
 Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor

@@ -14,8 +14,8 @@ import torch
 from slime.backends.base import Bucket
 from slime.utils.files.safetensors_files import all_files, read_tensors, tensor_names
 from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_blocks
-from slime.utils.models.fp8_config import block_size_of
 from slime.utils.models.hub_names import folder_of
+from slime.utils.models.model_config import block_size_of
 
 logger = logging.getLogger(__name__)
 

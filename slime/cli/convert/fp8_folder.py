@@ -17,7 +17,7 @@ from slime.utils.files.safetensors_files import (
     write_index,
     write_tensors,
 )
-from slime.utils.models.fp8_config import quantization_config
+from slime.utils.models.model_config import quantization_config
 from slime.weight_sync.fp8 import quantize_state
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")

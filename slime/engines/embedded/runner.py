@@ -17,8 +17,8 @@ from slime.engines.embedded.sequence import Sequence
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.machine import accelerator
 from slime.utils.misc import is_installed
-from slime.utils.models.fp8_config import block_size_of
 from slime.utils.models.hub_names import folder_of
+from slime.utils.models.model_config import block_size_of
 from slime.utils.models.norms import fuse_norms
 
 _CPU_POOL_BYTES = 256 << 20
