@@ -26,7 +26,9 @@ def _shares(groups: Path, mount: Path) -> Iterator[float]:
         return
     for line in lines:
         _, controllers, place = (*line.split(":", 2), "", "")[:3]
-        inside = PurePosixPath(place.lstrip("/"))
+        if not place.startswith("/"):
+            continue
+        inside = PurePosixPath(place).relative_to("/")
         for part in (inside, *inside.parents):  # in a container the root may be the group itself
             if not controllers:  # version 2: one tree for everything
                 yield from _quotient(mount / part / "cpu.max")
