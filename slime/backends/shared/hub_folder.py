@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_part
-from slime.utils.models.fp8_config import block_size_of
+from slime.utils.models.model_config import block_size_of
 
 _SHOWN = 4
 
