@@ -49,4 +49,4 @@ def test_a_difference_is_told_with_its_pattern_the_push_and_the_tensors(world):
     said = done.stdout + done.stderr
     assert "the canary: engine-0 and the trainer" in said and "after push 1. Pattern:" in said
     assert "have not agreed since this run began" in said
-    assert "All of its tensors are those that were sent, by their checksums" in said
+    assert "All of its tensors match what was sent, by their checksums" in said

@@ -224,7 +224,7 @@ def test_a_plug_in_with_another_signature(start, world):
 def test_everything_wrong_at_once(start, world, tmp_path):
     folder = changed_model(world, tmp_path, model_type="odd")
     wrong = {"label_key": "nothere", "hf_checkpoint": folder, "update_weights_interval": 3}
-    parts = ("4 things keep this run", "settings:", "model:", "data:", "'odd'", "'nothere'", "absent.py")
+    parts = ("4 problems found", "settings:", "model:", "data:", "'odd'", "'nothere'", "absent.py")
     refused(start, *parts, custom_rm_path=f"{world}/absent.py:f", **wrong)
 
 
