@@ -18,9 +18,9 @@ from slime.agent.sandbox.base import Sandbox
 from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.local import LocalSandbox
+from slime.algorithms.vision.packed_images import PackedImages
 from slime.arguments import Args, PluginArgs
 from slime.arguments.groups.trained_sampling import SamplingFlags
-from slime.algorithms.vision.packed_images import PackedImages
 from slime.backends.base import Movable, OutputMatrix, TrainBackend
 from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer

@@ -15,6 +15,7 @@ from slime.liveness.waits import WaitTimeout
 from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStopped
 from slime.utils.files.restricted import create_restricted
 from slime.utils.machine.garbage import search_no_more, search_seldom
+from slime.utils.machine.open_files import open_missing_streams
 from slime.utils.machine.own_command import as_typed
 
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
@@ -121,6 +122,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    open_missing_streams()
     try:
         try:
             return _main(argv)

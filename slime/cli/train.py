@@ -13,6 +13,7 @@ from slime.cli.main import USER_MISTAKE, user_errors
 from slime.liveness.stacks import watch_exit
 from slime.utils.files.folder_lock import refuse_locked
 from slime.utils.machine import descriptors
+from slime.utils.machine.open_files import open_missing_streams
 from slime.utils.machine.own_command import as_typed
 
 
@@ -23,6 +24,7 @@ def main(
     training_loop: str = SYNCHRONOUS,
 ) -> int:
     """Run one training. `train` is the loop and `training_loop` its kind; default: the synchronous loop."""
+    open_missing_streams()
     try:
         return _main(argv, train, training_loop)
     finally:

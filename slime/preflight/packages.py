@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from slime.arguments import Args
@@ -13,9 +14,16 @@ from slime.catalog.trackers import TRACKERS, chosen_trackers
 from slime.preflight.findings import Finding
 from slime.utils.misc import is_installed, load_function
 
+NEEDS_DOCSTRINGS = (
+    "transformers makes its models of docstrings, and this Python runs without them (PYTHONOPTIMIZE=2, or "
+    "-OO): unset it, or set it to 1"
+)
+
 
 def check_packages(args: Args) -> Iterator[Finding]:
     """One error for each that is missing, with the command that installs it, or that cannot work here."""
+    if sys.flags.optimize > 1:
+        yield Finding("error", "transformers", f"{NEEDS_DOCSTRINGS}.")
     for flag, module, install in _needed(args):
         if not is_installed(module):
             yield Finding("error", flag, f"needs the package {module}, which is not installed: {install}")

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ from slime.cli.quickstart.two_runs import (
 )
 from slime.cli.train import run_loop
 from slime.cli.train_async import run_loop as run_overlapped
+from slime.preflight.packages import NEEDS_DOCSTRINGS
 from slime.utils.machine.own_command import as_typed
 from slime.utils.machine.warm_start import warm_starts
 
@@ -77,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     screen = Screen(quiet="--quiet" in options.extra)
     with contextlib.ExitStack() as stack:
         with user_errors():
+            if sys.flags.optimize > 1:
+                raise ValueError(f"slime quickstart: {NEEDS_DOCSTRINGS}.")
             check_flags(options, screen)
         stack.enter_context(warm_starts(_OF_CHILDREN))
         with user_errors():

@@ -8,7 +8,9 @@ accepted when there is room.
 from __future__ import annotations
 
 import functools
+import os
 import resource
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,21 @@ if TYPE_CHECKING:
 
 _MOST = 1 << 16  # what a process of ours may ever need
 _KEPT_BACK = 128  # for weights, logs, probes and libraries
+
+
+def open_missing_streams() -> None:
+    """Open standard streams that were closed by whoever started the command.
+
+    Otherwise the next opened file gets their number, and a library's errors are written into it.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = os.fdopen(number, "w" if number else "r", closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def raise_limit() -> int:
