@@ -51,11 +51,10 @@ from slime.backends.shared.microbatch import by_sample
 from slime.backends.shared.placed_adam import PlacedAdamW, local
 from slime.backends.shared.trainable import freeze
 from slime.backends.shared.trainer_base import TrainerBase
-from slime.backends.shared.trainer_folder import is_checkpoint, read_manifest
+from slime.backends.shared.trainer_folder import read_manifest
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
 from slime.catalog.families import is_verified, refusal
-from slime.utils.files.torch_dist_folder import is_torch_dist
 
 _COMPILE_FROM_WIDTH = 1024
 
@@ -342,20 +341,17 @@ class FSDPBackend(TrainerBase):
         path = weights_source(path, self.model.lm.config, self.hf_checkpoint)
         dcp_checkpoint.load_hf_weights(self.model.lm, path)
 
-    def load_teacher(self, path: str | Path) -> None:
-        if is_checkpoint(path) or is_torch_dist(path):
-            self.load_model(path, weights="teacher")
-            return
+    def _build_teacher(self, path: str | Path) -> bool:
         source = loading.empty_model(path)
         self.check_vocabulary("--opd-teacher-load", path, source.config)
         if dcp_checkpoint.fingerprint(source) == dcp_checkpoint.fingerprint(self.model.lm):
-            self.load_hf(path, weights="teacher")
-            return
+            return False
         self.teacher = PackedCausalLM(source).requires_grad_(False)
         shard(self.teacher, self.mesh.shard, self.compute_dtype)
         loading.allocate(self.teacher, torch.device("cpu"))
         loading.fill(source, path)
         self.teacher.eval()
+        return True
 
     def output_matrix(self, weights: str) -> WholeMatrix:
         """The whole output matrix [V, H] of the weights tagged `weights`, in the dtype of the passes."""

@@ -22,11 +22,10 @@ from slime.arguments import Args
 from slime.backends.fsdp import loading
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
-from slime.backends.fsdp.optimizer import init_state
 from slime.backends.fsdp.scalar_model import PackedLM
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
 from slime.backends.shared.hub_folder import listed
-from slime.backends.shared.placed_adam import PlacedAdamW
+from slime.backends.shared.placed_adam import PlacedAdamW, create_state
 from slime.catalog.deadlines import timeout_s
 from slime.utils.files.torch_dist_folder import is_torch_dist
 
@@ -54,7 +53,7 @@ def fingerprint(lm: HFModel, *, adapters: bool = True) -> dict[str, Any]:
 
 
 def save(backend: CheckpointedTrainer, path: Path, *, with_optimizer: bool) -> None:
-    init_state(backend.optimizer)
+    create_state(backend.optimizer)
     with _plain_moments(backend.optimizer):
         _write(backend, path, _state(backend, with_optimizer))
 
@@ -80,7 +79,7 @@ def _write(backend: CheckpointedTrainer, path: Path, state: dict[str, Any]) -> N
 def load(backend: CheckpointedTrainer, path: Path, *, with_optimizer: bool) -> None:
     """Read weights and, with the optimizer, moments into the live tensors."""
     if with_optimizer:
-        init_state(backend.optimizer)
+        create_state(backend.optimizer)
     with _plain_moments(backend.optimizer), unreadable_named(path):
         dcp.load(_state(backend, with_optimizer), checkpoint_id=path)
 

@@ -128,16 +128,15 @@ def has_experts(config: Any) -> bool:
 
 def _each_document_alone(forward: Any) -> Any:
     def run(module: nn.Module, hidden_states: Tensor, *_rest: Any, **_options: Any) -> Any:
+        def on_rows(batch: Tensor) -> Tensor:
+            output = forward(module, batch)
+            result: Tensor = output[0] if isinstance(output, tuple) else output
+            return result
+
         documents: PackedDocuments = getattr(module, DOCUMENTS)
-        found = by_document(documents, lambda batch: _first(forward(module, batch)), hidden_states[0])[None]
-        return found
+        return by_document(documents, on_rows, hidden_states[0])[None]
 
     return run
-
-
-def _first(output: Any) -> Tensor:
-    result: Tensor = output[0] if isinstance(output, tuple) else output
-    return result
 
 
 def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:

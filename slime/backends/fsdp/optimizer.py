@@ -24,20 +24,3 @@ def build_optimizer(args: Args, parameters: Iterable[nn.Parameter]) -> torch.opt
     if not plan.is_plain:
         return PlacedAdamW(groups, plan, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
-
-
-def init_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that AdamW creates in its first step, so that a checkpoint can be read into it."""
-    if isinstance(optimizer, PlacedAdamW):
-        optimizer.create_state()
-    if not isinstance(optimizer, torch.optim.AdamW):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if optimizer.state[parameter]:
-                continue
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }

@@ -58,10 +58,8 @@ from slime.backends.shared.microbatch import by_sample
 from slime.backends.shared.placed_adam import MomentPlan
 from slime.backends.shared.trainable import freeze
 from slime.backends.shared.trainer_base import TrainerBase
-from slime.backends.shared.trainer_folder import is_checkpoint
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
-from slime.utils.files.torch_dist_folder import is_torch_dist
 
 
 class MegatronBackend(TrainerBase):
@@ -312,16 +310,13 @@ class MegatronBackend(TrainerBase):
         settings = super().settings_of_critic(args)
         return settings if settings.hf_checkpoint == args.hf_checkpoint else critic_args(settings)
 
-    def load_teacher(self, path: str | Path) -> None:
-        if is_checkpoint(path) or is_torch_dist(path):
-            self.load_model(path, weights="teacher")
-            return
+    def _build_teacher(self, path: str | Path) -> bool:
         theirs = read_hf_config(str(path))
         self.check_vocabulary("--opd-teacher-load", path, theirs)
         if same_architecture(theirs, self.hf_config):
-            self.load_hf(path, weights="teacher")
-        else:
-            self.teacher = TeacherModel(self.args, path, self.layout, self.compute_dtype, self.device)
+            return False
+        self.teacher = TeacherModel(self.args, path, self.layout, self.compute_dtype, self.device)
+        return True
 
     def copy_weights(self, src: str, dst: str) -> None:
         super().copy_weights(src, dst)

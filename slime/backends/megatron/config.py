@@ -17,6 +17,7 @@ from torch import nn
 from slime.arguments import Args
 from slime.arguments.passthrough.megatron_flags import MODEL_FACTS
 from slime.backends.families import family_of, num_mtp_heads, register_configs
+from slime.backends.megatron.megatron_groups import PARALLEL_SIZES
 from slime.backends.megatron.modules.mla import MLAConfig
 
 # Fields of TransformerConfig that change what a layer computes and that none of these models uses: our
@@ -45,6 +46,11 @@ _ROPE_FACTS = {
     "beta_slow": 1,
     "original_max_position_embeddings": 4096,
 }
+# Flags that are fields of Megatron's optimizer under the same names.
+_OPTIMIZER_FLAGS = (
+    *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+    "overlap_param_gather",
+)
 TE_KERNELS = ("flash", "fused", "unfused")
 
 
@@ -119,12 +125,7 @@ def transformer_config(
     staged = args.pipeline_model_parallel_size > 1
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     values = {
-        "tensor_model_parallel_size": args.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": args.context_parallel_size,
-        "expert_model_parallel_size": args.expert_model_parallel_size,
-        "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
+        **{name: getattr(args, name) for name in PARALLEL_SIZES},
         "sequence_parallel": args.sequence_parallel,
         # Which kernel TransformerEngine takes, where its attention is used; the others are its own choice.
         "attention_backend": AttnBackend[kernel],
@@ -207,19 +208,11 @@ def _plain(name: str, value: Any, known: dict[str, Any]) -> Any:
 
 def optimizer_config(args: Args, dtype: torch.dtype) -> OptimizerConfig:
     values = {
-        "optimizer": args.optimizer,
-        "lr": args.lr,
-        "min_lr": args.min_lr,
-        "weight_decay": args.weight_decay,
-        "adam_beta1": args.adam_beta1,
-        "adam_beta2": args.adam_beta2,
-        "adam_eps": args.adam_eps,
+        **{name: getattr(args, name) for name in _OPTIMIZER_FLAGS},
         "sgd_momentum": 0.0,
-        "clip_grad": args.clip_grad,
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
         "use_distributed_optimizer": _distributed_optimizer(args),
-        "overlap_param_gather": args.overlap_param_gather,
     }
     return OptimizerConfig(**(values | _fields_of(OptimizerConfig, args.megatron_config)))
 

@@ -11,18 +11,19 @@ from slime.arguments import Args
 from slime.backends.base import Layout
 from slime.catalog.deadlines import timeout_s
 
+# Flags of these names are Megatron's own.
+PARALLEL_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
+
 
 def init_groups(args: Args, device: torch.device) -> None:
     """Cut the ranks into groups (again, if a model of another layout was built before in this process)."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        **{name: getattr(args, name) for name in PARALLEL_SIZES},
         distributed_timeout_minutes=timeout_s(args, "collective") / 60,
         create_gloo_process_groups=device.type != "cpu",
     )

@@ -270,6 +270,27 @@ def _update(
     )
 
 
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that Adam's first step would create, so that a checkpoint can be read into it."""
+    if isinstance(optimizer, PlacedAdamW):
+        optimizer.create_state()
+    if not isinstance(optimizer, torch.optim.Adam):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": step_on_its_device(torch.tensor(0.0), parameter, group),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def step_on_its_device(step: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """A fused AdamW counts on the parameters' device, the others on the host."""
+    return step.to(parameter.device if group.get("fused") else "cpu")
+
+
 def _first_share(parameters: list[Tensor], share: float) -> frozenset[Tensor]:
     """The first parameters that together have this share of all numbers; all of them if it is 1."""
     chosen, left = [], share * sum(local(p).numel() for p in parameters)

@@ -47,6 +47,7 @@ from slime.backends.shared.trainer_folder import (
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.batch.flops import ModelShape, Stream, pass_flops
 from slime.utils.files.step_folders import check_trainer_folder
+from slime.utils.files.torch_dist_folder import is_torch_dist
 from slime.utils.machine import accelerator
 
 logger = logging.getLogger(__name__)
@@ -244,12 +245,19 @@ class TrainerBase(ABC):
             self._check_model(Path(path))
             self._load_weights(Path(path) / self.state_folder)
 
-    @abstractmethod
     def load_teacher(self, path: str | Path) -> None:
         """Keep the model of `path` under the tag "teacher"; its vocabulary must be the policy's.
 
         `path` is an HF folder, or a checkpoint of a model of the policy's shape.
         """
+        if is_checkpoint(path) or is_torch_dist(path):
+            self.load_model(path, weights="teacher")
+        elif not self._build_teacher(path):
+            self.load_hf(path, weights="teacher")
+
+    @abstractmethod
+    def _build_teacher(self, path: str | Path) -> bool:
+        """Build the teacher of an HF folder, or return False where it has the policy's shape."""
 
     def check_vocabulary(self, flag: str, path: str | Path, theirs: Any) -> None:
         """Refuse a teacher or critic whose vocabulary differs; its size and family may differ."""

@@ -10,7 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from slime.backends.megatron.optimizer import members
-from slime.backends.shared.placed_adam import PlacedAdamW
+from slime.backends.shared.placed_adam import PlacedAdamW, create_state, step_on_its_device
 
 _installed = False
 
@@ -21,21 +21,6 @@ def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Opti
             yield member.optimizer
 
 
-def _create_moments(optimizer: MegatronOptimizer) -> None:
-    """Megatron reads the step of every parameter, and a fresh AdamW has none yet."""
-    for inner in _torch_optimizers(optimizer):
-        if isinstance(inner, PlacedAdamW):
-            inner.create_state()
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter] = {
-                        "step": _on_its_device(torch.tensor(0.0), parameter, group),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-
-
 @contextmanager
 def plain_moments(optimizer: MegatronOptimizer, *, wanted: bool) -> Iterator[None]:
     """A save or load of moments, in float32 whatever this run keeps them in, runs inside."""
@@ -43,7 +28,9 @@ def plain_moments(optimizer: MegatronOptimizer, *, wanted: bool) -> Iterator[Non
         yield
         return
     _install()
-    _create_moments(optimizer)
+    # Megatron reads the step of every parameter, and a fresh AdamW has none yet.
+    for inner in _torch_optimizers(optimizer):
+        create_state(inner)
     with ExitStack() as stack:
         for inner in _torch_optimizers(optimizer):
             if isinstance(inner, PlacedAdamW):
@@ -67,12 +54,7 @@ def unshare_steps(optimizer: MegatronOptimizer) -> None:
             for parameter in group["params"]:
                 state = inner.state[parameter]
                 if isinstance(state.get("step"), Tensor):
-                    state["step"] = _on_its_device(state["step"].clone(), parameter, group)
-
-
-def _on_its_device(step: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """A fused AdamW counts on the parameters' device, the others on the host."""
-    return step.to(parameter.device if group.get("fused") else "cpu")
+                    state["step"] = step_on_its_device(state["step"].clone(), parameter, group)
 
 
 def _install() -> None:
