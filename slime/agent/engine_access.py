@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -100,15 +100,6 @@ def _joined_nucleus(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict
 class Policy(Protocol):
     """What a session sends its turns to: `EnginePolicy`, or a test double."""
 
-    async def complete(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Mapping[str, Any],
-        *,
-        session: str | None = None,
-        images: PromptImages | None = None,
-    ) -> Made: ...
-
     def stream(
         self,
         prompt_ids: Sequence[int],
@@ -116,7 +107,14 @@ class Policy(Protocol):
         *,
         session: str | None = None,
         images: PromptImages | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[Made, None]: ...
+
+
+async def last_of(answers: AsyncGenerator[Made, None]) -> Made:
+    """Return the whole response."""
+    async with aclosing(answers):
+        return [made async for made in answers][-1]
 
 
 class EnginePolicy:
@@ -134,21 +132,6 @@ class EnginePolicy:
         self.client = client or EngineClient(self.url)
         self.extra = dict(extra or {})  # of every request: `lora_path`, say
 
-    async def complete(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Mapping[str, Any],
-        *,
-        session: str | None = None,
-        images: PromptImages | None = None,
-    ) -> Made:
-        """Return the whole response."""
-        made = Made()
-        async for request in self._requests(prompt_ids, sampling, session, images, stream=False, made=made):
-            answer = await self._ask(request)
-            _copy_into(made, made.plus(answer, final=answer.finish != "abort"))
-        return made
-
     async def stream(
         self,
         prompt_ids: Sequence[int],
@@ -156,51 +139,39 @@ class EnginePolicy:
         *,
         session: str | None = None,
         images: PromptImages | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[Made, None]:
-        """Yield the response so far, again and again; the last value has a `finish`."""
-        made = Made()
-        async for request in self._requests(prompt_ids, sampling, session, images, stream=True, made=made):
-            before = replace(made)
-            async with aclosing(self._events(request)) as events:
-                async for answer, final in events:
-                    _copy_into(made, before.plus(answer, final=final and answer.finish != "abort"))
-                    if len(made.ids) > len(before.ids) or made.finish is not None:
-                        yield made
+        """Yield the response so far, again and again; the last value has a `finish`.
 
-    async def _requests(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Mapping[str, Any],
-        session: str | None,
-        images: PromptImages | None,
-        *,
-        stream: bool,
-        made: Made,
-    ) -> AsyncIterator[GenerateRequest]:
-        """Yield requests until `made`, which the caller fills after each, is finished."""
-        params, idle, gate = SamplingParams.from_json(dict(sampling)), 0, current_gate()
+        With `whole` the engine sends a response at once, which costs it less.
+        """
+        params, made, idle, gate = SamplingParams.from_json(dict(sampling)), Made(), 0, current_gate()
         wire = images.wire_ids if images is not None else list(prompt_ids)
         while made.finish is None:
             scope = await gate.passing() if gate is not None else None
-            left = params
+            before, count, left = made, len(made.ids), params
             if params.max_new_tokens is not None:
-                room = params.max_new_tokens - len(made.ids)
-                if room <= 0 and made.ids:
-                    made.finish = "length"
+                room = params.max_new_tokens - count
+                if room <= 0 and count:
+                    yield replace(made, finish="length")
                     return
                 left = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
-            count = len(made.ids)
-            yield GenerateRequest(
-                input_ids=[*wire, *made.ids] if made.ids else wire,
+            request = GenerateRequest(
+                input_ids=[*wire, *made.ids],
                 image_data=images.urls if images is not None else (),
                 num_prompt_tokens=len(prompt_ids) + count if images is not None else None,
                 forbidden_ids=frozenset() if images is None else frozenset((images.image_token_id,)),
                 sampling=left,
                 rid=f"{scope.name if scope is not None else ''}{uuid4().hex}",
-                stream=stream,
+                stream=not whole,
                 session=session,
                 extra=self.extra,
             )
+            async with aclosing(self._answers(request)) as answers:
+                async for answer, final in answers:
+                    made = before.plus(answer, final=final and answer.finish != "abort")
+                    if len(made.ids) > count or made.finish is not None:
+                        yield made
             if scope is not None and scope.aborted:
                 continue  # the rollout ended, not the engine: the gate decides
             idle = 0 if len(made.ids) > count else idle + 1
@@ -209,20 +180,17 @@ class EnginePolicy:
                     raise PolicyDown(f"the engine aborted a turn {idle} times without a token")
                 await asyncio.sleep(min(1.0, 0.05 * 2 ** min(idle, 10)))
 
-    async def _ask(self, request: GenerateRequest) -> Generation:
+    async def _answers(self, request: GenerateRequest) -> AsyncGenerator[tuple[Generation, bool], None]:
+        """Yield what one request gives, and whether it is the last of it."""
+        ended, count, gate = False, 0, current_gate()
+        in_flight = gate.sending(request.rid) if gate is not None else contextlib.nullcontext(int)
         try:
-            with _in_flight(request) as made:
-                answer = await self.client.generate(request)
-                made(len(answer.ids))
-                return _checked(answer, request)
-        except asyncio.CancelledError:
-            await asyncio.shield(self.abort(request.rid))
-            raise
-
-    async def _events(self, request: GenerateRequest) -> AsyncGenerator[tuple[Generation, bool], None]:
-        ended, count = False, 0
-        try:
-            with _in_flight(request) as made:
+            with in_flight as made:
+                if not request.stream:
+                    answer, ended = _checked(await self.client.generate(request), request), True
+                    made(len(answer.ids))
+                    yield answer, True
+                    return
                 async with aclosing(self.client.stream(request)) as events:
                     async for event in events:
                         answer, ended = _read_event(event, request)
@@ -230,9 +198,10 @@ class EnginePolicy:
                         count = len(answer.ids)
                         yield answer, ended
         except http_utils.HttpError as error:
-            if 400 <= error.status < 500:
+            ended = ended or not request.stream  # the client has retried it: the engine has no such request
+            if not request.stream or 400 <= error.status < 500:
                 raise
-            # `_requests` asks for the rest.
+            # `stream` asks for the rest.
             logger.info("A stream from an engine broke; the rest is requested again: %s", error)
         finally:
             if not ended:
@@ -256,16 +225,6 @@ class EnginePolicy:
             return [worker["url"] for worker in answer["workers"]]
         except (http_utils.HttpError, KeyError, TypeError):
             return [self.url]
-
-
-def _in_flight(request: GenerateRequest) -> contextlib.AbstractContextManager[Callable[[int], object]]:
-    gate = current_gate()
-    return gate.sending(request.rid) if gate is not None else contextlib.nullcontext(int)
-
-
-def _copy_into(made: Made, new: Made) -> None:
-    for name in Made.__slots__:
-        setattr(made, name, getattr(new, name))
 
 
 def _read_event(event: Mapping[str, Any], request: GenerateRequest) -> tuple[Generation, bool]:

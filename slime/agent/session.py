@@ -19,13 +19,13 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
 
-from slime.agent.engine_access import Made, Policy, policy_of
+from slime.agent.engine_access import Made, Policy, last_of, policy_of
 from slime.agent.history import THOUGHTS, History, Said
 from slime.agent.parsing import ParsedModelOutput, Parser, parser_for, plain_parser
 from slime.agent.rendering import Message, Renderer
@@ -38,7 +38,7 @@ from slime.agent.session_errors import (
     TokenBudgetUsed,
     TurnBudgetUsed,
 )
-from slime.agent.shown_pictures import Placed, PromptImages, images_of
+from slime.agent.shown_pictures import Placed, images_of
 from slime.agent.trajectory import TurnNode, TurnRecord, TurnTree, samples_of
 from slime.arguments import PluginArgs
 from slime.data.mix import mix64
@@ -193,35 +193,23 @@ class Session:
         With `after`, a response of this session, `messages` are only the new ones that follow it.
         """
         asked = self.ask(messages, tools, sampling, after=after)
-        return self.record(asked, await self.complete(asked))
+        return self.record(asked, await last_of(self.stream(asked, whole=True)))
 
-    async def complete(self, asked: Asked) -> Made:
-        """Return the whole response, which the caller records; RolloutEnded if the rollout ends first."""
-        with self._within_rollout(asked):
-            return await self.policy.complete(
-                asked.prompt_ids, asked.sampling, session=self.session_id, images=self._images_of(asked)
-            )
+    async def stream(self, asked: Asked, *, whole: bool = False) -> AsyncGenerator[Made, None]:
+        """Yield the response as it grows (`whole`: once); the caller records the last value, or drops it.
 
-    async def stream(self, asked: Asked) -> AsyncGenerator[Made, None]:
-        """Yield the response as it grows; the caller records the last value, or drops all of it."""
-        with self._within_rollout(asked):
-            answers = self.policy.stream(
-                asked.prompt_ids, asked.sampling, session=self.session_id, images=self._images_of(asked)
-            )
-            async with aclosing(answers):
-                async for made in answers:
-                    yield made
-
-    def _images_of(self, asked: Asked) -> PromptImages | None:
-        return images_of(asked.prompt_ids, asked.images, self.renderer.processor)
-
-    @contextmanager
-    def _within_rollout(self, asked: Asked) -> Iterator[None]:
-        client = self.client
+        RolloutEnded if the rollout ends first.
+        """
+        client, images = self.client, images_of(asked.prompt_ids, asked.images, self.renderer.processor)
         sent = client.sending(trained=asked.untrained is None) if client is not None else nullcontext()
         try:
             with self.gate.entered(), sent:
-                yield
+                answers = self.policy.stream(
+                    asked.prompt_ids, asked.sampling, session=self.session_id, images=images, whole=whole
+                )
+                async with aclosing(answers):
+                    async for made in answers:
+                        yield made
         except RolloutEnded as ended:
             self.end("aborted", str(ended))
             raise

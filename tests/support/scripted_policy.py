@@ -15,15 +15,7 @@ class ScriptedPolicy:
         self.made: list[Made] = []
         self.version = 1
 
-    async def complete(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Mapping[str, Any],
-        *,
-        session: str | None = None,
-        images: Any = None,
-    ) -> Made:
-        prompt = list(prompt_ids)
+    def _answer(self, prompt: list[int]) -> Made:
         ids, finish, stop_id = self.answer(prompt)
         log_probs = [-(1 + (len(prompt) * 31 + i * 7) % 97) / 100 for i in range(len(ids))]
         cut = len(ids) // 2
@@ -47,8 +39,9 @@ class ScriptedPolicy:
         *,
         session: str | None = None,
         images: Any = None,
+        whole: bool = False,
     ) -> AsyncGenerator[Made, None]:
-        made = await self.complete(prompt_ids, sampling)
-        for count in range(1, len(made.ids)):
+        made = self._answer(list(prompt_ids))
+        for count in range(1, 0 if whole else len(made.ids)):
             yield Made(made.ids[:count], made.log_probs[:count], [], None)
         yield made

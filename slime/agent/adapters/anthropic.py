@@ -6,19 +6,19 @@ import json
 import re
 from typing import Any
 
-from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
+from slime.agent.adapters.client_errors import ApiError
 from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.dialect import (
     Call,
     ClientDialect,
     Reply,
     Stream,
-    content_parts,
+    content_of,
     folded,
     function_tool,
     paired,
-    text_parts,
 )
+from slime.agent.adapters.shapes import COUNT, FUNCTION, SOME_TEXT, Kinds, Number, check
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 
@@ -31,8 +31,41 @@ _ERROR_TYPES = {
     "engine": "api_error",
     "ours": "api_error",
 }
-_SERVER_TOOL = re.compile(r"_20\d{6}$")  # the types of tools that the real endpoint runs end with a date
-_MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+_TOOL = {**FUNCTION, "input_schema": dict}
+_SERVER_TOOL = re.compile(r".*_20\d{6}")  # the types of tools that the real endpoint runs end with a date
+_SOURCES = {
+    "base64": {"media_type": {"image/jpeg", "image/png", "image/gif", "image/webp"}, "data": str},
+    "url": {"url": str},
+}
+_TEXT_BLOCK: dict[str, Any] = {"text": {"text": str}}
+_TEXT = (str, [Kinds("type", _TEXT_BLOCK)])
+_SHOWN_BLOCKS: dict[str, Any] = {**_TEXT_BLOCK, "image": {"source": Kinds("type", _SOURCES)}}
+_RESULT = {"tool_use_id": str, "content?": (str, [Kinds("type", _SHOWN_BLOCKS)])}
+_ANSWER_BLOCKS = {
+    **_TEXT_BLOCK,
+    "thinking": {"thinking": str},
+    "redacted_thinking": {},
+    "tool_use": {"id": str, "name": str, "input": dict},
+}
+_MESSAGES = {
+    "user": {"content": (str, [Kinds("type", {**_SHOWN_BLOCKS, "tool_result": _RESULT})])},
+    "assistant": {"content": (str, [Kinds("type", _ANSWER_BLOCKS)])},
+    "system": {"content": _TEXT},
+}
+_REQUEST = {
+    "model": str,
+    "max_tokens": COUNT,
+    "messages": [Kinds("role", _MESSAGES)],
+    "system?": _TEXT,
+    "tools?": [Kinds("type", {"custom": _TOOL}, default="custom", others=_SERVER_TOOL)],
+    "tool_choice?": {"type": {"auto", "none"}},
+    "temperature?": Number(0, 1, float),
+    "top_p?": Number(0, 1, float),
+    "top_k?": COUNT,
+    "stop_sequences?": [SOME_TEXT],
+    "stream?": bool,
+    "output_config?": {"format?": None},
+}
 _STOP_REASONS = {"length": "max_tokens"}
 
 
@@ -40,27 +73,22 @@ class Messages(ClientDialect):
     path = "/v1/messages"
 
     def read(self, body: dict[str, Any]) -> Call:
-        given = want(body.get("messages"), list, "messages", "a list")
-        if count(body, "max_tokens") is None:
-            raise invalid("max_tokens: Field required", "max_tokens")
-        system = body.get("system")
-        if (maybe(body, "output_config", dict, "an object") or {}).get("format") is not None:
-            raise invalid("output_config.format: other formats than text are not supported")
+        check(body, _REQUEST)
         messages: list[Message] = []
-        if system is not None and (words := _text(system, "system")):
+        if words := content_of(body.get("system"), "system"):
             messages.append({"role": "system", "content": words})
-        for place, message in enumerate(given):
-            _add_message(messages, message, f"messages.{place}")
-        choice = maybe(body, "tool_choice", dict, "an object")
-        if choice is not None and choice.get("type") not in ("auto", "none"):
-            raise invalid("tool_choice: only auto and none are supported: a call cannot be forced here")
+        for place, message in enumerate(body["messages"]):
+            messages += _read_message(message, f"messages.{place}.content")
+        tools = [tool for tool in body.get("tools") or () if tool.get("type") in (None, "custom")]
+        found = {name: body.get(name) for name in ("temperature", "top_p", "top_k")}
+        found |= {"stop": body.get("stop_sequences") or None, "max_new_tokens": body["max_tokens"]}
         return Call(
             messages=paired(folded(messages)),
-            tools=_tools(body.get("tools")),
-            sampling=_sampling(body),
-            stream=bool(maybe(body, "stream", bool, "a boolean")),
-            model=want(body.get("model"), str, "model", "a string"),
-            uses_tools=choice is None or choice["type"] != "none",
+            tools=[function_tool(tool, tool["input_schema"]) for tool in tools],
+            sampling={name: value for name, value in found.items() if value is not None},
+            stream=bool(body.get("stream")),
+            model=body["model"],
+            uses_tools=(body.get("tool_choice") or {}).get("type") != "none",
         )
 
     def answer(self, reply: Reply) -> dict[str, Any]:
@@ -85,115 +113,34 @@ class Messages(ClientDialect):
         return {"input_tokens": num_tokens}
 
 
-def _sampling(body: dict[str, Any]) -> dict[str, Any]:
-    stops = maybe(body, "stop_sequences", list, "a list") or []
-    check_stops(stops, "stop_sequences")
-    found = {
-        "temperature": number(body, "temperature", 0, 1),
-        "top_p": number(body, "top_p", 0, 1),
-        "top_k": count(body, "top_k"),
-        "stop": stops or None,
-        "max_new_tokens": count(body, "max_tokens"),
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _tools(given: Any) -> list[dict[str, Any]]:
-    """Return the client's tools, without the ones that the real endpoint would run itself."""
-    out = []
-    for place, tool in enumerate(want([] if given is None else given, list, "tools", "a list")):
-        where = f"tools.{place}"
-        kind = want(tool, dict, where, "an object").get("type")
-        if kind not in (None, "custom") and not _SERVER_TOOL.search(str(kind)):
-            raise invalid(f"{where}.type: {kind!r} is no type of a tool")
-        if kind in (None, "custom"):
-            schema = want(tool.get("input_schema"), dict, f"{where}.input_schema", "an object")
-            out.append(function_tool(tool.get("name"), tool.get("description"), schema, where))
+def _read_message(given: dict[str, Any], where: str) -> list[Message]:
+    """Return a message in the form of chat templates, after the tool results that it holds."""
+    role, content = given["role"], given["content"]
+    if role == "assistant":
+        return [_answer([{"type": "text", "text": content}] if isinstance(content, str) else content)]
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    rest = [block for block in content if block["type"] != "tool_result"]
+    out: list[Message] = [
+        {"role": "tool", "tool_call_id": one["tool_use_id"], "content": content_of(one.get("content"), where)}
+        for one in content
+        if one["type"] == "tool_result"
+    ]
+    if rest or role == "system":
+        out.append({"role": role, "content": content_of(rest, where)})
     return out
 
 
-def _text(content: Any, where: str) -> str:
-    return content if isinstance(content, str) else text_parts(content, where, ("text",))
-
-
-def _shown(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return text, or parts if there are images."""
-    return (
-        content if isinstance(content, str) else content_parts(content, where, ("text",), {"image": _source})
-    )
-
-
-def _source(block: dict[str, Any], where: str) -> str:
-    """Return the image of a block, as a data URL or the address that it gives."""
-    source = want(block.get("source"), dict, f"{where}.source", "an object")
-    kind = source.get("type")
-    if kind == "url":
-        return str(want(source.get("url"), str, f"{where}.source.url", "a string"))
-    if kind != "base64":
-        raise invalid(f"{where}.source.type: Input should be 'base64' or 'url'")
-    media = want(source.get("media_type"), str, f"{where}.source.media_type", "a string")
-    if media not in _MEDIA_TYPES:
-        raise invalid(f"{where}.source.media_type: Input should be one of {', '.join(_MEDIA_TYPES)}")
-    return f"data:{media};base64,{want(source.get('data'), str, f'{where}.source.data', 'a string')}"
-
-
-def _add_message(messages: list[Message], given: Any, where: str) -> None:
-    role = want(given, dict, where, "an object").get("role")
-    content = given.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise invalid(f"{where}.role: Input should be 'user' or 'assistant'")
-    if isinstance(content, str):
-        messages.append({"role": role, "content": content})
-        if role == "assistant":
-            messages[-1][THOUGHTS] = ""
-        return
-    blocks = want(content, list, f"{where}.content", "a string or a list")
-    for place, block in enumerate(blocks):
-        want(block, dict, f"{where}.content.{place}", "an object")
-    if role == "assistant":
-        messages.append(_answer(blocks, where))
-    elif role == "system":
-        messages.append({"role": "system", "content": _text(blocks, f"{where}.content")})
-    else:
-        _add_user_blocks(messages, blocks, where)
-
-
-def _add_user_blocks(messages: list[Message], blocks: list[dict[str, Any]], where: str) -> None:
-    texts: list[dict[str, Any]] = []
-    for place, block in enumerate(blocks):
-        if block.get("type") != "tool_result":
-            texts.append(block)
-            continue
-        name = f"{where}.content.{place}"
-        identity = want(block.get("tool_use_id"), str, f"{name}.tool_use_id", "a string")
-        content = block.get("content")
-        result = _shown("" if content is None else content, f"{name}.content")
-        messages.append({"role": "tool", "tool_call_id": identity, "content": result})
-    if texts:
-        messages.append({"role": "user", "content": _shown(texts, f"{where}.content")})
-
-
-def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
+def _answer(blocks: list[dict[str, Any]]) -> Message:
     """Read a response that the client sends back. This API sends thoughts too, so none means none."""
-    texts, thoughts, calls = [], [], []
-    for place, block in enumerate(blocks):
-        name, kind = f"{where}.content.{place}", block.get("type")
-        if kind == "text":
-            texts.append(want(block.get("text"), str, f"{name}.text", "a string"))
-        elif kind == "thinking":
-            thoughts.append(want(block.get("thinking"), str, f"{name}.thinking", "a string"))
-        elif kind == "tool_use":
-            identity = want(block.get("id"), str, f"{name}.id", "a string")
-            function = {
-                "name": want(block.get("name"), str, f"{name}.name", "a string"),
-                "arguments": want(block.get("input"), dict, f"{name}.input", "an object"),
-            }
-            calls.append({"id": identity, "type": "function", "function": function})
-        elif kind != "redacted_thinking":
-            raise invalid(f"{name}: blocks of type {kind!r} are not supported in assistant messages")
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
     message: Message = {"role": "assistant", "content": "\n".join(texts), THOUGHTS: "\n".join(thoughts)}
-    if calls:
-        message["tool_calls"] = calls
+    for block in blocks:
+        if block["type"] == "tool_use":
+            function = {"name": block["name"], "arguments": block["input"]}
+            call = {"id": block["id"], "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
     return message
 
 

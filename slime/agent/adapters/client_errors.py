@@ -1,8 +1,6 @@
-"""Errors sent to clients, and checks of request fields; each protocol writes errors in its own JSON."""
+"""Errors sent to clients; each protocol writes them in its own JSON."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from slime.agent.engine_access import PolicyDown
 from slime.agent.rendering import TemplateRefused
@@ -59,47 +57,3 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ValueError):  # sampling parameters that the engines' protocol does not have
         return invalid(str(error)[:500])
     return ApiError(500, "ours", f"{type(error).__name__}: {error}"[:500])
-
-
-def want(value: Any, kinds: type | tuple[type, ...], name: str, what: str) -> Any:
-    """Return `value`, which must be of one of `kinds`; a boolean is no number."""
-    wrong_bool = isinstance(value, bool) and bool not in (kinds if isinstance(kinds, tuple) else (kinds,))
-    if wrong_bool or not isinstance(value, kinds):
-        raise invalid(f"Invalid type for '{name}': expected {what}, got {type(value).__name__}.", name)
-    return value
-
-
-def maybe(given: dict[str, Any], name: str, kinds: type, what: str) -> Any:
-    """Return an optional field; None: it is absent or null."""
-    value = given.get(name)
-    return None if value is None else want(value, kinds, name, what)
-
-
-def number(body: dict[str, Any], name: str, low: float, high: float) -> float | None:
-    """Return a number of the body, which must be within a range; None: it is absent."""
-    value = body.get(name)
-    if value is None:
-        return None
-    want(value, (int, float), name, "a number")
-    if not low <= value <= high:
-        raise invalid(f"Invalid '{name}': {value} is not between {low:g} and {high:g}.", name)
-    return float(value)
-
-
-def count(body: dict[str, Any], name: str, low: int = 1, high: int | None = None) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    want(value, int, name, "an integer")
-    if value < low:
-        raise invalid(f"Invalid '{name}': integer below minimum value. Expected a value >= {low}.", name)
-    if high is not None and value > high:
-        raise invalid(f"Invalid '{name}': integer above maximum value. Expected a value <= {high}.", name)
-    return int(value)
-
-
-def check_stops(given: list[Any], name: str) -> None:
-    """Refuse empty stop strings, which would end every response at once."""
-    for place, text in enumerate(given):
-        if not want(text, str, f"{name}[{place}]", "a string"):
-            raise invalid(f"Invalid '{name}[{place}]': empty string. Expected at least one character.", name)

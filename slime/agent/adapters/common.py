@@ -13,7 +13,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -312,77 +312,68 @@ class BaseAdapter:
         if call.after is not None:
             call.messages = self._with_earlier(held, call)
         if (lost := held.unread.pop(one.digest, None)) is not None:
-            return await self._deliver(one, call, *lost)
+            return await self._respond(one, call, lost[0], _again(lost[1]))
         if held.last is not None and held.last[0] == one.digest and _is_retry(one.request):
-            call.response_id = held.last[1]
-            return await self._deliver(one, call, *held.last[2:], record=False)
+            _, call.response_id, asked, made = held.last
+            return await self._respond(one, call, asked, _again(made), record=False)
         asked = held.session.ask(call.messages, call.tools, call.sampling)
-        if call.stream:
-            return await self._stream(one, call, asked)
-        return await self._deliver(one, call, asked, await held.session.complete(asked))
+        return await self._respond(one, call, asked, held.session.stream(asked, whole=not call.stream))
 
-    def _reply(self, held: _Open, call: Call, asked: Asked, made: Made) -> Reply:
-        tools = asked.tools if call.uses_tools else []
-        text = held.session.text_of(made)
-        parsed = self.parser(text, tools, asked.opens_thought)
-        return Reply(call, held.session, asked, made, parsed, held.session.message_of(asked, parsed))
-
-    async def _deliver(
-        self, one: _Exchange, call: Call, asked: Asked, made: Made, *, record: bool = True
+    async def _respond(
+        self,
+        one: _Exchange,
+        call: Call,
+        asked: Asked,
+        answers: AsyncGenerator[Made, None],
+        *,
+        record: bool = True,
     ) -> web.StreamResponse:
-        """Write a finished response, and record it once it is written."""
-        reply = self._reply(one.held, call, asked, made)
-        response: web.StreamResponse
+        """Write a response, and record it once it is written.
+
+        The headers of a stream are sent with its first token, so that earlier errors have a status.
+        """
+        held, stream, live = one.held, one.protocol.stream(call), self._live(call, asked)
+        response: web.StreamResponse | None = None
+        made, seen = Made(), 0
         try:
-            if call.stream:
-                stream, live = one.protocol.stream(call), self._live(call, asked)
-                response = await _begin(one.request, stream.start(reply.num_prompt))
-                await response.write(b"".join(self._last_pieces(live, stream, reply)))
+            async with contextlib.aclosing(answers):
+                async for made in answers:
+                    if call.stream and response is None:
+                        response = await _begin(one.request, stream.start(asked.num_prompt))
+                    pieces = list(live.feed(made.ids)) if response and made.finish is None else []
+                    if response and pieces:
+                        new = _slice(made, seen)
+                        seen = len(made.ids)
+                        await response.write(b"".join(_written(stream, pieces, new)))
+            reply = self._reply(held, call, asked, made)
+            if response is not None:
+                pieces = list(live.rest(reply.parsed)) or [("text", "")]
+                written = _written(stream, pieces, _slice(made, seen))
+                await response.write(b"".join([*written, stream.end(reply)]))
             else:
                 response = web.json_response(one.protocol.answer(reply))
                 await response.prepare(one.request)
                 await response.write_eof()
-        except BaseException:
-            if record:
-                one.held.keep(one.digest, asked, made)
+        except (asyncio.CancelledError, ConnectionError):
+            if record and made.finish is not None:
+                held.keep(one.digest, asked, made)
             raise
+        except Exception as error:
+            if response is None or not call.stream:
+                raise
+            told = api_error(error)
+            logger.warning("Session %s: a streamed response broke: %s", held.session.session_id, told.message)
+            await response.write(stream.error(told))
+            return response
         if record:
             self._record(one, reply)
         await response.write_eof()
         return response
 
-    async def _stream(self, one: _Exchange, call: Call, asked: Asked) -> web.StreamResponse:
-        """Stream a response. Headers are sent with the first token, so that earlier errors have a status."""
-        session, stream, live = one.held.session, one.protocol.stream(call), self._live(call, asked)
-        response: web.StreamResponse | None = None
-        made, seen = Made(), 0
-        try:
-            async with contextlib.aclosing(session.stream(asked)) as answers:
-                async for made in answers:
-                    if response is None:
-                        response = await _begin(one.request, stream.start(asked.num_prompt))
-                    pieces = list(live.feed(made.ids)) if made.finish is None else []
-                    if pieces:
-                        new = _slice(made, seen)
-                        seen = len(made.ids)
-                        await response.write(b"".join(_written(stream, pieces, new)))
-            assert response is not None, "a response has a last event"
-            reply = self._reply(one.held, call, asked, made)
-            await response.write(b"".join(self._last_pieces(live, stream, reply, seen)))
-        except (asyncio.CancelledError, ConnectionError):
-            if made.finish is not None:
-                one.held.keep(one.digest, asked, made)
-            raise
-        except Exception as error:
-            if response is None:
-                raise
-            told = api_error(error)
-            logger.warning("Session %s: a streamed response broke: %s", session.session_id, told.message)
-            await response.write(stream.error(told))
-            return response
-        self._record(one, reply)
-        await response.write_eof()
-        return response
+    def _reply(self, held: _Open, call: Call, asked: Asked, made: Made) -> Reply:
+        tools = asked.tools if call.uses_tools else []
+        parsed = self.parser(held.session.text_of(made), tools, asked.opens_thought)
+        return Reply(call, held.session, asked, made, parsed, held.session.message_of(asked, parsed))
 
     def _live(self, call: Call, asked: Asked) -> LiveText:
         marks = self.parser.starts if asked.tools and call.uses_tools else ()
@@ -391,11 +382,6 @@ class BaseAdapter:
         return LiveText(
             self.tokenizer, marks=marks, stops=stops, opens_thought=asked.opens_thought, held=held
         )
-
-    def _last_pieces(self, live: LiveText, stream: Stream, reply: Reply, seen: int = 0) -> Iterator[bytes]:
-        pieces = list(live.rest(reply.parsed))
-        yield from _written(stream, pieces or [("text", "")], _slice(reply.made, seen))
-        yield stream.end(reply)
 
     def _record(self, one: _Exchange, reply: Reply) -> None:
         held = one.held
@@ -437,6 +423,10 @@ async def _close_connections(app: web.Application) -> None:
 def _is_retry(request: web.Request) -> bool:
     """Return whether the SDK of OpenAI or Anthropic marks the request as a retry."""
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
+
+async def _again(made: Made) -> AsyncGenerator[Made, None]:
+    yield made
 
 
 async def _begin(request: web.Request, first: bytes) -> web.StreamResponse:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from slime.agent.adapters.client_errors import ApiError, invalid, want
+from slime.agent.adapters.client_errors import ApiError, invalid
 from slime.agent.engine_access import Made
 from slime.agent.history import Message
 from slime.agent.parsing import ParsedModelOutput
@@ -19,7 +20,6 @@ from slime.utils.media.pictures import NotAnImage
 
 _NOT_JSON = "We could not parse the JSON body of your request"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or in bytes
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
 @dataclass(slots=True)
@@ -119,24 +119,15 @@ def json_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """Return a tool in the form of chat templates. Its name may be what both APIs allow."""
-    if not _TOOL_NAME.fullmatch(want(name, str, f"{where}.name", "a string")):
-        told = f"Invalid '{where}.name': string does not match pattern. Expected a string that matches the "
-        raise invalid(f"{told}pattern '{_TOOL_NAME.pattern}'.", f"{where}.name")
-    if parameters is not None:
-        want(parameters, dict, f"{where}.parameters", "an object")
-    function: dict[str, Any] = {"name": name}
-    if description is not None:
-        function["description"] = want(description, str, f"{where}.description", "a string")
+def function_tool(given: dict[str, Any], parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a tool in the form of chat templates."""
+    function = {name: given[name] for name in ("name", "description") if given.get(name) is not None}
     function["parameters"] = parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 
 
-def arguments_of(text: Any) -> Any:
+def arguments_of(text: str) -> Any:
     """Return the arguments of a call as a dict, as templates want them; text that is not JSON stays text."""
-    if not isinstance(text, str):
-        return text
     try:
         value = json.loads(text or "{}")
     except ValueError:
@@ -144,48 +135,42 @@ def arguments_of(text: Any) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def text_parts(content: Any, where: str, kinds: Sequence[str]) -> str:
-    """Return the text of a list of parts, which must all be of one of `kinds`."""
-    text = content_parts(content, where, kinds, {})
-    assert isinstance(text, str), "without pictures parts are text"
-    return text
-
-
-def content_parts(
-    content: Any,
-    where: str,
-    kinds: Sequence[str],
-    pictures: Mapping[str, Callable[[dict[str, Any], str], Any]],
-) -> str | list[dict[str, Any]]:
-    """Return the text of a message's parts, or the parts as templates take them if there are images.
-
-    `pictures` maps the type of a part to a function that returns the address of its image.
-    """
-    texts: list[str] = []
+def content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return the text of a message, or its parts as templates take them if there are images."""
+    if not isinstance(content, list):
+        return content or ""
     parts: list[dict[str, Any]] = []
-    for place, part in enumerate(want(content, list, where, "a string or a list")):
-        name = f"{where}[{place}]"
-        kind = want(part, dict, name, "an object").get("type")
-        if isinstance(kind, str) and kind in pictures:
-            parts.append({"type": "image", "image": _picture(pictures[kind](part, name), name)})
-            continue
-        if kind not in kinds:
-            told = f"Invalid value: {kind!r}. Supported values are: {', '.join((*kinds, *pictures))}."
-            raise invalid(told, f"{name}.type")
-        texts.append(want(part.get("text", part.get("refusal")), str, f"{name}.text", "a string"))
-        parts.append({"type": "text", "text": texts[-1]})
-    return "\n".join(texts) if len(texts) == len(parts) else parts
+    for place, part in enumerate(content):
+        address = _address_of(part)
+        if address is None:
+            parts.append({"type": "text", "text": part.get("text", part.get("refusal"))})
+        else:
+            parts.append({"type": "image", "image": _picture(address, f"{where}[{place}]")})
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
 
 
-def _picture(address: Any, where: str) -> Shown:
-    text = want(address, str, where, "a data URL")
-    if not text.startswith("data:"):
-        raise invalid(
-            f"{text[:60]!r} is not fetched: send images as data URLs (data:image/png;base64,...).",
-            where,
-        )
+def _address_of(part: dict[str, Any]) -> str | None:
+    """Return the address of an image in the form of any API; None: the part is text."""
+    match part:
+        case {"type": "image_url", "image_url": {"url": str(url)}}:
+            return url
+        case {"type": "input_image", "image_url": str(url)}:
+            return url
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return url
+        case {"type": "image", "source": {"media_type": media, "data": data}}:
+            return f"data:{media};base64,{data}"
+    return None
+
+
+def _picture(address: str, where: str) -> Shown:
+    if not address.startswith("data:"):
+        told = f"{address[:60]!r} is not fetched: send images as data URLs (data:image/png;base64,...)."
+        raise invalid(told, where)
     try:
-        return shown(text)
+        return shown(address)
     except NotAnImage as error:
         raise invalid(f"Invalid image: {error}.", where) from None
 
@@ -197,50 +182,24 @@ def paired(messages: list[Message]) -> list[Message]:
     A result without a call, or a call without a result, is refused as the real endpoints do.
     """
     out: list[Message] = []
-    wanted: list[str] = []
-    at = 0
-    while at < len(messages):
-        message = messages[at]
-        if message["role"] == "tool":
-            end = at
-            while end < len(messages) and messages[end]["role"] == "tool":
-                end += 1
-            results = messages[at:end]
-            out.extend(_in_order(results, wanted, at))
-            wanted, at = [], end
-            continue
-        if wanted:
-            raise invalid(
-                "An assistant message with 'tool_calls' must be followed by tool messages responding to each "
-                f"'tool_call_id'. These ids have no response: {', '.join(wanted)}",
-                f"messages[{at}].role",
-            )
-        wanted = [str(call["id"]) for call in message.get("tool_calls") or ()]
-        out.append(message)
-        at += 1
-    if wanted:
-        raise invalid(
-            "tool calls were found without a result immediately after: " + ", ".join(wanted), "messages"
-        )
-    return out
-
-
-def _in_order(results: list[Message], wanted: list[str], at: int) -> list[Message]:
-    places = {call: place for place, call in enumerate(wanted)}
-    given = [str(result.get("tool_call_id")) for result in results]
-    stray = next((call for call in given if call not in places), None)
-    if stray is not None:
-        raise invalid(
-            f"unexpected tool result {stray!r}: each result must have its call in the message before",
-            f"messages[{at}].tool_call_id",
-        )
-    twice = next((call for call in given if given.count(call) > 1), None)
-    if twice is not None:
-        raise invalid(f"the call {twice!r} has more than one result", f"messages[{at}].tool_call_id")
-    missing = [call for call in wanted if call not in given]
-    if missing:
-        raise invalid(f"these calls have no result: {', '.join(missing)}", f"messages[{at}]")
-    return sorted(results, key=lambda result: places[str(result["tool_call_id"])])
+    calls: list[str] = []
+    rest = deque(messages)
+    while True:
+        results = {}
+        while rest and rest[0]["role"] == "tool":
+            result = rest.popleft()
+            identity = result["tool_call_id"]
+            if identity not in calls or identity in results:
+                told = f"unexpected tool result {identity!r}: each must have its call in the message before"
+                raise invalid(told, "messages")
+            results[identity] = result
+        if missing := [call for call in calls if call not in results]:
+            raise invalid(f"these tool calls have no result: {', '.join(missing)}", "messages")
+        out += [results[call] for call in calls]
+        if not rest:
+            return out
+        out.append(rest.popleft())
+        calls = [call["id"] for call in out[-1].get("tool_calls") or ()]
 
 
 def folded(messages: list[Message]) -> list[Message]:

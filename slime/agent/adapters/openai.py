@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
-from slime.agent.adapters.client_errors import ApiError, count, invalid, maybe, want
+from slime.agent.adapters.client_errors import ApiError, invalid
 from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.dialect import (
     Call,
     Reply,
     Stream,
     arguments_of,
-    content_parts,
+    content_of,
     function_tool,
     paired,
-    text_parts,
 )
-from slime.agent.adapters.openai_chat import ChatCompletions, OpenAIDialect, sampling_of, tool_choice_of
+from slime.agent.adapters.openai_chat import SAMPLING, ChatCompletions, OpenAIDialect, sampling_of
+from slime.agent.adapters.shapes import COUNT, FUNCTION, Kinds, check
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 
-_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
-_ROLES = ("user", "assistant", "system", "developer")
+_WORDS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_PARTS: dict[str, Any] = {"refusal": {"refusal": str}, **{word: {"text": str} for word in _WORDS}}
+_TEXT = (str, [Kinds("type", _PARTS)])
+_SHOWN = (str, [Kinds("type", {**_PARTS, "input_image": {"image_url": str}})])
+_ROLES = {name: {"content": _TEXT} for name in ("assistant", "system", "developer")}
+_ITEMS = {
+    "message": Kinds("role", {**_ROLES, "user": {"content": _SHOWN}}),
+    "reasoning": {"content?": _TEXT[1], "summary?": _TEXT[1]},
+    "function_call": {"name": str, "call_id": str, "arguments": str},
+    "function_call_output": {"call_id": str, "output": _SHOWN},
+}
+_REQUEST = {
+    **SAMPLING,
+    "model?": str,
+    "input": (str, [Kinds("type", _ITEMS, default="message")]),
+    "instructions?": str,
+    "previous_response_id?": str,
+    # Tools that the real endpoint would run itself are left out.
+    "tools?": [Kinds("type", {"function": FUNCTION}, others=re.compile(".*", re.DOTALL))],
+    "max_output_tokens?": COUNT,
+    "text?": {"format?": {"type": {"text"}}},
+    "background?": bool,
+    "conversation?": None,
+    "prompt?": None,
+}
 _ID = "resp_"
 
 
@@ -31,25 +55,22 @@ class Responses(OpenAIDialect):
     path = "/v1/responses"
 
     def read(self, body: dict[str, Any]) -> Call:
-        _refuse_what_is_not_done(body)
-        words, given = body.get("instructions"), body.get("input")
-        if isinstance(given, str):
-            given = [{"role": "user", "content": given}]
-        items = want(given, list, "input", "a string or an array")
-        after = maybe(body, "previous_response_id", str, "a string")
-        messages: list[Message] = []
-        if words is not None:
-            told = want(words, str, "instructions", "a string")
-            messages.append({"role": "system", "content": told})
-        for place, item in enumerate(items):
+        check(body, _REQUEST)
+        if body.get("background"):
+            raise invalid("'background' is not supported.", "background")
+        words, given, after = (body.get(name) for name in ("instructions", "input", "previous_response_id"))
+        messages: list[Message] = [] if words is None else [{"role": "system", "content": words}]
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        for place, item in enumerate(items or ()):
             _add_item(messages, item, f"input[{place}]")
+        functions = [tool for tool in body.get("tools") or () if tool["type"] == "function"]
         return Call(
             messages=paired(messages) if after is None else messages,
-            tools=_tools(body.get("tools")),
+            tools=[function_tool(one, one.get("parameters")) for one in functions],
             sampling=sampling_of(body, ("max_output_tokens",)),
-            stream=bool(maybe(body, "stream", bool, "a boolean")),
-            model=maybe(body, "model", str, "a string") or "policy",
-            uses_tools=tool_choice_of(body),
+            stream=bool(body.get("stream")),
+            model=body.get("model") or "policy",
+            uses_tools=body.get("tool_choice") != "none",
             has_instructions=words is not None,
             keeps=True,
             after=after.removeprefix(_ID) if after is not None else None,
@@ -62,76 +83,23 @@ class Responses(OpenAIDialect):
         return _ResponseStream(call)
 
 
-def _refuse_what_is_not_done(body: dict[str, Any]) -> None:
-    for name in ("conversation", "prompt"):
-        if body.get(name) is not None:
-            raise invalid(f"'{name}' is not supported: send the whole input.", name)
-    if maybe(body, "background", bool, "a boolean"):
-        raise invalid("'background' is not supported.", "background")
-    if count(body, "top_logprobs", 0):
-        raise invalid("'top_logprobs' above 0 is not supported.", "top_logprobs")
-    text = maybe(body, "text", dict, "an object") or {}
-    style = text.get("format")
-    if style is not None and want(style, dict, "text.format", "an object").get("type") != "text":
-        raise invalid("'text.format' other than text is not supported.", "text.format")
-
-
-def _tools(given: Any) -> list[dict[str, Any]]:
-    """Return the functions; tools that the real endpoint would run itself are left out."""
-    out = []
-    for place, tool in enumerate(want([] if given is None else given, list, "tools", "an array")):
-        where = f"tools[{place}]"
-        kind = want(tool, dict, where, "an object").get("type")
-        if want(kind, str, f"{where}.type", "a string") == "function":
-            out.append(
-                function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
-            )
-    return out
-
-
-def _add_item(messages: list[Message], item: Any, where: str) -> None:
-    kind = want(item, dict, where, "an object").get("type", "message")
-    if kind == "message":
-        role = item.get("role")
-        if role not in _ROLES:
-            raise invalid(
-                f"Invalid value: {role!r}. Supported values are: {', '.join(_ROLES)}.", f"{where}.role"
-            )
-        place = f"{where}.content"
-        if role == "assistant":
-            answer = _answer(messages)
-            answer["content"] += _text(item.get("content"), place)
-        elif role == "user":
-            messages.append({"role": "user", "content": _shown(item.get("content"), place)})
-        else:
-            messages.append({"role": "system", "content": _text(item.get("content"), place)})
-    elif kind == "reasoning":
-        parts: Any = next((item[name] for name in ("content", "summary") if item.get(name) is not None), [])
-        _answer(messages)[THOUGHTS] = text_parts(parts, f"{where}.summary", _TEXT_PARTS)
-    elif kind == "function_call":
-        name = want(item.get("name"), str, f"{where}.name", "a string")
-        identity = want(item.get("call_id"), str, f"{where}.call_id", "a string")
-        text = want(item.get("arguments"), str, f"{where}.arguments", "a string")
-        function = {"name": name, "arguments": arguments_of(text)}
-        calls = _answer(messages).setdefault("tool_calls", [])
-        calls.append({"id": identity, "type": "function", "function": function})
-    elif kind == "function_call_output":
-        identity = want(item.get("call_id"), str, f"{where}.call_id", "a string")
-        result = _shown(item.get("output"), f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": identity, "content": result})
-    else:
-        raise invalid(f"Items of type {kind!r} are not supported.", f"{where}.type")
-
-
-def _shown(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return text, or parts if there are images."""
-    if isinstance(content, str):
-        return content
-    return content_parts(content, where, _TEXT_PARTS, {"input_image": lambda part, _: part.get("image_url")})
-
-
-def _text(content: Any, where: str) -> str:
-    return content if isinstance(content, str) else text_parts(content, where, _TEXT_PARTS)
+def _add_item(messages: list[Message], item: dict[str, Any], where: str) -> None:
+    match item.get("type") or "message":
+        case "message" if item["role"] == "assistant":
+            _answer(messages)["content"] += content_of(item["content"], where)
+        case "message":
+            role = "user" if item["role"] == "user" else "system"
+            messages.append({"role": role, "content": content_of(item["content"], where)})
+        case "reasoning":
+            shown = item.get("content") if item.get("content") is not None else item.get("summary")
+            _answer(messages)[THOUGHTS] = content_of(shown, where)
+        case "function_call":
+            function = {"name": item["name"], "arguments": arguments_of(item["arguments"])}
+            calls = _answer(messages).setdefault("tool_calls", [])
+            calls.append({"id": item["call_id"], "type": "function", "function": function})
+        case "function_call_output":
+            result = content_of(item["output"], where)
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": result})
 
 
 def _answer(messages: list[Message]) -> Message:

@@ -7,22 +7,62 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from slime.agent.adapters.client_errors import ApiError, check_stops, count, invalid, maybe, number, want
+from slime.agent.adapters.client_errors import ApiError, invalid
 from slime.agent.adapters.dialect import (
     Call,
     ClientDialect,
     Reply,
     Stream,
     arguments_of,
-    content_parts,
+    content_of,
     function_tool,
     paired,
 )
+from slime.agent.adapters.shapes import COUNT, FUNCTION, SOME_TEXT, Kinds, Number, check
 from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS, Message
 from slime.wire.openai_shapes import error_json, log_prob_entries
 
-_ROLES = ("developer", "system", "user", "assistant", "tool")
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+SAMPLING = {
+    "temperature?": Number(0, 2, float),
+    "top_p?": Number(0, 1, float),
+    "top_k?": Number(-1),
+    "min_p?": Number(0, 1, float),
+    "frequency_penalty?": Number(-2, 2, float),
+    "presence_penalty?": Number(-2, 2, float),
+    "seed?": Number(-(2**63)),
+    "stop?": (SOME_TEXT, [SOME_TEXT]),
+    "stream?": bool,
+    "top_logprobs?": Number(0, 0),
+    "tool_choice?": {"auto", "none"},
+}
+_PARTS: dict[str, Any] = {"text": {"text": str}, "refusal": {"refusal": str}}
+_TEXT = (str, [Kinds("type", _PARTS)])
+_SHOWN = (str, [Kinds("type", {**_PARTS, "image_url": {"image_url": {"url": str}}})])
+_CALL = {"id": str, "type": {"function"}, "function": {"name": str, "arguments": str}}
+_MESSAGES = {
+    "developer": {"content": _TEXT},
+    "system": {"content": _TEXT},
+    "user": {"content": _SHOWN},
+    "assistant": {"content?": _TEXT, "tool_calls?": [_CALL], "function_call?": None},
+    "tool": {"content": _SHOWN, "tool_call_id": str},
+}
+_REQUEST = {
+    **SAMPLING,
+    "model": str,
+    "messages": [Kinds("role", _MESSAGES)],
+    "tools?": [{"type": {"function"}, "function": FUNCTION}],
+    "max_tokens?": COUNT,
+    "max_completion_tokens?": COUNT,
+    "logprobs?": bool,
+    "stream_options?": {"include_usage?": bool},
+    "n?": Number(1, 1),
+    "response_format?": {"type": {"text"}},
+    "logit_bias?": dict,
+    "modalities?": [{"text"}],
+    **dict.fromkeys(("functions?", "function_call?", "audio?", "web_search_options?")),
+}
 _ERROR_TYPES = {
     "budget": ("insufficient_quota", "insufficient_quota"),
     "auth": ("invalid_request_error", "invalid_api_key"),
@@ -41,50 +81,13 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 
 def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, Any]:
     """Return sampling parameters as engines name them; `limits`: names for the length of a response."""
-    body = dict(body)
     stop = body.get("stop")
-    stop = [stop] if isinstance(stop, str) else stop
-    if stop is not None:
-        check_stops(want(stop, list, "stop", "a string or a list of strings"), "stop")
-    found = {
-        "temperature": number(body, "temperature", 0, 2),
-        "top_p": number(body, "top_p", 0, 1),
-        "top_k": count(body, "top_k", -1),
-        "min_p": number(body, "min_p", 0, 1),
-        "frequency_penalty": number(body, "frequency_penalty", -2, 2),
-        "presence_penalty": number(body, "presence_penalty", -2, 2),
-        "sampling_seed": count(body, "seed", -(2**63), 2**63 - 1),
-        "stop": stop or None,
-        "max_new_tokens": min(filter(None, (count(body, name) for name in limits)), default=None),
+    found = {name: body.get(name) for name in SAMPLING_NAMES} | {
+        "sampling_seed": body.get("seed"),
+        "stop": [stop] if isinstance(stop, str) else stop or None,
+        "max_new_tokens": min((body[name] for name in limits if body.get(name) is not None), default=None),
     }
     return {name: value for name, value in found.items() if value is not None}
-
-
-def refuse_what_is_not_done(body: dict[str, Any]) -> None:
-    """Refuse options that cannot be honoured, instead of ignoring them silently."""
-    if count(body, "n") not in (None, 1):
-        raise invalid("'n' above 1 is not supported: send the request again for another response.", "n")
-    style = maybe(body, "response_format", dict, "an object")
-    if style is not None and style.get("type") != "text":
-        raise invalid("'response_format' other than text is not supported.", "response_format")
-    if maybe(body, "logit_bias", dict, "an object"):
-        raise invalid("'logit_bias' is not supported.", "logit_bias")
-    if any(kind != "text" for kind in maybe(body, "modalities", list, "an array") or ()):
-        raise invalid("'modalities' other than text are not supported.", "modalities")
-    for name in ("functions", "function_call"):
-        if body.get(name) is not None:
-            raise invalid(f"'{name}' is not supported: send 'tools'.", name)
-    for name in ("audio", "web_search_options"):
-        if body.get(name) is not None:
-            raise invalid(f"'{name}' is not supported.", name)
-
-
-def tool_choice_of(body: Mapping[str, Any]) -> bool:
-    """Return whether tools may be called; a forced call is refused."""
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise invalid("'tool_choice' must be auto or none: a call cannot be forced here.", "tool_choice")
-    return choice != "none"
 
 
 class OpenAIDialect(ClientDialect):
@@ -104,20 +107,21 @@ class ChatCompletions(OpenAIDialect):
     path = "/v1/chat/completions"
 
     def read(self, body: dict[str, Any]) -> Call:
-        refuse_what_is_not_done(body)
-        given = want(body.get("messages"), list, "messages", "an array of objects")
-        if count(body, "top_logprobs", 0):
-            raise invalid("'top_logprobs' above 0 is not supported.", "top_logprobs")
-        options = maybe(body, "stream_options", dict, "an object") or {}
+        check(body, _REQUEST)
+        if body.get("logit_bias"):
+            raise invalid("'logit_bias' is not supported.", "logit_bias")
+        options = body.get("stream_options") or {}
+        given = [_message(one, f"messages[{place}].content") for place, one in enumerate(body["messages"])]
+        functions = [tool["function"] for tool in body.get("tools") or ()]
         return Call(
-            messages=paired([_message(one, f"messages[{place}]") for place, one in enumerate(given)]),
-            tools=_tools(body.get("tools")),
+            messages=paired(given),
+            tools=[function_tool(one, one.get("parameters")) for one in functions],
             sampling=sampling_of(body, ("max_tokens", "max_completion_tokens")),
-            stream=bool(maybe(body, "stream", bool, "a boolean")),
-            model=want(body.get("model"), str, "model", "a string"),
-            logprobs=bool(maybe(body, "logprobs", bool, "a boolean")),
-            include_usage=bool(maybe(options, "include_usage", bool, "a boolean")),
-            uses_tools=tool_choice_of(body),
+            stream=bool(body.get("stream")),
+            model=body["model"],
+            logprobs=bool(body.get("logprobs")),
+            include_usage=bool(options.get("include_usage")),
+            uses_tools=body.get("tool_choice") != "none",
         )
 
     def answer(self, reply: Reply) -> dict[str, Any]:
@@ -230,62 +234,22 @@ def _as_json_text(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _tools(given: Any) -> list[dict[str, Any]]:
-    out = []
-    for place, tool in enumerate(want([] if given is None else given, list, "tools", "an array")):
-        where = f"tools[{place}]"
-        if want(tool, dict, where, "an object").get("type") != "function":
-            raise invalid(
-                f"Invalid value: {tool.get('type')!r}. Supported values are: 'function'.", f"{where}.type"
-            )
-        function = want(tool.get("function"), dict, f"{where}.function", "an object")
-        out.append(
-            function_tool(
-                function.get("name"), function.get("description"), function.get("parameters"), where
-            )
-        )
-    return out
-
-
-def _message(given: Any, where: str) -> Message:
-    role = want(given, dict, where, "an object").get("role")
-    if role not in _ROLES:
-        raise invalid(f"Invalid value: {role!r}. Supported values are: {', '.join(_ROLES)}.", f"{where}.role")
-    content = given.get("content")
-    if isinstance(content, list):
-        pictures = {"image_url": _image_url} if role in ("user", "tool") else {}
-        content = content_parts(content, f"{where}.content", ("text", "refusal"), pictures)
-    elif role != "assistant" or content is not None:
-        want(content, str, f"{where}.content", "a string or a list")
-    message: Message = {"role": "system" if role == "developer" else role, "content": content}
+def _message(given: dict[str, Any], where: str) -> Message:
+    role = given["role"]
+    message: Message = {"role": "system" if role == "developer" else role}
+    message["content"] = content_of(given.get("content"), where)
     if role == "tool":
-        message["tool_call_id"] = want(given.get("tool_call_id"), str, f"{where}.tool_call_id", "a string")
+        message["tool_call_id"] = given["tool_call_id"]
     if role == "assistant":
-        _read_answer(message, given, where)
+        thoughts = given.get(THOUGHTS, given.get("reasoning"))
+        if isinstance(thoughts, str):
+            message[THOUGHTS] = thoughts
+        if given.get("tool_calls"):
+            message["tool_calls"] = [_call(call) for call in given["tool_calls"]]
     return message
 
 
-def _image_url(part: dict[str, Any], where: str) -> Any:
-    return want(part.get("image_url"), dict, f"{where}.image_url", "an object").get("url")
-
-
-def _read_answer(message: Message, given: dict[str, Any], where: str) -> None:
-    message["content"] = message["content"] or ""
-    thoughts = given.get(THOUGHTS, given.get("reasoning"))
-    if isinstance(thoughts, str):
-        message[THOUGHTS] = thoughts
-    if given.get("function_call") is not None:
-        raise invalid("'function_call' is not supported: send 'tool_calls'.", f"{where}.function_call")
-    calls = given.get("tool_calls")
-    if calls is not None and want(calls, list, f"{where}.tool_calls", "an array"):
-        message["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-
-
-def _call(given: Any, where: str) -> dict[str, Any]:
-    if want(given, dict, where, "an object").get("type") != "function":
-        raise invalid("Supported values are: 'function'.", f"{where}.type")
-    function = want(given.get("function"), dict, f"{where}.function", "an object")
-    name = want(function.get("name"), str, f"{where}.function.name", "a string")
-    text = want(function.get("arguments"), str, f"{where}.function.arguments", "a string")
-    identity = want(given.get("id"), str, f"{where}.id", "a string")
-    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments_of(text)}}
+def _call(given: dict[str, Any]) -> dict[str, Any]:
+    name, text = given["function"]["name"], given["function"]["arguments"]
+    function = {"name": name, "arguments": arguments_of(text)}
+    return {"id": given["id"], "type": "function", "function": function}

@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from slime.agent.engine_access import EnginePolicy, PolicyDown
+from slime.agent.engine_access import EnginePolicy, PolicyDown, last_of
 from slime.agent.rendering import Renderer
 from slime.arguments import PluginArgs
 from slime.catalog.deadlines import timeout_s
@@ -147,7 +147,7 @@ async def _in_run(args: PluginArgs, messages: list[dict[str, Any]], seed: int) -
     prompt = Renderer(tokenizer).first_prompt(messages)
     sampling = {"max_new_tokens": limit(args, "judge-tokens"), "temperature": 0.0 if seed == 1 else 0.7}
     sampling["sampling_seed"] = seed
-    made = await EnginePolicy(f"http://{host}:{port}").complete(prompt, sampling)
+    made = await last_of(EnginePolicy(f"http://{host}:{port}").stream(prompt, sampling, whole=True))
     return str(tokenizer.decode(made.ids, skip_special_tokens=True))
 
 
