@@ -252,14 +252,17 @@ def _policy_at(url: str, loop: asyncio.AbstractEventLoop, extra: tuple[tuple[str
     return EnginePolicy(url, extra=dict(extra))
 
 
-def policy_of(args: PluginArgs) -> EnginePolicy:
-    """Return the policy of the run that calls a generate function; one for each event loop."""
+def engines_url(args: PluginArgs) -> str:
     if args.sglang_router_ip is None:
         raise RuntimeError("no engine serves this run (router address is not set): there is no policy to ask")
-    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+
+
+def policy_of(args: PluginArgs) -> EnginePolicy:
+    """Return the policy of the run that calls a generate function; one for each event loop."""
     extra: tuple[tuple[str, Any], ...] = ()
     if args.lora_sync == "adapter":
         extra += (("lora_path", ADAPTER_NAME),)
     if args.use_rollout_routing_replay:
         extra += (("return_routed_experts", True),)
-    return _policy_at(url, asyncio.get_running_loop(), extra)
+    return _policy_at(engines_url(args), asyncio.get_running_loop(), extra)

@@ -76,10 +76,12 @@ class NpmHarness(BaseHarness):
         code, _, _ = await sandbox.exec(f"command -v {self.command}")
         if code == 0:
             return
-        await self._install_node(sandbox)
-        package = self.package
-        tarball = os.environ.get(f"SLIME_AGENT_{self.variables}_TARBALL")
-        if tarball:
+        node, package = os.environ.get("SLIME_AGENT_NODE_TARBALL"), self.package
+        if node and (await sandbox.exec("command -v npm"))[0] != 0:
+            await sandbox.write_file(_REMOTE_NODE, Path(node))
+            unpack = f"tar -xf {_REMOTE_NODE} -C /usr/local --strip-components=1"
+            await sandbox.exec(unpack, timeout=_INSTALL_S, check=True)
+        if tarball := os.environ.get(f"SLIME_AGENT_{self.variables}_TARBALL"):
             await sandbox.write_file(_REMOTE_TARBALL, Path(tarball))
             package = _REMOTE_TARBALL
         # npm itself retries downloads; the sandbox retries a connection that broke.
@@ -90,16 +92,6 @@ class NpmHarness(BaseHarness):
                 f"{self.name} could not be installed in the sandbox: {(err or out)[-500:]}; use an image "
                 f"that has it, or set SLIME_AGENT_{self.variables}_TARBALL to its npm package"
             )
-
-    async def _install_node(self, sandbox: Sandbox) -> None:
-        tarball = os.environ.get("SLIME_AGENT_NODE_TARBALL")
-        code, _, _ = await sandbox.exec("command -v npm")
-        if code == 0 or not tarball:
-            return
-        await sandbox.write_file(_REMOTE_NODE, Path(tarball))
-        await sandbox.exec(
-            f"tar -xf {_REMOTE_NODE} -C /usr/local --strip-components=1", timeout=_INSTALL_S, check=True
-        )
 
     async def write_config(self, sandbox: Sandbox, context: HarnessContext) -> None:
         """Write the files that the program reads; by default none."""
@@ -114,14 +106,13 @@ class NpmHarness(BaseHarness):
         self, sandbox: Sandbox, context: HarnessContext, prompt: str, time_budget_sec: float
     ) -> int:
         """Start the program and return its exit code; -1: it ran out of time."""
-        variables = {**self.environment(context), **_pairs(self._extra("ENVS"))}
+        extra = (word.split("=", 1) for word in shlex.split(self._extra("ENVS")) if "=" in word)
+        variables = {**self.environment(context), **dict(extra)}
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         line = f"{self.command_line(context, prompt)} {self._extra('ARGS')}".strip()
         command = f"cd {shlex.quote(context.workdir)} && env {exports} {line} </dev/null"
-        result = await exec_and_wait(
-            sandbox, command, time_budget_sec, tag=f"{self.name}-{context.session_id}"
-        )
-        return result[0] if isinstance(result, tuple) else int(result)
+        tag = f"{self.name}-{context.session_id}"
+        return await exec_and_wait(sandbox, command, time_budget_sec, tag=tag)
 
     def _extra(self, what: str) -> str:
         return os.environ.get(f"SLIME_AGENT_{self.variables}_EXTRA_{what}", "")
@@ -203,8 +194,3 @@ stream_max_retries = 2
 
     def environment(self, context: HarnessContext) -> dict[str, str]:
         return {"CODEX_HOME": self._home(context), self.key_variable: context.session_id}
-
-
-def _pairs(text: str) -> dict[str, str]:
-    """Parse `A=1 B="two words"`."""
-    return dict(word.split("=", 1) for word in shlex.split(text) if "=" in word)

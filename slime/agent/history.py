@@ -8,100 +8,52 @@ leave empty fields out; none of that counts as an edit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from slime.agent.trajectory import TurnNode
+from slime.agent.trajectory import Message, TurnNode
 
-Message = dict[str, Any]
 THOUGHTS = "reasoning_content"  # the key by which templates know them
 
 
-@dataclass(slots=True)
-class Said:
-    """The new messages of one turn, and the response of the policy."""
-
-    messages: list[Message]
-    answer: Message
-    node: TurnNode
-    tools: list[Any]  # another list of tools is another conversation
-    parent: Said | None = None
-    children: list[Said] = field(default_factory=list)
-    has_thoughts: bool = False  # this response or an earlier one
-
-    def chain(self) -> list[Said]:
-        out: list[Said] = []
-        said: Said | None = self
-        while said is not None:
-            out.append(said)
-            said = said.parent
-        return out[::-1]
-
-    def conversation(self) -> list[Message]:
-        """Return all messages up to and including the response."""
-        return [message for said in self.chain() for message in (*said.messages, said.answer)]
+def remember(node: TurnNode, messages: Sequence[Message], answer: Message, tools: Sequence[Any]) -> None:
+    """Keep the new messages of a turn and its response, by which it is found again."""
+    before = node.parent
+    # Clients send their tools with every request; one copy is kept.
+    node.tools = before.tools if before is not None else list(tools)
+    node.messages, node.answer = [dict(message) for message in messages], dict(answer)
+    node.has_thoughts = bool(answer.get(THOUGHTS)) or (before is not None and before.has_thoughts)
 
 
-class History:
-    """The conversations of one session."""
+def find_continued(
+    nodes: Sequence[TurnNode], messages: Sequence[Message], tools: Sequence[Any]
+) -> tuple[TurnNode | None, int]:
+    """Return the last turn that `messages` continue, and the number of messages that it covers."""
+    wanted = list(tools)  # another list of tools is another conversation
+    best: TurnNode | None = None
+    covered: dict[TurnNode | None, int] = {None: 0}
+    for node in nodes:  # a parent comes before its turns
+        start = covered.get(node.parent)
+        if start is None or (node.parent is None and node.tools != wanted):
+            continue
+        end = start + len(node.messages)
+        if end >= len(messages) or messages[start:end] != node.messages:
+            continue
+        if is_answer(node.answer, messages[end]):
+            covered[node] = end + 1
+            best = node if end + 1 >= covered[best] else best  # of equals the later one
+    return best, covered[best]
 
-    def __init__(self) -> None:
-        self._roots: list[Said] = []
-        self._by_turn: dict[TurnNode, Said] = {}
 
-    def find(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Said | None, int]:
-        """Return the last turn that `messages` continue, and the number of messages that it covers."""
-        wanted = list(tools)
-        best: tuple[Said | None, int] = (None, 0)
-        open_ends = [(root, 0) for root in self._roots if root.tools == wanted]
-        while open_ends:
-            said, start = open_ends.pop()
-            end = start + len(said.messages)
-            if end >= len(messages) or messages[start:end] != said.messages:
-                continue
-            if is_answer(said.answer, messages[end]):
-                if end + 1 > best[1]:  # of equals the later one, which is visited first
-                    best = (said, end + 1)
-                open_ends.extend((child, end + 1) for child in said.children)
-        return best
-
-    def said(self, node: TurnNode, tools: Sequence[Any]) -> Said:
-        """Return the entry of a turn; ValueError for another session's turn, or with other tools."""
-        found = self._by_turn.get(node)
-        if found is None:
-            raise ValueError("`after` is no response of this session")
-        if found.tools != list(tools):
-            raise ValueError("`after` was given with other tools: send the whole conversation")
-        return found
-
-    def conversation(self, node: TurnNode) -> list[Message]:
-        """Return all messages up to and including the response of a turn."""
-        return self._by_turn[node].conversation()
-
-    def add(
-        self,
-        parent: Said | None,
-        messages: Sequence[Message],
-        answer: Message,
-        node: TurnNode,
-        tools: Sequence[Any],
-    ) -> Said:
-        # Clients send their tools with every request; one copy is kept.
-        kept = parent.tools if parent is not None else list(tools)
-        said = Said([dict(message) for message in messages], dict(answer), node, kept, parent)
-        said.has_thoughts = bool(answer.get(THOUGHTS)) or (parent is not None and parent.has_thoughts)
-        (self._roots if parent is None else parent.children).append(said)
-        self._by_turn[node] = said
-        return said
+def conversation(node: TurnNode) -> list[Message]:
+    """Return all messages up to and including the response of a turn."""
+    return [message for turn in node.chain() for message in (*turn.messages, turn.answer)]
 
 
 def is_answer(answer: Message, given: Message) -> bool:
     """Return whether `given`, which a client sent, is this response of the policy."""
     if given == answer:
         return True
-    if given.get("role") != "assistant":
-        return False
-    if _call_ids(answer) != _call_ids(given):
+    if given.get("role") != "assistant" or _call_ids(answer) != _call_ids(given):
         return False
     if not _same_text(answer.get("content"), given.get("content")):
         return False
@@ -114,6 +66,6 @@ def _call_ids(message: Message) -> list[Any]:
 
 
 def _same_text(ours: Any, theirs: Any) -> bool:
-    return (
-        (ours or "").strip() == (theirs or "").strip() if isinstance(theirs, str | None) else ours == theirs
-    )
+    if not isinstance(theirs, str | None):
+        return bool(ours == theirs)
+    return (ours or "").strip() == (theirs or "").strip()

@@ -18,10 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.agent.shown_pictures import Placed, expanded, for_template, pictures_in
+from slime.agent.shown_pictures import Placed, expanded, pictures_in
+from slime.agent.trajectory import Message
+from slime.data.media import bare_messages
 from slime.utils.media.pictures import NotAnImage
 
-Message = dict[str, Any]
 History = Literal["template", "extend"]
 
 _ANSWER = "Q7zANSWERzQ7"  # the response in the placeholder conversation
@@ -86,7 +87,7 @@ class Renderer:
         """Return what the template writes; TemplateRefused if it raises."""
         try:
             text: str = self.tokenizer.apply_chat_template(
-                for_template(messages),
+                bare_messages(list(messages)),  # templates only check that there is an image
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=answer_follows,
@@ -112,10 +113,10 @@ class Renderer:
     ) -> tuple[list[int], list[Placed]]:
         """Expand the images in rendered `messages` that follow `start` other ids."""
         pictures = pictures_in(messages)
-        if not pictures and self.processor is None:
-            return ids, []
         if self.processor is None:
-            raise TemplateRefused("the model reads text only: it takes no images")
+            if pictures:
+                raise TemplateRefused("the model reads text only: it takes no images")
+            return ids, []
         try:
             return expanded(ids, pictures, self.processor, start=start)
         except NotAnImage:
@@ -135,11 +136,9 @@ class Renderer:
         if text is None:
             return None
         ids = self.encode(text)
-        ends_turn = bool(ids) and ids[0] == self._end_of_turn
-        if stop_id is not None and ids and (ids[0] == stop_id or ends_turn):
-            # The sampled token replaces the one that the template would have written.
-            return ids[1:]
-        return ids
+        # The sampled token replaces the one that the template would have written.
+        ends_turn = stop_id is not None and bool(ids) and ids[0] in (stop_id, self._end_of_turn)
+        return ids[1:] if ends_turn else ids
 
     def _behind_answer(self, new_messages: Sequence[Message]) -> str | None:
         stand_in: list[Message] = [
@@ -149,10 +148,11 @@ class Renderer:
         try:
             text = self.text([*stand_in, *new_messages])
         except TemplateRefused:
-            if not _answers_calls(new_messages):
+            ids = [one.get("tool_call_id") for one in new_messages if one.get("role") == "tool"]
+            if not ids:
                 raise
             # Some templates take results only behind the calls they answer.
-            stand_in[1] = {"role": "assistant", "content": _ANSWER, "tool_calls": _calls_for(new_messages)}
+            stand_in[1]["tool_calls"] = [{**_CALL, "id": str(one or _CALL["id"])} for one in ids]
             text = self.text([*stand_in, *new_messages])
             before = self.text(stand_in, answer_follows=False)
             return text[len(before) :] if text.startswith(before) else None
@@ -168,13 +168,9 @@ class Renderer:
             _, found, rest = self.text(stand_in, answer_follows=False).partition(_ANSWER)
         except TemplateRefused:
             return None
-        ids = self.encode(rest)[:1] if found and rest else []
-        return ids[0] if ids and ids[0] in self._special_ids else None
-
-    @functools.cached_property
-    def _special_ids(self) -> frozenset[int]:
-        added = getattr(self.tokenizer, "added_tokens_decoder", None) or {}
-        return frozenset({*self.tokenizer.all_special_ids, *added})
+        ids = self.encode(rest) if found and rest else []
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        return ids[0] if ids and ids[0] in special else None
 
     def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether the prompt ends inside a thought, which the response then only closes."""
@@ -243,16 +239,6 @@ def template_report(tokenizer: Any) -> PrefixReport:
     return Renderer(tokenizer).report()
 
 
-def _answers_calls(messages: Sequence[Message]) -> bool:
-    return any(message.get("role") == "tool" for message in messages)
-
-
-def _calls_for(messages: Sequence[Message]) -> list[Message]:
-    """Return calls for the tool results among these messages."""
-    results = [message for message in messages if message.get("role") == "tool"]
-    return [{**_CALL, "id": str(result.get("tool_call_id") or _CALL["id"])} for result in results]
-
-
 def _check_taken(messages: Sequence[Message], text: str) -> None:
     """Refuse messages that the template silently skips, as it does with unknown roles.
 
@@ -274,9 +260,8 @@ def _check_taken(messages: Sequence[Message], text: str) -> None:
 
 def _check_tools_taken(tools: Sequence[Any], text: str) -> None:
     for tool in tools:
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-        name = function.get("name")
-        if isinstance(name, str) and name not in text:
+        name = tool.get("function", tool).get("name", "")
+        if name not in text:
             raise TemplateRefused(
                 f"the chat template of the model has no place for tools: it leaves out {name!r}; describe "
                 "the tools in a system message, or use a template with a tool section"

@@ -26,9 +26,9 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from slime.agent.engine_access import Made, Policy, last_of, policy_of
-from slime.agent.history import THOUGHTS, History, Said
+from slime.agent.history import THOUGHTS, conversation, find_continued, remember
 from slime.agent.parsing import ParsedModelOutput, Parser, parser_for, plain_parser
-from slime.agent.rendering import Message, Renderer
+from slime.agent.rendering import Renderer
 from slime.agent.session_errors import (
     BadConversation,
     ContextExhausted,
@@ -39,7 +39,7 @@ from slime.agent.session_errors import (
     TurnBudgetUsed,
 )
 from slime.agent.shown_pictures import Placed, images_of
-from slime.agent.trajectory import TurnNode, TurnRecord, TurnTree, samples_of
+from slime.agent.trajectory import Message, TurnNode, TurnRecord, TurnTree, samples_of
 from slime.arguments import PluginArgs
 from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
@@ -64,6 +64,16 @@ class Budget:
     max_new_tokens: int = _RESPONSE_TOKENS  # of one response
     max_sampled_tokens: int | None = None  # of all responses together
 
+    @classmethod
+    def of_run(cls, args: PluginArgs, sampling_params: Mapping[str, Any]) -> Budget:
+        limits = [n for n in (args.rollout_max_context_len, args.max_context_len) if n is not None]
+        most = sampling_params.get("max_new_tokens") or args.rollout_max_response_len or _RESPONSE_TOKENS
+        return cls(max_context_tokens=min(limits, default=None), max_new_tokens=int(most))
+
+
+def seed_of_episode(args: PluginArgs, sample: Sample) -> int:
+    return mix64(args.rollout_seed, sample.index or 0, int(sample.metadata.get("attempt", 0)))
+
 
 @dataclass(slots=True)
 class Asked:
@@ -71,7 +81,7 @@ class Asked:
 
     prompt_ids: Sequence[int]
     sampling: dict[str, Any]
-    parent: Said | None
+    parent: TurnNode | None
     new_messages: list[Message]
     tools: list[Any]
     opens_thought: bool
@@ -86,7 +96,7 @@ class Asked:
     @property
     def known(self) -> int:
         """The number of prompt ids that exist in the turn it continues."""
-        return self.parent.node.num_ids if self.parent is not None else 0
+        return self.parent.num_ids if self.parent is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +148,8 @@ class Session:
         self.reason: str | None = None  # of the outcome
         self.num_tool_errors = 0  # counted by the code that runs the tools
         self.metadata: dict[str, Any] = {}  # of the episode; added to each sample's metadata["session"]
-        self._history = History()
         self._num_asked = 0
-        self._refused: SessionError | None = None  # the first turn that was refused
+        self.refused: SessionError | None = None  # why the first turn was that was refused
         self._last_answer_at: float | None = None
 
     @classmethod
@@ -157,10 +166,6 @@ class Session:
         """Make a session for a generate function, with its run's engines, tokenizer, sampling and seed."""
         tokenizer = load_tokenizer(args.hf_checkpoint)
         processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
-        if budget is None:
-            limits = [n for n in (args.rollout_max_context_len, args.max_context_len) if n is not None]
-            most = sampling_params.get("max_new_tokens") or args.rollout_max_response_len or _RESPONSE_TOKENS
-            budget = Budget(max_context_tokens=min(limits, default=None), max_new_tokens=most)
         session = cls(
             policy_of(args),
             Renderer(
@@ -171,9 +176,9 @@ class Session:
             ),
             session_id=sample.session_id,
             sampling=sampling_params,
-            budget=budget,
+            budget=budget or Budget.of_run(args, sampling_params),
             parser=parser or parser_for(tokenizer),
-            seed=mix64(args.rollout_seed, sample.index or 0, int(sample.metadata.get("attempt", 0))),
+            seed=seed_of_episode(args, sample),
         )
         session.args = args
         return session
@@ -226,11 +231,11 @@ class Session:
         messages, tools = list(messages), list(tools or ())
         try:
             self._check_open()
-            ids, parent, new, fork, images = self._prompt(messages, tools, after)
+            ids, parent, new, fork, images = self.prompt(messages, tools, after)
             sampling = self.client.used(sampling or {}) if self.client is not None else sampling or {}
             params = self._sampling_for(len(ids), sampling)
         except SessionError as error:
-            self._refused = self._refused or error
+            self.refused = self.refused or error
             raise
         self._num_asked += 1
         changed = {k: v for k, v in sampling.items() if v != self.sampling.get(k)}
@@ -241,29 +246,20 @@ class Session:
             ids, params, parent, new, tools, opens_thought, fork, len(ids), number, changed, images, untrained
         )
 
-    def conversation(self, node: TurnNode) -> list[Message]:
-        """Return all messages up to and including the response of a turn."""
-        return self._history.conversation(node)
-
-    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> int:
-        """Return the length of the prompt that such a turn would have."""
-        return len(self._prompt(list(messages), list(tools or ()))[0])
-
-    def _prompt(
+    def prompt(
         self, messages: list[Message], tools: list[Any], after: TurnAnswer | None = None
-    ) -> tuple[Sequence[int], Said | None, list[Message], str | None, list[Placed]]:
+    ) -> tuple[Sequence[int], TurnNode | None, list[Message], str | None, list[Placed]]:
         """Return (ids, the turn they continue, the new messages, why history is rendered again, images)."""
-        if not messages:
-            raise BadConversation("there is no message to respond to")
-        if messages[-1].get("role") == "assistant":
-            raise BadConversation(
-                "the conversation ends with an assistant message: a user or tool message must follow it"
-            )
-        parent, known = (
-            self._history.find(messages, tools)
-            if after is None
-            else (self._history.said(after.node, tools), 0)
-        )
+        if not messages or messages[-1].get("role") == "assistant":
+            raise BadConversation("the conversation must end with a message that is no assistant's")
+        if after is None:
+            parent, known = find_continued(self.tree.nodes, messages, tools)
+        else:
+            parent, known = after.node, 0
+            if parent not in self.tree.nodes:
+                raise ValueError("`after` is no response of this session")
+            if parent.tools != tools:
+                raise ValueError("`after` was given with other tools: send the whole conversation")
         new = messages[known:]
         if parent is None:
             fork = "history" if self.tree.nodes else None
@@ -273,17 +269,15 @@ class Session:
             made = self._extended(parent, new)
             if made is not None:
                 return made[0], parent, new, None, made[1]
-        new = [*parent.conversation(), *new]
+        new = [*conversation(parent), *new]
         ids, images = self._rendered(new, tools)
         return ids, None, new, "template", images
 
     def _rendered(self, messages: Sequence[Message], tools: list[Any]) -> tuple[list[int], list[Placed]]:
         return self.renderer.with_pictures(self.renderer.first_prompt(messages, tools), messages, start=0)
 
-    def _extended(self, parent: Said, new: Sequence[Message]) -> tuple[Sequence[int], list[Placed]] | None:
-        node = parent.node
-        ends = node.details.get("stop_id")
-        added = self.renderer.extension(new, stop_id=ends)
+    def _extended(self, node: TurnNode, new: Sequence[Message]) -> tuple[Sequence[int], list[Placed]] | None:
+        added = self.renderer.extension(new, stop_id=node.details.get("stop_id"))
         if added is None:
             return None
         added, images = self.renderer.with_pictures(added, new, start=node.num_ids)
@@ -326,7 +320,7 @@ class Session:
             parsed.ill_formed,
             made.meta_info(),
         )
-        node = self.tree.add(turn, asked.parent.node if asked.parent is not None else None)
+        node = self.tree.add(turn, asked.parent)
         node.images = [one for one in asked.images if one.start >= asked.known]
         now = time.monotonic()
         node.details = {
@@ -343,7 +337,7 @@ class Session:
             node.details["fork"] = asked.fork
         self._last_answer_at = now
         message = self.message_of(asked, parsed)
-        self._history.add(asked.parent, asked.new_messages, message, node, asked.tools)
+        remember(node, asked.new_messages, message, asked.tools)
         return TurnAnswer(message, made, node, parsed, asked.num_prompt)
 
     def parse(self, asked: Asked, made: Made) -> ParsedModelOutput:
@@ -366,11 +360,6 @@ class Session:
         return self.tree.nodes
 
     @property
-    def was_refused(self) -> bool:
-        """Whether a turn was refused: a budget was used up, or the context was full."""
-        return self._refused is not None
-
-    @property
     def num_sampled_tokens(self) -> int:
         return self.tree.num_output_ids
 
@@ -378,8 +367,8 @@ class Session:
         """Refuse further turns. The first outcome stays; None: it is derived from the turns."""
         if self.outcome != "open":
             return
-        if outcome is None and self._refused is not None:
-            outcome, reason = self._refused.outcome, reason or str(self._refused)
+        if outcome is None and self.refused is not None:
+            outcome, reason = self.refused.outcome, reason or str(self.refused)
         if outcome is None:
             cut = bool(self.tree.nodes) and self.tree.nodes[-1].finish == "length"
             outcome = "truncated" if cut else "completed"
@@ -423,9 +412,7 @@ class Session:
             sample.session_id = base_sample.session_id or self.session_id
             response = sample.tokens[len(sample.tokens) - sample.response_length :]
             sample.response = self.renderer.tokenizer.decode(response, skip_special_tokens=False)
-        if self.outcome == "aborted":
-            return [_aborted(base_sample, facts)]
-        return samples or [_empty(base_sample, facts)]
+        return samples if samples and self.outcome != "aborted" else [_untrained(base_sample, facts)]
 
     def _costs(self) -> dict[str, float]:
         """Return the values of the metrics `rollout/agent/*`."""
@@ -441,17 +428,17 @@ class Session:
         }
 
 
-def _aborted(base_sample: Sample, facts: dict[str, Any]) -> Sample:
-    """Return the sample of an aborted episode: nothing to train on, its prompt is generated again."""
-    sample = without_response(base_sample)
-    sample.status, sample.metadata["session"] = Sample.Status.ABORTED, facts
-    return sample
+def _untrained(base_sample: Sample, facts: dict[str, Any]) -> Sample:
+    """Return the sample of an episode that was aborted, whose prompt is generated again, or has no turn.
 
-
-def _empty(base_sample: Sample, facts: dict[str, Any]) -> Sample:
-    """Return the sample of an episode without a turn; --reward-failure-action decides what follows."""
+    --reward-failure-action decides what follows an episode without a turn.
+    """
     sample = without_response(base_sample)
-    sample.status, sample.metadata["session"] = Sample.Status.COMPLETED, facts
+    sample.metadata["session"] = facts
+    if facts["outcome"] == "aborted":
+        sample.status = Sample.Status.ABORTED
+        return sample
+    sample.status = Sample.Status.COMPLETED
     why = facts["reason"] or ("no request was made" if facts["num_turns"] == 0 else facts["outcome"])
     sample.reward_failure = infra_error(f"session {facts['id']}: the policy generated nothing ({why})")
     return sample

@@ -8,11 +8,10 @@ image, as the model reads them; requests have one token again, together with the
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.data.media import bare_messages
 from slime.utils.media.image_tokens import collapse, encoder_of, images_key
 from slime.utils.media.pictures import open_picture, picture_key, picture_url
 from slime.utils.types import Sample
@@ -64,21 +63,10 @@ class PromptImages:
 
 
 def pictures_in(messages: Sequence[Message]) -> list[Shown]:
-    return list(_pictures(messages))
-
-
-def _pictures(messages: Sequence[Message]) -> Iterator[Shown]:
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if part.get("type") == "image":
-                image = part["image"]
-                yield image if isinstance(image, Shown) else Shown(open_picture(image))
-
-
-def for_template(messages: Sequence[Message]) -> list[Message]:
-    """Return messages without the image data: templates only check that there is an image."""
-    return bare_messages(list(messages))
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    images = [part["image"] for part in parts if part.get("type") == "image"]
+    return [image if isinstance(image, Shown) else Shown(open_picture(image)) for image in images]
 
 
 def expanded(

@@ -19,26 +19,9 @@ from slime.utils.types import Sample, SampleStatus
 
 # In Sample.metadata: one entry for each turn of the sample, see `TurnNode.describe`.
 TURNS_KEY = "turns"
-# The part of an engine's meta_info that samples need; per-token lists are in the turn itself.
-_KEPT_META = (
-    "finish_reason",
-    "weight_version",
-    "weight_versions",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "top_p_token_ids",
-    "top_p_token_offsets",
-    "top_p_kept_token_ids",
-    "top_p_kept_token_offsets",
-    "routed_experts",
-    "routed_experts_start_len",
-    "spec_accept_token_num",
-    "spec_draft_token_num",
-    "spec_num_correct_drafts",
-    "spec_num_proposed_drafts",
-    "spec_verify_ct",
-)
+# Parts of an engine's meta_info that a turn does not keep: it has them itself.
+PER_TOKEN_META = ("output_token_logprobs", "input_token_logprobs")
+Message = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -80,6 +63,11 @@ class TurnNode:
     reward: float | None = None  # of this turn alone; None: the episode's reward covers it
     images: Sequence[Placed] = ()  # of its added ids; places count from the root
     replaced: bool = False  # a client's rendering of it took its place: it is not trained
+    # Of a turn of a session, see `slime.agent.history`.
+    messages: list[Message] = field(default_factory=list)
+    answer: Message = field(default_factory=dict)
+    tools: list[Any] = field(default_factory=list)
+    has_thoughts: bool = False  # this response or an earlier one
 
     @property
     def is_trained(self) -> bool:
@@ -141,7 +129,7 @@ class TurnTree:
             log_probs=array("d", turn.output_log_probs),
             finish=turn.finish_reason,
             ill_formed=turn.ill_formed,
-            meta={name: turn.meta[name] for name in _KEPT_META if name in turn.meta},
+            meta={name: value for name, value in turn.meta.items() if name not in PER_TOKEN_META},
             num_ids=len(turn.prompt_ids) + len(turn.output_ids),
         )
         self.nodes.append(node)

@@ -20,7 +20,8 @@ from slime.agent.adapters.dialect import (
 )
 from slime.agent.adapters.shapes import COUNT, FUNCTION, SOME_TEXT, Kinds, Number, check
 from slime.agent.engine_access import Made
-from slime.agent.history import THOUGHTS, Message
+from slime.agent.history import THOUGHTS
+from slime.agent.trajectory import Message
 
 _ERROR_TYPES = {
     "auth": "authentication_error",

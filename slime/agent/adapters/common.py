@@ -24,10 +24,11 @@ from slime.agent.adapters.client_errors import ApiError, api_error, invalid
 from slime.agent.adapters.dialect import Call, ClientDialect, Reply, Stream, folded, json_object, paired
 from slime.agent.adapters.live_text import LiveText, Piece
 from slime.agent.engine_access import EnginePolicy, Made, Policy
-from slime.agent.parsing import FormatParser, parser_for
-from slime.agent.rendering import History, Message, Renderer
+from slime.agent.history import conversation
+from slime.agent.parsing import parser_for
+from slime.agent.rendering import History, Renderer
 from slime.agent.session import Asked, Budget, Session
-from slime.agent.trajectory import TurnNode
+from slime.agent.trajectory import Message, TurnNode
 from slime.arguments import PluginArgs
 from slime.rollout.generation.client_requests import ClientRequests
 from slime.utils import http_utils
@@ -77,7 +78,7 @@ class _Open:
     def keep(self, digest: bytes, asked: Asked, made: Made) -> None:
         """Keep a response that its client lost, until the client repeats its request."""
         self.unread[digest] = (asked, made)
-        while len(self.unread) > _MAX_UNREAD:
+        if len(self.unread) > _MAX_UNREAD:
             del self.unread[next(iter(self.unread))]
 
 
@@ -198,9 +199,7 @@ class BaseAdapter:
         held = self._sessions.get(sid)
         if held is None:
             raise KeyError(f"there is no session {sid!r}")
-        deadline = time.monotonic() + wait_timeout
-        while held.tasks and time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_S)
+        await _until_idle(held, wait_timeout)
         await self.shutdown_session(sid)
         samples = held.session.samples(
             base_sample,
@@ -220,9 +219,7 @@ class BaseAdapter:
         held.session.end()
         for task, loop in list(held.tasks.items()):
             loop.call_soon_threadsafe(task.cancel)
-        deadline = time.monotonic() + 5
-        while held.tasks and time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_S)
+        await _until_idle(held, 5)
 
     def drop_session(self, sid: str) -> None:
         """Forget a session; later requests for it get status 503."""
@@ -283,8 +280,8 @@ class BaseAdapter:
 
     async def _count(self, one: _Exchange) -> web.StreamResponse:
         call = self._read(one.protocol, {"max_tokens": 1, **one.body})
-        num_tokens = one.held.session.count_tokens(call.messages, call.tools)
-        return web.json_response(one.protocol.count(num_tokens))
+        prompt_ids = one.held.session.prompt(call.messages, call.tools)[0]
+        return web.json_response(one.protocol.count(len(prompt_ids)))
 
     def _read(self, protocol: ClientDialect, body: dict[str, Any]) -> Call:
         call = protocol.read(body)
@@ -303,7 +300,7 @@ class BaseAdapter:
             raise ApiError(400, "unknown_answer", told, param="previous_response_id", retry=False)
         node, had_instructions = known
         head = int(call.has_instructions)
-        before = held.session.conversation(node)[int(had_instructions) :]
+        before = conversation(node)[int(had_instructions) :]
         messages = [*call.messages[:head], *before, *call.messages[head:]]
         return paired(folded(messages) if self._folds else messages)
 
@@ -378,9 +375,12 @@ class BaseAdapter:
     def _live(self, call: Call, asked: Asked) -> LiveText:
         marks = self.parser.starts if asked.tools and call.uses_tools else ()
         stops = call.sampling.get("stop") or ()
-        held = isinstance(self.parser, FormatParser) and self.parser.needs_all
         return LiveText(
-            self.tokenizer, marks=marks, stops=stops, opens_thought=asked.opens_thought, held=held
+            self.tokenizer,
+            marks=marks,
+            stops=stops,
+            opens_thought=asked.opens_thought,
+            held=self.parser.needs_all,
         )
 
     def _record(self, one: _Exchange, reply: Reply) -> None:
@@ -413,6 +413,13 @@ class BaseAdapter:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(model_list([self.model_name]))
+
+
+async def _until_idle(held: _Open, timeout_s: float) -> None:
+    """Wait until a session has no request in flight, from any event loop."""
+    deadline = time.monotonic() + timeout_s
+    while held.tasks and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_S)
 
 
 async def _close_connections(app: web.Application) -> None:

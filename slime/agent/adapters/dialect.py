@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from slime.agent.adapters.client_errors import ApiError, invalid
 from slime.agent.engine_access import Made
-from slime.agent.history import Message
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.session import Asked, Session
 from slime.agent.shown_pictures import Shown, shown
+from slime.agent.trajectory import Message
 from slime.utils.media.pictures import NotAnImage
 
 _NOT_JSON = "We could not parse the JSON body of your request"

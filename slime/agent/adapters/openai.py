@@ -21,7 +21,8 @@ from slime.agent.adapters.dialect import (
 from slime.agent.adapters.openai_chat import SAMPLING, ChatCompletions, OpenAIDialect, sampling_of
 from slime.agent.adapters.shapes import COUNT, FUNCTION, Kinds, check
 from slime.agent.engine_access import Made
-from slime.agent.history import THOUGHTS, Message
+from slime.agent.history import THOUGHTS
+from slime.agent.trajectory import Message
 
 _WORDS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _PARTS: dict[str, Any] = {"refusal": {"refusal": str}, **{word: {"text": str} for word in _WORDS}}

@@ -20,7 +20,8 @@ from slime.agent.adapters.dialect import (
 )
 from slime.agent.adapters.shapes import COUNT, FUNCTION, SOME_TEXT, Kinds, Number, check
 from slime.agent.engine_access import Made
-from slime.agent.history import THOUGHTS, Message
+from slime.agent.history import THOUGHTS
+from slime.agent.trajectory import Message
 from slime.wire.openai_shapes import error_json, log_prob_entries
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")

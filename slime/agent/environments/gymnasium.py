@@ -17,11 +17,6 @@ from slime.agent.environments.protocol import EnvironmentFailure, Item, Observat
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
-def task_names() -> list[str] | None:
-    """Return None: there is no list, any id is tried, also of other packages (`my_package:Maze-v0`)."""
-    return None
-
-
 def make(task: str, options: Mapping[str, Any]) -> TextGymnasium:
     return TextGymnasium(task, options)
 

@@ -11,11 +11,6 @@ from slime.utils.misc import load_function
 from slime.utils.plugin_imports import missing_imports
 
 
-def task_names() -> None:
-    """Return None: there is no list, any path is tried."""
-    return None
-
-
 def check(task: str) -> None:
     """Raise ValueError for a path that names no environment."""
     try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, OWN, Choice, read_source
+from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, Choice, read_source
 from slime.data.mix import mix64
 from slime.data.prompt_sources import Place, PlacedRows
 from slime.utils.misc import is_installed
@@ -58,9 +58,9 @@ def check_task(choice: Choice, source: str) -> None:
             f"--env {choice.name} needs the package {row.package}: pip install 'slime[{row.extra}]'"
         )
     module = import_module(row.module)
-    if row.plays_itself or choice.family == OWN:
+    if hasattr(module, "check"):
         module.check(choice.task)
-    names = module.task_names()
+    names = module.task_names() if hasattr(module, "task_names") else None  # without: any name is tried
     if names is not None and choice.task not in names:
         near = difflib.get_close_matches(choice.task, names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {len(names)}, e.g. {names[0]}."

@@ -17,10 +17,9 @@ from typing import Any
 
 from slime.agent.adapters import adapter_of
 from slime.agent.environments.protocol import EnvironmentFailure, Item
-from slime.agent.session import Budget, Session
+from slime.agent.session import Budget, Session, seed_of_episode
 from slime.arguments import PluginArgs
 from slime.catalog.deadlines import timeout_s
-from slime.data.mix import mix64
 from slime.utils.types import Sample
 
 MAX_TASKS = 100_000  # read from a taskset without an end
@@ -29,11 +28,6 @@ _NO_KEY = "SLIME_NO_API_KEY"  # a variable that is never set: the address is the
 
 _lock = threading.Lock()
 _served: dict[tuple[str, str, asyncio.AbstractEventLoop], Served] = {}
-
-
-def task_names() -> None:
-    """Return None: there is no list; `check` imports the taskset."""
-    return None
 
 
 def check(task: str) -> None:
@@ -146,8 +140,8 @@ async def play(
     adapter = await adapter_of(args)
     sid = sample.session_id
     assert sid is not None, "samples of a rollout have a session"
-    seed = mix64(args.rollout_seed, sample.index or 0, int(sample.metadata.get("attempt", 0)))
-    session = adapter.open_session(sid, params, budget=budget_of(args, params), seed=seed)
+    seed, budget = seed_of_episode(args, sample), budget_of(args, params)
+    session = adapter.open_session(sid, params, budget=budget, seed=seed)
     try:
         async with served.playing(), asyncio.timeout(timeout_s(args, "episode") or None):
             episode = await served.env.run_episode(
@@ -166,10 +160,9 @@ async def play(
 
 
 def budget_of(args: PluginArgs, params: Mapping[str, Any]) -> Budget:
-    longest = int(params.get("max_new_tokens") or args.rollout_max_response_len or 4096)
-    limits = [n for n in (args.rollout_max_context_len, args.max_context_len) if n is not None]
-    of_turn = args.turn_max_response_len or longest
-    return Budget(args.max_turns, min(limits, default=None), of_turn, longest)
+    own = Budget.of_run(args, params)
+    of_turn = args.turn_max_response_len or own.max_new_tokens
+    return Budget(args.max_turns, own.max_context_tokens, of_turn, own.max_new_tokens)
 
 
 def _context(address: str) -> Any:
@@ -184,7 +177,7 @@ def _context(address: str) -> Any:
 def _score(episode: Any, session: Session) -> float:
     """Return the reward of the trace. An episode that a budget ended is scored as it is."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    if errors and not session.was_refused:
+    if errors and not session.refused:
         last = errors[-1]
         raise EnvironmentFailure(f"{last.type}: {last.message[:300]}")
     if not episode.traces:

@@ -118,7 +118,9 @@ def _read(text: str, parser: str, schemas: dict[str, Any]) -> Read:
     return read
 
 
-def parser_for(tokenizer: Any, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Parser:
+def parser_for(
+    tokenizer: Any, tool_parser: str | None = None, reasoning_parser: str | None = None
+) -> FormatParser:
     """Return the parser of a model: the named format, or the one that its chat template teaches it."""
     from_sglang.check_names(tool_parser, reasoning_parser)
     if tool_parser and from_sglang.is_sglangs(tool_parser):
