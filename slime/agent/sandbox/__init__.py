@@ -14,7 +14,7 @@ from slime.agent.sandbox.base import (
 )
 from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
-from slime.agent.sandbox.local import FinishedCommand, LocalSandbox
+from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.pool import BoxPool, open_sandbox, shared_pool
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "E2BSandbox",
     "ExecResult",
     "FileContent",
-    "FinishedCommand",
     "Limits",
     "LocalSandbox",
     "Sandbox",

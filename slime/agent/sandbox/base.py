@@ -11,7 +11,6 @@ import shlex
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
 ExecResult = tuple[int, str, str]  # exit code, standard output, standard error
@@ -84,9 +83,7 @@ class Sandbox(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None: ...
+    async def __aexit__(self, *details: object) -> None: ...
 
     async def exec(
         self,

@@ -7,9 +7,9 @@ closed or its owner died, it ends, and with it everything in the sandbox.
 A frame, in both directions: two lengths (big-endian, 4 bytes each), a JSON object, bytes. The id of a request
 is a nonce: only this process knows it, so no other process can forge a reply that the owner accepts.
     {"op": "exec", "id": "5f..", "argv": [...], "env": {...}, "cwd": "/work", "timeout": 5}, standard input
-    {"id": "5f..", "code": 0, "reason": null, "out": 3, "cut": false, "seconds": 0.01}, output then errors
+    {"id": "5f..", "code": 0, "reason": null, "out": 3, "cut": false}, output then errors
     {"op": "kill", "id": "5f.."}
-    {"op": "write", "id": "a0..", "path": "/work/a", "mode": 420, "timeout": 120}, content
+    {"op": "write", "id": "a0..", "path": "/work/a", "timeout": 120}, content
     {"op": "read", "id": "c3..", "path": "/work/a", "most": 1000, "timeout": 120}
 
 Commands and file operations run in children that hold none of the descriptors of this process.
@@ -57,9 +57,8 @@ def deny_system_calls() -> None:
     arch, calls, make_socket = DENIED.get(os.uname().machine, (0, (), 0))
     if not calls:
         return
-    allow = (
-        len(calls) + len(FAMILIES) + 6
-    )  # the index of the last but one rule; jumps count from the next rule
+    # The index of the last but one rule; jumps count from the next rule.
+    allow = len(calls) + len(FAMILIES) + 6
     deny = allow + 1
     rules = [(0x20, 0, 0, 4), (0x15, 0, deny - 2, arch), (0x20, 0, 0, 0), (0x35, deny - 4, 0, 0x40000000)]
     rules += [(0x15, deny - 5 - i, 0, number) for i, number in enumerate(calls)]
@@ -84,7 +83,7 @@ class Job:
         self.streams = {out: bytearray(), err: bytearray()}
         self.order = (out, err)
         self.data = memoryview(data)
-        self.seen, self.began = 0, time.monotonic()
+        self.seen = 0
         self.reason: str | None = None  # the limit that ended it
 
 
@@ -156,9 +155,8 @@ class Agent:
             elif request["id"] in self.jobs:
                 self.end(self.jobs[request["id"]], "cancelled")
         except OSError as error:
-            self.reply(
-                {"id": request["id"], "errno": error.errno or 0, "error": os.strerror(error.errno or 0)}
-            )
+            number = error.errno or 0
+            self.reply({"id": request["id"], "errno": number, "error": os.strerror(number)})
 
     def reply(self, header: dict[str, Any], blob: bytes = b"") -> None:
         head = json.dumps(header).encode()
@@ -305,10 +303,8 @@ class Agent:
             why = job.reason or err.decode(errors="replace") or "its process was killed"
             self.reply({"id": job.number, "errno": code, "error": why} if code else {"id": job.number}, out)
             return
-        header: dict[str, Any] = {"id": job.number, "code": code, "reason": job.reason, "out": len(out)}
-        header["cut"] = job.seen > len(out) + len(err)
-        header["seconds"] = time.monotonic() - job.began
-        self.reply(header, out + err)
+        header = {"id": job.number, "code": code, "reason": job.reason, "out": len(out)}
+        self.reply({**header, "cut": job.seen > len(out) + len(err)}, out + err)
 
     # -- limits
 

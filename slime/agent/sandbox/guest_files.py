@@ -47,7 +47,7 @@ def write_file(request: dict[str, Any]) -> None:
     folder = os.path.dirname(request["path"])
     if folder:
         os.makedirs(folder, exist_ok=True)
-    fd = open_regular(request["path"], os.O_WRONLY | os.O_CREAT, request["mode"])
+    fd = open_regular(request["path"], os.O_WRONLY | os.O_CREAT, 0o644)
     os.ftruncate(fd, 0)
     while True:
         view = memoryview(os.read(0, 1 << 16))

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from slime.agent.sandbox.base import MIB, Limits, SandboxUnavailable
@@ -25,18 +25,6 @@ _PROBE_S = 20
 # Read-only in a sandbox; of /etc only what programs need to be found and linked.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs", "/etc/ssl/openssl.cnf")
-
-
-@dataclass(frozen=True, slots=True)
-class Walls:
-    """The kind of isolation and the command that starts the first process of a sandbox.
-
-    `settings` are sent to that process (`guest_agent.py`) together with the limits.
-    """
-
-    kind: str
-    argv: tuple[str, ...]
-    settings: dict[str, object]
 
 
 def read_only_paths(extra: tuple[str, ...] = ()) -> tuple[list[str], list[tuple[str, str]]]:
@@ -63,18 +51,27 @@ def box_python() -> str:
     return os.path.realpath(os.path.join(sys.base_prefix, "bin", "python3"))
 
 
-def walls(kind: str, limits: Limits, uid: int | None, extra: tuple[str, ...] = ()) -> Walls:
-    """Return the command line of a sandbox; `uid`: its private user (None: the current user)."""
+def walls(
+    kind: str, limits: Limits, uid: int | None, hello: str, extra: tuple[str, ...] = ()
+) -> tuple[list[str], bytes]:
+    """Return the command line of a sandbox's first process, and the program that it reads from its input.
+
+    `uid`: its private user (None: the current user). `hello`: the id of the reply that says it is ready.
+    """
     paths, links = read_only_paths(extra)
     settings: dict[str, object] = {"own_root": kind != PLAIN, "private": kind != PLAIN or uid is not None}
-    settings |= {"build_root": kind == NAMESPACES, "read_only": paths, "links": links}
-    become = []
-    if uid is not None:
-        become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+    settings |= {"read_only": paths, "links": links, "limits": asdict(limits), "hello": hello}
+    become = [] if uid is None else ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
     command = ["env", "-i", *(_UNSHARE if kind == NAMESPACES else [])]
     if kind == BUBBLEWRAP:
         command = _bubblewrap(limits, paths, links)
-    return Walls(kind, (*become, *command, box_python(), "-I", "-S", "-B", "-c", BOOT), settings)
+    files, calls = ["guest_files.py", "guest_memory.py", "guest_agent.py"], ["main(settings)"]
+    if kind == NAMESPACES:
+        files, calls = ["guest_root.py", *files], ["build_root(settings)", *calls]
+    lines = [f"exec(compile({_source(name)!r}, {name!r}, 'exec'))" for name in files]
+    text = "\n".join([*lines, f"settings = {settings!r}", *calls]).encode()
+    argv = [*become, *command, box_python(), "-I", "-S", "-B", "-c", BOOT]
+    return argv, b"%d\n%s" % (len(text), text)
 
 
 _UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--uts", "--cgroup"]
@@ -101,17 +98,6 @@ def _bubblewrap(limits: Limits, paths: list[str], links: list[tuple[str, str]]) 
 @functools.cache
 def _source(name: str) -> str:
     return Path(__file__).with_name(name).read_text()
-
-
-def program_text(plan: Walls, limits: Limits, hello: str) -> bytes:
-    """Return the program of a sandbox's first process. `hello`: the id of the reply that says it is ready."""
-    settings = {**plan.settings, "limits": asdict(limits), "hello": hello}
-    files, calls = ["guest_files.py", "guest_memory.py", "guest_agent.py"], ["main(settings)"]
-    if plan.settings["build_root"]:
-        files, calls = ["guest_root.py", *files], ["build_root(settings)", *calls]
-    lines = [f"exec(compile({_source(name)!r}, {name!r}, 'exec'))" for name in files]
-    text = "\n".join([*lines, f"settings = {settings!r}", *calls]).encode()
-    return b"%d\n%s" % (len(text), text)
 
 
 @functools.cache
@@ -166,13 +152,11 @@ def limits_that_hold(kind: str) -> str:
 @functools.cache
 def why_not(kind: str) -> str | None:
     """Return why a sandbox of this kind does not start here; None: it does."""
-    limits = Limits()
     # It needs its own user: a sandbox that ends kills all processes of its user, also another probe's.
     user = PrivateUser() if has_private_users() else None
-    plan = walls(kind, limits, user.uid if user else None)
-    text = program_text(plan, limits, "probe")
+    argv, text = walls(kind, Limits(), user.uid if user else None, "probe")
     try:
-        done = subprocess.run(plan.argv, input=text, capture_output=True, timeout=_PROBE_S, cwd="/")
+        done = subprocess.run(argv, input=text, capture_output=True, timeout=_PROBE_S, cwd="/")
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     finally:
@@ -193,18 +177,14 @@ class PrivateUser:
     """A user id that no other sandbox of this machine has, locked by the name of a socket until it ends."""
 
     def __init__(self) -> None:
-        self.uid, self._lock = _claim()
+        for self.uid in range(_FIRST_UID, _LAST_UID):
+            self._lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                self._lock.bind(f"\0slime-box-{self.uid}")
+                return
+            except OSError:
+                self.release()
+        raise SandboxUnavailable(f"{_LAST_UID - _FIRST_UID} sandboxes are open on this machine; close some")
 
     def release(self) -> None:
         self._lock.close()
-
-
-def _claim() -> tuple[int, socket.socket]:
-    for uid in range(_FIRST_UID, _LAST_UID):
-        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            lock.bind(f"\0slime-box-{uid}")
-            return uid, lock
-        except OSError:
-            lock.close()
-    raise SandboxUnavailable(f"{_LAST_UID - _FIRST_UID} sandboxes are open on this machine; close some first")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import json
 import logging
 import secrets
@@ -13,9 +12,7 @@ import shutil
 import struct
 import tempfile
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from slime.agent.sandbox.base import (
@@ -37,7 +34,6 @@ from slime.agent.sandbox.isolation import (
     PrivateUser,
     best_isolation,
     has_private_users,
-    program_text,
     report_start,
     walls,
 )
@@ -49,28 +45,17 @@ _GRACE_S = 30.0  # after a command's own deadline, on a machine that has other w
 _END_S = 10.0
 _FILE_S = 90.0  # for reading or writing one file
 _LONGEST_HEADER = 1 << 16
+_SHELL = "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
 _PATH = "/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _WHY = {
     "time": "it ran past its limit of {timeout:g} s",
     "memory": "the sandbox used more than its {memory} MiB of memory",
     "output": "it printed without end; only the beginning was kept",
-    "files": "the sandbox had more than {files} files",
-    "sockets": "the sandbox had more than {sockets} sockets",
-    "maps": "the sandbox had more than {maps} mappings of memory",
+    "files": "the sandbox had more than {limits.num_files} files",
+    "sockets": "the sandbox had more than {limits.num_sockets} sockets",
+    "maps": "the sandbox had more than {limits.num_maps} mappings of memory",
     "cancelled": "it was cancelled",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedCommand:
-    """The result of a command. `reason`: the limit that ended it (time, memory, ...); None: no limit."""
-
-    code: int
-    out: bytes
-    err: bytes
-    reason: str | None
-    cut: bool  # more was printed than was kept
-    seconds: float
 
 
 class LocalSandbox:
@@ -112,30 +97,29 @@ class LocalSandbox:
 
     async def start(self) -> Self:
         """Start the sandbox; returns when it accepts commands."""
-        kind = self._isolation
-        if kind is None:
-            kind = await asyncio.to_thread(best_isolation)
+        kind: str = self._isolation or await asyncio.to_thread(best_isolation)
         await asyncio.to_thread(report_start, kind)
         self._user = PrivateUser() if has_private_users() else None
         uid = self._user.uid if self._user else None
-        plan = walls(kind, self.limits, uid, self._read_only)
-        self._folder = _plain_folder(uid) if kind == PLAIN else None
-        hello: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
-        nonce = secrets.token_hex(16)
-        self._waiting[nonce] = hello
-        pipe = asyncio.subprocess.PIPE
+        if kind == PLAIN:
+            self._folder = tempfile.mkdtemp(prefix="slime-box-")
+            if uid is not None:
+                shutil.chown(self._folder, uid, uid)
+        nonce, pipe = secrets.token_hex(16), asyncio.subprocess.PIPE
+        argv, program = walls(kind, self.limits, uid, nonce, self._read_only)
+        hello = self._waiting[nonce] = asyncio.get_running_loop().create_future()
         try:
             self._group = await asyncio.to_thread(make_group, self.limits)
             self._process = await asyncio.create_subprocess_exec(
                 *entering(self._group),
-                *plan.argv,
+                *argv,
                 stdin=pipe,
                 stdout=pipe,
                 stderr=pipe,
                 cwd=self._folder or "/",
             )
             self._reader = asyncio.create_task(self._read(self._process))
-            await self._send(program_text(plan, self.limits, nonce))
+            await self._send(program)
             async with asyncio.timeout(_START_S):
                 await hello
             del self._waiting[nonce]
@@ -171,9 +155,7 @@ class LocalSandbox:
     async def __aenter__(self) -> Self:
         return self if self.is_open else await self.start()
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *details: object) -> None:
         await asyncio.shield(self.close())
 
     # -- commands and files
@@ -187,58 +169,35 @@ class LocalSandbox:
         timeout: float = 120,
         check: bool = False,
         idempotent: bool = False,
-        cwd: str | None = None,
         stdin: bytes = b"",
     ) -> ExecResult:
         """Run a shell command: (exit code, output, errors). Over the time limit the code is 124, over
         another limit 137, and the errors end with the reason."""
-        done = await self.run(cmd, user=user, env=env, timeout=timeout, cwd=cwd, stdin=stdin)
-        out, err = (part.decode(errors="replace") for part in (done.out, done.err))
-        code = done.code
-        if done.reason is not None:
-            code = TIME_LIMIT_CODE if done.reason == "time" else KILLED_CODE
-            err += (
-                f"{'' if err.endswith(chr(10)) or not err else chr(10)}[stopped: {self._why(done, timeout)}]"
-            )
-        elif done.cut:
-            err += f"[only the first {self.limits.output_bytes} bytes of the output are kept]"
+        home = self._folder or ("/root" if user == "root" else f"/home/{user}")
+        given = {"PATH": _PATH, "HOME": home, "USER": user, "LANG": "C.UTF-8", "PWD": self.workdir}
+        request: dict[str, Any] = {"op": "exec", "argv": [_SHELL, "-c", cmd], "env": {**given, **(env or {})}}
+        request |= {"cwd": self.workdir, "timeout": timeout}
+        header, blob = await self._ask(request, stdin, timeout + _GRACE_S)
+        if "error" in header:
+            raise SandboxError(f"{_SHELL} cannot be started: {header['error']}")
+        code, reason, limits = header["code"], header["reason"], self.limits
+        out = blob[: header["out"]].decode(errors="replace")
+        err = blob[header["out"] :].decode(errors="replace")
+        if reason is not None:
+            code = TIME_LIMIT_CODE if reason == "time" else KILLED_CODE
+            why = _WHY[reason].format(timeout=timeout, memory=limits.memory_bytes >> 20, limits=limits)
+            err += ("\n" if err and not err.endswith("\n") else "") + f"[stopped: {why}]"
+        elif header["cut"]:
+            err += f"[only the first {limits.output_bytes} bytes of the output are kept]"
         if check and code != 0:
             raise CommandFailed(cmd, code, out, err)
         return code, out, err
 
-    async def run(
-        self,
-        cmd: str | list[str],
-        *,
-        user: str = "root",
-        env: dict[str, str] | None = None,
-        timeout: float = 120,
-        cwd: str | None = None,
-        stdin: bytes = b"",
-    ) -> FinishedCommand:
-        """Like `exec`, but with bytes and the limit that ended the command. A list is run without a shell."""
-        argv = [_shell(), "-c", cmd] if isinstance(cmd, str) else cmd
-        home = self._folder or ("/root" if user == "root" else f"/home/{user}")
-        given = {"PATH": _PATH, "HOME": home, "USER": user, "LANG": "C.UTF-8", "PWD": cwd or self.workdir}
-        request = {"op": "exec", "argv": argv, "env": {**given, **(env or {})}, "cwd": cwd or self.workdir}
-        header, blob = await self._ask({**request, "timeout": timeout}, stdin, timeout + _GRACE_S)
-        if "error" in header:
-            raise SandboxError(f"{argv[0]} cannot be started: {header['error']}")
-        out, err = blob[: header["out"]], blob[header["out"] :]
-        return FinishedCommand(header["code"], out, err, header["reason"], header["cut"], header["seconds"])
-
-    async def write_file(
-        self, sandbox_path: str, content: FileContent, *, user: str = "root", mode: int = 0o644
-    ) -> None:
-        request = {"op": "write", "path": self._path(sandbox_path), "mode": mode, "timeout": _FILE_S}
+    async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
+        request = {"op": "write", "path": self._path(sandbox_path), "timeout": _FILE_S}
         header, _ = await self._ask(request, content_bytes(content), _FILE_S + _GRACE_S)
         if "error" in header:
-            hint = (
-                f" (the sandbox holds {self.limits.disk_bytes} bytes)"
-                if header["errno"] == errno.ENOSPC
-                else ""
-            )
-            raise SandboxError(f"{sandbox_path} cannot be written: {header['error']}{hint}")
+            raise SandboxError(f"{sandbox_path} cannot be written: {header['error']}")
 
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
         return (await self.read_bytes(sandbox_path) or b"").decode(errors="replace")
@@ -262,20 +221,13 @@ class LocalSandbox:
     def _path(self, path: str) -> str:
         return path if path.startswith("/") else f"{self.workdir}/{path}"
 
-    def _why(self, done: FinishedCommand, timeout: float) -> str:
-        limits = self.limits
-        text = _WHY[done.reason or "cancelled"]
-        numbers = {"files": limits.num_files, "sockets": limits.num_sockets, "maps": limits.num_maps}
-        return text.format(timeout=timeout, memory=limits.memory_bytes >> 20, **numbers)
-
     async def _ask(
         self, request: dict[str, Any], content: bytes, patience: float
     ) -> tuple[dict[str, Any], bytes]:
         if not self.is_open:
             raise SandboxDied(self._ended or "the sandbox is not started; use `async with`")
         number = secrets.token_hex(16)
-        future: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
         head = json.dumps({**request, "id": number}).encode()
         try:
             await self._send(struct.pack(">II", len(head), len(content)) + head + content)
@@ -347,11 +299,6 @@ class LocalSandbox:
         self._waiting.clear()
 
 
-@functools.cache
-def _shell() -> str:
-    return "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
-
-
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Ask the sandbox to end by closing its input; kill it if it does not."""
     assert process.stdin is not None, "it is a pipe"
@@ -377,10 +324,3 @@ async def _end_everything_of(uid: int) -> None:
     become = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--")
     process = await asyncio.create_subprocess_exec(*become, "bash", "-c", "kill -9 -1")
     await process.wait()
-
-
-def _plain_folder(uid: int | None) -> str:
-    folder = tempfile.mkdtemp(prefix="slime-box-")
-    if uid is not None:
-        shutil.chown(folder, uid, uid)
-    return folder

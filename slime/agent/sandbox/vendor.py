@@ -9,7 +9,6 @@ import os
 import random
 import re
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar
 
 from slime.agent.sandbox.base import (
@@ -74,21 +73,15 @@ class VendorSandbox(abc.ABC):
             ) from None
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *details: object) -> None:
         box, self._box = self._box, None
         if box is None:
             return
         try:
             await self._retry("end", lambda: self._end(box))
         except Exception as error:
-            logger.warning(
-                "%s sandbox %s could not be ended (%s); it ends when its lifetime is over.",
-                self.kind,
-                self.sandbox_id,
-                error,
-            )
+            told = "%s sandbox %s could not be ended (%s); it ends when its lifetime is over."
+            logger.warning(told, self.kind, self.sandbox_id, error)
 
     async def exec(
         self,
@@ -126,8 +119,9 @@ class VendorSandbox(abc.ABC):
 
     async def _retry(self, what: str, call: Callable[[], Awaitable[_T]], *, repeat: bool = True) -> _T:
         """Call the vendor up to `rpc_retries` times. `repeat` False: not again if the outcome is unknown."""
-        tries, number = self.rpc_retries, 1
+        tries, number = self.rpc_retries, 0
         while True:
+            number += 1
             try:
                 return await call()
             except Exception as error:
@@ -139,7 +133,6 @@ class VendorSandbox(abc.ABC):
                 logger.info("Sandbox call failed and is retried: %s", text)
             wait = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (number - 1))
             await asyncio.sleep(wait * random.uniform(0.8, 1.2))
-            number += 1
 
 
 def _number_from(variable: str, default: int) -> int:
