@@ -48,10 +48,8 @@ from slime.rollout.journal import CountingJournal, Journal
 from slime.runtime.base import FailFastFuture, Future, Ready, Ref, Runtime
 from slime.runtime.local import LocalFuture, LocalRuntime, ProcessHandle, SegmentRef
 from slime.runtime.worker_watch import Worker
-from slime.simulation.costs import EngineCost, TrainerCost
-from slime.simulation.modelled_engines import AnswerLengths, EngineCosts
-from slime.simulation.modelled_trainer import TrainerCosts
-from slime.simulation.workload import LengthModel
+from slime.simulation.costs import EngineCost
+from slime.simulation.modelled_engines import EngineCosts
 from slime.utils.http_utils import Observer
 from slime.utils.machine.children import Child
 from slime.utils.machine.warm_start import WarmChild
@@ -107,8 +105,6 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Environment: [ReasoningGym, TextArena, TextGymnasium],
     findings.Prediction: [RunPlan],
     EngineCosts: [EngineCost],
-    TrainerCosts: [TrainerCost],
-    AnswerLengths: [LengthModel],
 }
 
 OF_OPTIONAL_PACKAGES = {"backends/megatron/dist_checkpoint.TrainerState"}

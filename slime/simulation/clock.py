@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -81,31 +82,24 @@ class Clock:
 
     def wait(self, future: asyncio.Future[Any], deadline_s: float | None = None) -> bool:
         """Time passes until it is done; False: the deadline came first."""
-        if self._interrupt is not None:
-            self._raise()
-        if future.done():
-            return True
-        late = None if deadline_s is None else self.now + deadline_s
-        timer = None if late is None else self.at(late, self.loop.stop)
+        late = math.inf if deadline_s is None else self.now + deadline_s
+        timer = None if deadline_s is None else self.at(late, self.loop.stop)
         future.add_done_callback(self._stop)
         try:
-            while not future.done() and (late is None or self.now < late):
-                self.loop.run_forever()
+            while True:
                 if self._interrupt is not None:
-                    self._raise()
+                    error, self._interrupt = self._interrupt, None
+                    raise error
+                if future.done() or self.now >= late:
+                    return future.done()
+                self.loop.run_forever()
         finally:
             future.remove_done_callback(self._stop)
             if timer is not None:
                 timer.cancel()
-        return future.done()
 
     def _stop(self, _: object) -> None:
         self.loop.stop()
-
-    def _raise(self) -> None:
-        error, self._interrupt = self._interrupt, None
-        assert error is not None
-        raise error
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """`slime.utils.async_utils.run` of a simulated process."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.arguments import Args
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.simulation.clock import Stalled
 from slime.simulation.costs import Costs, EngineCost, TrainerCost
 from slime.simulation.simulated_run import Measured, Simulation
 from slime.simulation.simulated_settings import simulated_args
@@ -68,7 +69,8 @@ class Found:
 
 
 def fuzz(args: Args, count: int, first_seed: int, tell: Callable[[str], None] = lambda _: None) -> Found:
-    found, started, told = Found(), time.monotonic(), time.monotonic()
+    found, started = Found(), time.monotonic()
+    told = started
     for seed in range(first_seed, first_seed + count):
         case = make_case(args, seed)
         problem, measured = run_case(case)
@@ -96,7 +98,7 @@ def run_case(case: Case) -> tuple[str | None, Measured]:
     try:
         measured = simulation.run()
     except RunStopped as error:
-        if type(error).__name__ == "Stalled":
+        if isinstance(error, Stalled):
             return f"a hang: {error}", simulation.measured
         simulation.measured.error = str(error)
         return None, simulation.measured

@@ -7,7 +7,6 @@ simulation may stand for many (`unit`): lengths are then in units, costs in real
 from __future__ import annotations
 
 import asyncio
-import functools
 import heapq
 import itertools
 from collections import OrderedDict, deque
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from slime.arguments import RunInfo
 from slime.simulation.clock import Clock
+from slime.simulation.workload import LengthModel
 from slime.utils.http_utils import HttpError
 from slime.weight_sync.base import WeightBundle
 from slime.wire.client import SESSION_HEADER
@@ -37,12 +37,6 @@ class EngineCosts(Protocol):
     def decode_s(self, running: int, cached: float) -> float: ...
 
     def prefill_s(self, tokens: float) -> float: ...
-
-
-class AnswerLengths(Protocol):
-    """How many tokens an answer has, from the seed of its request."""
-
-    def answer(self, seed: int) -> float: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +60,7 @@ class ModelledEngine:
         self,
         clock: Clock,
         costs: EngineCosts,
-        lengths: AnswerLengths,
+        lengths: LengthModel,
         name: str,
         unit: int,
         left: dict[str, float],
@@ -201,7 +195,6 @@ class ModelledEngine:
                 self._admit(self._waiting.popleft())
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         if not self._running or self._paused or not self.alive:
             return
         self._token_s = self.slowness * self._costs.decode_s(len(self._running), self._cached)
@@ -219,7 +212,6 @@ class ModelledEngine:
         self._debt_s += self.slowness * self._costs.prefill_s(request.prompt)
 
     def _due(self) -> None:
-        self._timer = None
         self._advance()
         while self._ends and self._ends[0][0] <= self._progress + 1e-6:
             _, number = heapq.heappop(self._ends)
@@ -389,23 +381,18 @@ class ModelledFleet:
         self._clock.at(self._clock.now + for_s, engine.slow_down, 1.0)
 
 
-def _put(finished: asyncio.Queue[int], place: int, _: object) -> None:
-    finished.put_nowait(place)
-
-
 async def _events(engine: ModelledEngine, payload: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The answers of a group that travels as one request, each as it is finished."""
-    columns = zip(payload["input_ids"], payload["sampling_params"], payload["rid"], strict=True)
-    finished: asyncio.Queue[int] = asyncio.Queue()
-    tasks = []
-    for i, (ids, params, rid) in enumerate(columns):
+    """Yield the answers of a group that travels as one request, each as it is finished."""
+
+    async def answer(index: int, ids: Any, params: Any, rid: str) -> dict[str, Any]:
         one = {"input_ids": ids, "sampling_params": params, "rid": rid}
-        tasks.append(asyncio.ensure_future(engine.generate(one)))
-        tasks[-1].add_done_callback(functools.partial(_put, finished, i))
+        return {**await engine.generate(one), "index": index}
+
+    columns = zip(payload["input_ids"], payload["sampling_params"], payload["rid"], strict=True)
+    tasks = [asyncio.ensure_future(answer(index, *column)) for index, column in enumerate(columns)]
     try:
-        for _ in tasks:
-            place = await finished.get()
-            yield {**tasks[place].result(), "index": place}
+        for finished in asyncio.as_completed(tasks):
+            yield await finished
     finally:
         for task in tasks:
             task.cancel()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from slime.cluster.training.train_actor import Memory, RankNotes
 from slime.cluster.training.train_group import Ranks, RankState, TrainGroup
 from slime.runtime.base import Future
 from slime.simulation.clock import Clock, ModelledHandle
+from slime.simulation.costs import TrainerCost
 from slime.step.agreement import Agreement
 from slime.step.step_report import StepReport
 from slime.utils.errors import WorkerDied
@@ -27,30 +27,10 @@ from slime.utils.types import RolloutBatch
 from slime.weight_sync.base import WeightBundle
 
 
-class TrainerCosts(Protocol):
-    """Seconds of the trainer, all its GPUs together."""
-
-    @property
-    def dp_size(self) -> int: ...
-
-    @property
-    def push_s(self) -> float:
-        """Seconds until weights are on their way; engines wait for their own part."""
-
-    @property
-    def save_s(self) -> float: ...
-
-    @property
-    def swap_s(self) -> float:
-        """Colocated: into its place on the device, and out of it."""
-
-    def step_s(self, lengths_by_rank: Sequence[Sequence[float]]) -> float: ...
-
-
 class ModelledRank:
     """What the driver asks of a rank beside training, as of a `TrainActor` of `cluster.training`."""
 
-    def __init__(self, clock: Clock, costs: TrainerCosts):
+    def __init__(self, clock: Clock, costs: TrainerCost):
         self._clock, self._costs, self._saved_in = clock, costs, Path()
         self._death: asyncio.Future[None] = clock.loop.create_future()
         self.version: int | None = None  # of the weights, as engines will know them
@@ -149,7 +129,7 @@ class ModelledProcesses:
 class ModelledTrainGroup(TrainGroup):
     """The real split of a batch over ranks; a step lasts as long as that of the busiest."""
 
-    def __init__(self, args: Args, clock: Clock, costs: TrainerCosts, unit: int):
+    def __init__(self, args: Args, clock: Clock, costs: TrainerCost, unit: int):
         self.rank = ModelledRank(clock, costs)
         handle = _RankHandle(clock, self.rank, "trainer-0")
         self._args, self._clock, self._costs, self._unit = args, clock, costs, unit

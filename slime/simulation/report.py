@@ -30,6 +30,7 @@ from slime.simulation.workload import FaultPlan, LengthModel, RewardModel, Workl
 SWAP_S, _PAUSE_S = 2.0, 0.13
 _HOURS = 24.0  # of injected faults
 _PARTS = 8
+_SHOWN = ["step_s", "engine_busy", "engine_running", "trainer_busy", "wasted", "waste", "staleness", "counts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +43,9 @@ class SplitRow:
     measured: Measured
 
     def as_json(self) -> dict[str, Any]:
-        found = self.measured
-        return {
-            "train_gpus": self.train_gpus,
-            "rollout_gpus": self.rollout_gpus,
-            "engines": self.engines,
-            "step_s": found.step_s,
-            "engine_busy": found.engine_busy,
-            "engine_running": found.engine_running,
-            "trainer_busy": found.trainer_busy,
-            "wasted": found.wasted,
-            "waste": dict(found.waste),
-            "staleness": found.staleness,
-            "counts": dict(found.counts),
-            "starts": found.num_starts,
-            "error": found.error,
-        }
+        own = {name: getattr(self, name) for name in ("train_gpus", "rollout_gpus", "engines")}
+        found = {name: getattr(self.measured, name) for name in _SHOWN}
+        return {**own, **found, "starts": self.measured.num_starts, "error": self.measured.error}
 
 
 def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[SplitRow], list[str]]:

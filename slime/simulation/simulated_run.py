@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import random
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from slime import loop, loop_async
@@ -102,7 +104,6 @@ class _DelayedWriter:
     def __init__(self, clock: Clock, writer: RecordWriter):
         self._clock, self._writer = clock, writer
         self._waiting: list[Callable[[], None]] = []
-        self._timer: Any = None
         self._dead = False
 
     def note(self, *args: Any) -> None:
@@ -115,18 +116,16 @@ class _DelayedWriter:
         self._later(lambda: self._writer.submit(*args))
 
     def _later(self, write: Callable[[], None]) -> None:
-        if self._dead:
-            return
-        self._waiting.append(write)
-        if self._timer is None:
-            self._timer = self._clock.at(self._clock.now + GATHER_S, self._write)
+        if not self._waiting and not self._dead:
+            self._clock.at(self._clock.now + GATHER_S, self._write)
+        if not self._dead:
+            self._waiting.append(write)
 
     def flush(self) -> None:
         self._write()
         self._writer.flush()
 
     def _write(self) -> None:
-        self._timer = None
         waiting, self._waiting = self._waiting, []
         for write in waiting:
             write()
@@ -157,20 +156,6 @@ class _Metrics:
                     measured.waste[name.split("/")[2]] += value * self._unit
             if "perf/step_time" in metrics:
                 measured.step_ends.append(self._clock.now)
-
-
-class _NeverSilent:
-    """The runtime as a recovery sees it: no process of it hangs."""
-
-    def __init__(self) -> None:
-        self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def forget_failure(self) -> None: ...
-
-
-class _NoAdvice:
-    def observe(self, metrics: object, step: int) -> tuple[()]:
-        return ()
 
 
 class Simulation:
@@ -224,7 +209,7 @@ class Simulation:
                     self.measured.error = "a trainer rank died in a run without --save"
                     return
             self._forget_process()
-            self.clock.run(_sleep(self.workload.faults.run_restart_s))
+            self.clock.run(asyncio.sleep(self.workload.faults.run_restart_s))
         self.measured.error = f"the run was started {_MAX_STARTS} times and did not come to its end"
 
     def _forget_process(self) -> None:
@@ -278,7 +263,7 @@ class Simulation:
                 overlapped=overlapped,
             )
             self._fleet, self._trainer = fleet, trainer
-            closing.callback(self._gone)
+            closing.callback(setattr, self, "_fleet", None)
             rollout = ModelledHandle(clock, manager, "rollout", strands=True)
             weights: Any = ModelledHandle(clock, fleet, "engines")
             residency = Residency(args, weights, trainer.ranks)
@@ -300,7 +285,7 @@ class Simulation:
                 saver = Saver(folder, None, args.keep_last_n, trainer.ranks, rollout, None, replay.commit)
             facts, timeline = manager.facts, Timeline(None)
             metrics: Any = _Metrics(clock, self.measured, self.workload.unit)
-            no_advice: Any = _NoAdvice()
+            no_advice: Any = SimpleNamespace(observe=lambda metrics, step: ())
             cluster = Cluster(
                 args=args,
                 run=run,
@@ -356,15 +341,17 @@ class Simulation:
         def restore(state: SafeState) -> None:
             trainer.rank.wake()
             residency.enter(TRAIN)
-            self.clock.run(_sleep(self.workload.faults.run_restart_s / 2))
+            self.clock.run(asyncio.sleep(self.workload.faults.run_restart_s / 2))
             push.open_senders()
             for memory in state.memories:
                 trainer.rank.remember(memory)
 
+        failure: concurrent.futures.Future[None] = concurrent.futures.Future()  # no process ever hangs
+        never_silent: Any = SimpleNamespace(failure=failure, forget_failure=lambda: None)
         recovery = Recovery(
             args.max_restarts,
             ModelledProcesses(trainer),  # type: ignore[arg-type]
-            _NeverSilent(),  # type: ignore[arg-type]
+            never_silent,
             replay,
             restore,
             lambda restart: None,
@@ -374,19 +361,13 @@ class Simulation:
     def _servers(self) -> dict[str, Any]:
         """Addresses of engines outlive them: who asks while a run is down is refused."""
 
-        def server(origin: str) -> Any:
-            async def answer(*request: Any) -> Any:
-                if self._fleet is None:
-                    raise ConnectionRefusedError(f"{origin} is down")
-                return await self._fleet.servers[origin](*request)
-
-            return answer
+        async def answer(origin: str, *request: Any) -> Any:
+            if self._fleet is None:
+                raise ConnectionRefusedError(f"{origin} is down")
+            return await self._fleet.servers[origin](*request)
 
         origins = [ROUTER, *(f"http://modelled-engine-{i}:1" for i in range(self.costs.num_engines))]
-        return {origin: server(origin) for origin in origins}
-
-    def _gone(self) -> None:
-        self._fleet = None
+        return {origin: functools.partial(answer, origin) for origin in origins}
 
     def _account(self, fleet: ModelledFleet, trainer: ModelledTrainGroup, began: float) -> None:
         measured, passed = self.measured, self.clock.now - began
@@ -405,10 +386,6 @@ class Simulation:
         measured.engine_busy /= max(self._fleet_s, 1e-9)
         measured.trainer_busy = measured.train_s / max(measured.wall_s, 1e-9)
         return measured
-
-
-async def _sleep(seconds: float) -> None:
-    await asyncio.sleep(seconds)
 
 
 @contextlib.contextmanager

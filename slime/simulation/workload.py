@@ -43,14 +43,14 @@ class LengthModel:
         counts = {"fixed": 1, "uniform": 2, "lognormal": 2, "exponential": 1}
         try:
             values = tuple(float(word) for word in rest.split(":"))
-            is_empty = kind == "uniform" and values[0] > values[-1]
-            if is_empty or len(values) != counts[kind] or not all(0 < value < math.inf for value in values):
-                raise ValueError
-        except (KeyError, ValueError):
+        except ValueError:
+            values = ()
+        is_empty = kind == "uniform" and values != tuple(sorted(values))
+        if is_empty or len(values) != counts.get(kind) or not all(0 < value < math.inf for value in values):
             raise ValueError(
                 f"--lengths {text!r} is none of fixed:N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA, "
                 "exponential:MEAN, run:FOLDER, with numbers above 0 and LOW no higher than HIGH."
-            ) from None
+            )
         return cls(kind, values, most, seed)
 
     def answer(self, seed: int) -> float:

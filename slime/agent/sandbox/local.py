@@ -97,7 +97,7 @@ class LocalSandbox:
 
     async def start(self) -> Self:
         """Start the sandbox; returns when it accepts commands."""
-        kind: str = self._isolation or await asyncio.to_thread(best_isolation)
+        kind = await asyncio.to_thread(best_isolation) if self._isolation is None else self._isolation
         await asyncio.to_thread(report_start, kind)
         self._user = PrivateUser() if has_private_users() else None
         uid = self._user.uid if self._user else None
