@@ -1,11 +1,8 @@
 """Command-line agents in a sandbox, with the adapter as their only endpoint: Claude Code and Codex.
 
-    async with open_sandbox(...) as box:
-        context = HarnessContext("/workspace", session_id=sid, adapter_url=url)
-        code = await ClaudeCodeHarness().run(box, context, "Make the tests pass.", time_budget_sec=600)
-
+Example: `code = await ClaudeCodeHarness().run(box, HarnessContext("/work", sid, url), "Make the tests pass.")`.
 The session's id is the client's key, so its requests are turns of that session. The sandbox must have node
-or get it (`SLIME_AGENT_NODE_TARBALL`), and must reach `adapter_url`.
+or get it (`SLIME_AGENT_NODE_TARBALL`), and must reach the adapter.
 """
 
 from __future__ import annotations

@@ -39,11 +39,7 @@ class TemplateRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PrefixReport:
-    """What a template does to earlier responses. `forks` names the turns at which history is rendered again.
-
-    Example for a template that drops thoughts: `PrefixReport(extends=True, forks=("a user message after an
-    answer with thoughts",), refuses=())`.
-    """
+    """What a template does to earlier responses. `forks` names the turns at which history is rendered again."""
 
     extends: bool  # new messages can be rendered after a response at all
     forks: tuple[str, ...]

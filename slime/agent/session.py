@@ -1,17 +1,7 @@
 """One episode of an agent: it asks the policy turn by turn and keeps every token as the engine sampled it.
 
-    session = Session.of_run(args, sample, sampling_params)
-    messages = list(sample.prompt)
-    while True:
-        answer = await session.turn(messages, tools=TOOLS)
-        messages.append(answer.message)
-        if not answer.tool_calls:
-            break
-        messages += [run_tool(call) for call in answer.tool_calls]
-    return session.samples(sample, reward=score(messages))
-
-`turn` takes the whole conversation, as chat clients send it, and finds the new messages by comparison. A
-program may shorten or edit its history: such turns become samples of their own.
+`Session.turn` takes the whole conversation, as chat clients send it, and finds the new messages by comparison.
+A program may shorten or edit its history: such turns become samples of their own. Example: docs/agents.md.
 """
 
 from __future__ import annotations

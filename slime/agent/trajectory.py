@@ -28,8 +28,7 @@ Message = dict[str, Any]
 class TurnRecord:
     """One response of the engine: its whole prompt, the sampled tokens, and the finish reason.
 
-    Example: `TurnRecord([5, 6], [7, 2], "stop", [-0.3, -0.1])`. Without log-probs (a response that the
-    policy did not sample) nothing of it is trained.
+    Without log-probs (a response that the policy did not sample) nothing of it is trained.
     """
 
     prompt_ids: Sequence[int]
@@ -95,11 +94,7 @@ class TurnNode:
         return out
 
     def describe(self, start: int, *, trained: bool) -> dict[str, Any]:
-        """Return the entry of `metadata["turns"]`: its span in the sample's response, and its details.
-
-        Example: `{"turn": 2, "start": 14, "end": 20, "trained": True, "finish": "stop", "reward": 0.5,
-        "tool_calls": ["python"]}`; without `reward` where the turn has none of its own.
-        """
+        """Return the entry of `metadata["turns"]`: its span in the sample's response, and its details."""
         entry = {
             "turn": self.number,
             "start": start,

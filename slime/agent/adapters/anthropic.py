@@ -107,11 +107,14 @@ class Messages(ClientDialect):
         return _MessageStream(call)
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        kind = _ERROR_TYPES.get(error.kind, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        return {"type": "error", "error": _error(error)}
 
     def count(self, num_tokens: int) -> dict[str, Any] | None:
         return {"input_tokens": num_tokens}
+
+
+def _error(error: ApiError) -> dict[str, str]:
+    return {"type": _ERROR_TYPES.get(error.kind, "invalid_request_error"), "message": error.message}
 
 
 def _read_message(given: dict[str, Any], where: str) -> list[Message]:
@@ -212,14 +215,12 @@ class _MessageStream(Stream):
     def piece(self, kind: str, text: str, new: Made | None) -> bytes:
         if not text:
             return b""
+        name = "text" if kind == "text" else "thinking"
         out = b""
         if self._kind != kind:
-            empty = {"type": "text", "text": ""}
-            block = empty if kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
-            out = self._open(kind, block)
-        if kind == "text":
-            return out + self._delta({"type": "text_delta", "text": text})
-        return out + self._delta({"type": "thinking_delta", "thinking": text})
+            signature = {} if kind == "text" else {"signature": ""}
+            out = self._open(kind, {"type": name, name: "", **signature})
+        return out + self._delta({"type": f"{name}_delta", name: text})
 
     def end(self, reply: Reply) -> bytes:
         out = b""
@@ -235,8 +236,7 @@ class _MessageStream(Stream):
         return out + self._event("message_stop")
 
     def error(self, error: ApiError) -> bytes:
-        kind = _ERROR_TYPES.get(error.kind, "invalid_request_error")
-        return self._event("error", error={"type": kind, "message": error.message})
+        return self._event("error", error=_error(error))
 
 
 class AnthropicAdapter(BaseAdapter):

@@ -135,12 +135,9 @@ class ChatCompletions(OpenAIDialect):
             message[THOUGHTS] = reply.parsed.reasoning
         if reply.tool_calls:
             message["tool_calls"] = [_as_json_text(call) for call in reply.tool_calls]
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": log_probs_of(reply.session.renderer.tokenizer, reply.made, reply.call.logprobs),
-            "finish_reason": finish_of(reply),
-        }
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_of(reply)}
+        if reply.call.logprobs:
+            choice["logprobs"] = {"content": _entries(reply.call, reply.made), "refusal": None}
         return {
             "id": f"chatcmpl-{reply.call.response_id}",
             "object": "chat.completion",
@@ -177,13 +174,12 @@ class _ChatStream(Stream):
         return self._chunk({"role": "assistant", "content": ""})
 
     def piece(self, kind: str, text: str, new: Made | None) -> bytes:
-        told = new is not None and self._call.logprobs and new.ids
-        if not text and not told:
+        more = {}
+        if new is not None and new.ids and self._call.logprobs:
+            more["logprobs"] = {"content": _entries(self._call, new)}
+        if not text and not more:
             return b""
-        delta = {"content" if kind == "text" else THOUGHTS: text}
-        return self._chunk(
-            delta, **({"logprobs": {"content": _entries(self._call.tokenizer, new)}} if told and new else {})
-        )
+        return self._chunk({"content" if kind == "text" else THOUGHTS: text}, **more)
 
     def end(self, reply: Reply) -> bytes:
         out = b""
@@ -203,9 +199,7 @@ class _ChatStream(Stream):
 
 
 def finish_of(reply: Reply) -> str:
-    if reply.tool_calls:
-        return "tool_calls"
-    return "length" if reply.made.finish == "length" else "stop"
+    return "tool_calls" if reply.tool_calls else "length" if reply.made.finish == "length" else "stop"
 
 
 def usage_of(reply: Reply) -> dict[str, Any]:
@@ -218,21 +212,14 @@ def usage_of(reply: Reply) -> dict[str, Any]:
     }
 
 
-def log_probs_of(tokenizer: Any, made: Made, wanted: bool) -> dict[str, Any] | None:
-    return {"content": _entries(tokenizer, made), "refusal": None} if wanted else None
-
-
-def _entries(tokenizer: Any, made: Made) -> list[dict[str, Any]]:
-    return log_prob_entries(tokenizer.decode, made.ids, made.log_probs)
+def _entries(call: Call, made: Made) -> list[dict[str, Any]]:
+    return log_prob_entries(call.tokenizer.decode, made.ids, made.log_probs)
 
 
 def _as_json_text(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call as this API writes it, with arguments as text."""
-    function = {
-        **call["function"],
-        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-    }
-    return {**call, "function": function}
+    text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def _message(given: dict[str, Any], where: str) -> Message:

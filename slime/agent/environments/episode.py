@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
@@ -63,11 +62,6 @@ class _Progress:
     seen: list[str] = field(default_factory=list)  # fingerprints of the observations, one more than actions
     turn_start: int = 0  # in the response
     counts: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, sample: Sample) -> _Progress | None:
-        saved = sample.metadata.get(PROGRESS_KEY)
-        return cls(**saved) if isinstance(saved, Mapping) else None
 
 
 async def generate(
@@ -122,9 +116,7 @@ def give_reward(args: PluginArgs, sample: Sample, total: float) -> None:
 
 def failed(sample: Sample, choice: Choice, failure: EnvironmentFailure) -> Sample:
     """Return a sample without a score, whose failure names the environment and the cause."""
-    reason = str(failure)
-    if not reason.startswith("environment "):
-        reason = f"environment {choice.name}: {reason}"
+    reason = f"environment {choice.name}: {str(failure).removeprefix(f'environment {choice.name}: ')}"
     logger.warning("%s gets no reward: %s", describe(sample), reason)
     sample.status, sample.reward = Sample.Status.COMPLETED, None
     sample.reward_failure = infra_error(reason)
@@ -159,7 +151,6 @@ class Episode:
         )
         self.seats: dict[int, Seat] = {}
         self.progress = _Progress()
-        self.engine_seconds = 0.0
         self.players = 1
 
     async def play(self) -> Sample | list[Sample]:
@@ -167,7 +158,8 @@ class Episode:
         try:
             return await self._play()
         except _Interrupted:
-            keep = self._can_continue()
+            args = self.args
+            keep = args.partial_rollout and args.partial_episodes == "continue" and self.players == 1
             return self._interrupted(keep)
         except EnvironmentFailure as failure:
             return failed(self.sample, self.choice, failure)
@@ -204,7 +196,8 @@ class Episode:
             self.progress.actions.append(action)
             if result.done or result.truncated:
                 end = "done" if result.done else "truncated"
-                self._note(result.info)
+                for one in self.seats.values():
+                    one.sample.metadata.update(result.info)
                 break
             observation = as_observation(self.choice.name, "step", result.observation)
             self.progress.seen.append(fingerprint(observation))
@@ -213,17 +206,16 @@ class Episode:
 
     async def _begin(self) -> tuple[Observation, bool]:
         """Return the first observation, and whether the policy's turn was started already."""
-        before = _Progress.of(self.sample) if self.sample.response_length or self.sample.tokens else None
-        if before is not None:
+        saved = self.sample.metadata.get(PROGRESS_KEY)
+        if saved is not None and self.sample.tokens:
+            before = _Progress(**saved)
             observation = await self._return_to(before)
             if observation is not None:
                 self.progress = before
                 self._seat_of(observation.player).sample.status = Sample.Status.ABORTED
                 return observation, True
-            logger.warning(
-                "%s restarts: replaying its actions led its environment to another state.",
-                describe(self.sample),
-            )
+            told = "%s restarts: replaying its actions led its environment to another state."
+            logger.warning(told, describe(self.sample))
         fresh = without_response(self.sample)
         fresh.tokens, fresh.session_id = [], self.sample.session_id
         fresh.multimodal_inputs = fresh.image_spans = None  # the first observation brings its own
@@ -291,14 +283,13 @@ class Episode:
                 raise
             return False
         finally:
-            self.engine_seconds += time.monotonic() - started
+            self._count("engine_seconds", time.monotonic() - started)
         if sample.status is Sample.Status.ABORTED:
             raise _Interrupted
         return True
 
     def _used_up(self, seat: Seat) -> str | None:
-        turns = int(self.progress.counts["turns"])
-        if self.args.max_turns is not None and turns >= self.args.max_turns:
+        if self.args.max_turns is not None and self.progress.counts["turns"] >= self.args.max_turns:
             return "max_turns"
         context = self.state.scope.max_context_len
         if token_budget(self.args, seat.sample, self.longest, context) == 0:
@@ -319,7 +310,7 @@ class Episode:
 
     async def _finish(self, end: str) -> Sample | list[Sample]:
         scores = as_scores(self.choice.name, await self.calls.call("score"), max(1, self.players))
-        acted = {player: seat for player, seat in self.seats.items() if seat.turns}
+        acted = {player: seat for player, seat in sorted(self.seats.items()) if seat.turns}
         if not acted:
             raise EnvironmentFailure(
                 f"environment {self.choice.name}: no turn was finished within --timeouts "
@@ -335,29 +326,16 @@ class Episode:
                 sample.metadata[ROLE_KEY] = f"player {player}"
                 sample.rollout_id = self.sample.index if sample.rollout_id is None else sample.rollout_id
             give_reward(self.args, sample, seat.total)
-        self._add_costs([seat.sample for seat in acted.values()])
-        made = [seat.sample for _, seat in sorted(acted.items())]
-        return made if self.players > 1 else made[0]
-
-    def _add_costs(self, samples: list[Sample]) -> None:
-        """Write the costs of the episode into its samples, in equal shares."""
+        made = [seat.sample for seat in acted.values()]
+        self._count("env_seconds", self.calls.seconds)
         counts = self.progress.counts
-        counts["env_seconds"] = counts.get("env_seconds", 0.0) + self.calls.seconds
-        counts["engine_seconds"] = counts.get("engine_seconds", 0.0) + self.engine_seconds
-        for sample in samples:
-            sample.metadata[AGENT_KEY] = {name: value / len(samples) for name, value in counts.items()}
-            sample.non_generation_time = counts["env_seconds"] / len(samples)
+        for sample in made:  # the costs of the episode, in equal shares
+            sample.metadata[AGENT_KEY] = {name: value / len(made) for name, value in counts.items()}
+            sample.non_generation_time = counts["env_seconds"] / len(made)
+        return made if self.players > 1 else made[0]
 
     def _count(self, name: str, number: float) -> None:
         self.progress.counts[name] = self.progress.counts.get(name, 0) + number
-
-    def _note(self, info: Mapping[str, Any]) -> None:
-        for seat in self.seats.values():
-            seat.sample.metadata.update(info)
-
-    def _can_continue(self) -> bool:
-        args = self.args
-        return bool(args.partial_rollout and args.partial_episodes == "continue" and self.players == 1)
 
     def _interrupted(self, keep: bool) -> Sample:
         if not keep:
@@ -366,13 +344,11 @@ class Episode:
             sample.metadata.pop(PROGRESS_KEY, None)
             return sample
         sample = self.seats[0].sample
-        counts = self.progress.counts
-        counts["engine_seconds"] = counts.get("engine_seconds", 0.0) + self.engine_seconds
         sample.metadata[PROGRESS_KEY] = asdict(self.progress)
         sample.status = Sample.Status.ABORTED
         if sample.session_id:
             _waiting[sample.session_id] = (self.calls, self._observation)
-            while len(_waiting) > MAX_WAITING:
+            if len(_waiting) > MAX_WAITING:
                 _, (calls, _) = _waiting.popitem(last=False)
                 calls.forget()
         return sample

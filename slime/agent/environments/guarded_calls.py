@@ -30,8 +30,7 @@ class EnvironmentCalls:
     """Awaitable methods of one environment. `seconds` is the time spent in them."""
 
     def __init__(self, name: str, make: Callable[[], Any], timeout_s: float):
-        self.name, self.timeout_s, self.seconds = name, timeout_s, 0.0
-        self.make = make
+        self.name, self.make, self.timeout_s, self.seconds = name, make, timeout_s, 0.0
         self._environment: Any = None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

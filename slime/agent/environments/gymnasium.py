@@ -45,8 +45,7 @@ class TextGymnasium:
             said = f"No action was found in your response. {self._describe_actions()}".strip()
             return StepResult(Observation(said), reward=self._invalid_reward, tool_errors=1)
         observation, reward, terminated, truncated, _ = self._env.step(chosen)
-        over = bool(terminated or truncated)
-        text = None if over else Observation(self._written(observation))
+        text = None if terminated or truncated else Observation(self._written(observation))
         return StepResult(text, reward=float(reward), done=bool(terminated), truncated=bool(truncated))
 
     def score(self) -> None:

@@ -23,11 +23,10 @@ def check(task: str) -> None:
             f"--env {task}: {type(error).__name__}: {error}; {family!r} is no family of environments either; "
             f"{meant}"
         ) from error
-    missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-    if isinstance(found, type) and missing:
-        raise ValueError(f"--env {task}: the class has no method {' and no method '.join(missing)}")
     if not callable(found):
         raise ValueError(f"--env {task}: it is a {type(found).__name__}, and not a class")
+    if isinstance(found, type):
+        _check_methods(task, found)
     failing = [str(each) for each in missing_imports(task) if each.certain]
     if failing:
         raise ValueError(f"--env {task}: {' '.join(failing)}")
@@ -36,7 +35,11 @@ def check(task: str) -> None:
 def make(task: str, options: Mapping[str, Any]) -> Any:
     """Create an object of the class with the options of --env-args."""
     made = load_function(task)(**options)
-    missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
-    if missing:
-        raise TypeError(f"{task} has no method {' and no method '.join(missing)}")
+    _check_methods(task, made)
     return made
+
+
+def _check_methods(task: str, owner: Any) -> None:
+    missing = [name for name in ("reset", "step") if not callable(getattr(owner, name, None))]
+    if missing:
+        raise ValueError(f"--env {task}: the class has no method {' and no method '.join(missing)}")

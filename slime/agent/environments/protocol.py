@@ -1,19 +1,7 @@
 """The interface of an environment: `reset`, `step`, `score`, and the values that they take and return.
 
-Your class needs no base class. Its methods may be plain or async: plain ones run in a thread that belongs to
-the episode, so that one that hangs blocks no other episode.
-
-    class Countdown:
-        def reset(self, item):
-            self.left = 3 + item.seed % 5
-            return f"Say {self.left}."
-
-        def step(self, action):
-            right = action.strip() == str(self.left)
-            self.left -= 1
-            return StepResult(f"Say {self.left}.", reward=float(right), done=self.left == 0)
-
-`score` is optional: what it returns at the end is added to the rewards of the steps.
+Your class needs no base class (example: docs/environments.md). Its methods may be plain or async: plain ones
+run in a thread that belongs to the episode, so that one that hangs blocks no other episode.
 """
 
 from __future__ import annotations
@@ -91,14 +79,10 @@ def as_observation(name: str, call: str, value: Any) -> Observation:
     """Check an observation; text alone is one, too."""
     if isinstance(value, str):
         value = Observation(value)
-    if not isinstance(value, Observation) or not isinstance(value.text, str):
-        shown = type(value.text if isinstance(value, Observation) else value).__name__
-        raise EnvironmentFailure(f"environment {name}: {call} gave {shown}; return text or an Observation")
-    if not isinstance(value.images, (tuple, list)):
-        shown = type(value.images).__name__
-        raise EnvironmentFailure(f"environment {name}: {call} gave images as {shown}; give a tuple of them")
-    if not (value.text or value.images):
-        raise EnvironmentFailure(f"environment {name}: {call} gave an empty observation")
+    fits = isinstance(value, Observation) and isinstance(value.text, str)
+    if not fits or not isinstance(value.images, (tuple, list)) or not (value.text or value.images):
+        told = f"environment {name}: {call} gave {str(value)[:80]!r}"
+        raise EnvironmentFailure(f"{told}; return text or an Observation that is not empty")
     return value
 
 

@@ -71,10 +71,9 @@ class ReasoningGym:
             entry: dict[str, Any] = self._tasks[(item.seed + draw * 2_654_435) % (2**31 - 1)]
             if is_held_out(entry["question"]) == item.held_out:
                 return entry
-        side = "evaluation" if item.held_out else "training"
         raise EnvironmentFailure(
-            f"none of {MAX_DRAWS} items is for {side}: the task has too few different questions; make it "
-            "larger with --env-args"
+            f"none of {MAX_DRAWS} items is for {'evaluation' if item.held_out else 'training'}: the task has "
+            "too few different questions; make it larger with --env-args"
         )
 
 

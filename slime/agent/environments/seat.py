@@ -89,13 +89,8 @@ def _message(observation: Observation) -> dict[str, Any]:
         raise EnvironmentFailure(
             f"an observation has {len(observation.images)} images and {len(texts) - 1} times {_PICTURE}"
         )
-    parts: list[dict[str, Any]] = []
-    for place, text in enumerate(texts):
-        if place:
-            parts.append({"type": "image"})
-        if text:
-            parts.append({"type": "text", "text": text})
-    return {"role": observation.role, "content": parts}
+    parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+    return {"role": observation.role, "content": [part for part in parts if part.get("text") != ""]}
 
 
 def _pictures(observation: Observation) -> list[Any]:
@@ -155,10 +150,9 @@ class Seat:
 
     def add_to_last_turn(self, reward: float) -> None:
         """Add a score of the whole episode, or what other players' moves brought, to the last turn."""
-        if self.turns:
-            start, end, own = self.turns[-1]
-            self.turns[-1] = (start, end, own + reward)
-            self.sample.turn_rewards = list(self.turns)
+        start, end, own = self.turns[-1]
+        self.turns[-1] = (start, end, own + reward)
+        self.sample.turn_rewards = list(self.turns)
 
     @property
     def total(self) -> float:

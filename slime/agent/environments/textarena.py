@@ -62,25 +62,14 @@ class TextArena:
             self._seat, self.num_players = item.seed // 2 % self._players, 1
         else:
             self.num_players = self._players
-        player, text = self._observe()
-        if self._seat is not None:
-            played = self._play_others(player, text)
-            if played is None:
-                raise EnvironmentFailure("the game ended before the policy's first move")
-            player, text = played
-        return Observation(text, player=self._number(player))
+        first = self._next_observation()
+        if first is None:
+            raise EnvironmentFailure("the game ended before the policy's first move")
+        return first
 
     def step(self, action: str) -> StepResult:
-        done = self._act(action)
-        if done:
-            return StepResult(done=True)
-        player, text = self._observe()
-        if self._seat is not None:
-            played = self._play_others(player, text)
-            if played is None:
-                return StepResult(done=True)
-            player, text = played
-        return StepResult(Observation(text, player=self._number(player)))
+        following = None if self._act(action) else self._next_observation()
+        return StepResult(following, done=following is None)
 
     def score(self) -> dict[int, float]:
         """Return the game's reward of each player: usually -1, 0 or 1."""
@@ -117,18 +106,17 @@ class TextArena:
         lines = [text if sender < 0 else f"[Player {sender}] {text}" for sender, text, *_ in messages]
         return int(player), "\n".join(lines).strip() or "Your turn."
 
-    def _play_others(self, player: int, text: str) -> tuple[int, str] | None:
+    def _next_observation(self) -> Observation | None:
         """Let the other side move until it is the policy's turn; None: the game is over."""
         for _ in range(MAX_OPPONENT_MOVES):
+            player, text = self._observe()
+            if self._seat is None:
+                return Observation(text, player=player)
             if player == self._seat:
-                return player, text
+                return Observation(text)
             if self._act(self._move(text, self._generator)):
                 return None
-            player, text = self._observe()
         raise EnvironmentFailure(f"the opponent moved {MAX_OPPONENT_MOVES} times in a row")
-
-    def _number(self, player: int) -> int:
-        return 0 if self._seat is not None else player
 
     @contextmanager
     def _own_randomness(self, seed: int | None = None) -> Iterator[None]:
@@ -146,19 +134,9 @@ def _opponent_of(name: str) -> Callable[[str, random.Random], str]:
     if name == RANDOM:
         return random_move
     function = load_function(name)
-    if _takes_two(function):
-        return lambda text, generator: str(function(text, generator))
-    return lambda text, generator: str(function(text))
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """Return whether a function takes two values: then the second is the random generator."""
-    try:
-        taken = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it cannot say
-        return False
-    given = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in given and one.default is one.empty for one in taken) == 2
+    needed = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+    # A second value is the random generator.
+    return lambda text, generator: str(function(*(text, generator)[: len(needed)]))
 
 
 def random_move(text: str, generator: random.Random) -> str:

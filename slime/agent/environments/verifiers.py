@@ -52,17 +52,16 @@ def config_of(task: str, options: Mapping[str, Any]) -> Any:
     from verifiers.v1.utils.loaders import default_harness_id, environment_class
 
     own = default_harness_id(task)
-    agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "null" if own == "bash" else own}}
-    given = json.loads(json.dumps(dict(options)))
-    kind = concrete_type(environment_class(task, given.get("id", "")), EnvConfig, origin=Env)
+    agent: dict[str, Any] = {
+        "runtime": {"type": "subprocess"},
+        "harness": {"id": "null" if own == "bash" else own},
+    }
+    kind = concrete_type(environment_class(task, options.get("id", "")), EnvConfig, origin=Env)
     if kind is not SingleAgentEnvConfig:
         raise ValueError(f"--env verifiers:{task}: environments of several agents are not trained.")
-    merged = {
-        **given,
-        "taskset": {**given.get("taskset", {}), "id": task},
-        "agent": {**agent, **given.get("agent", {})},
-    }
-    return SingleAgentEnvConfig.model_validate(merged)
+    taskset = {**options.get("taskset", {}), "id": task}
+    agent |= options.get("agent", {})
+    return SingleAgentEnvConfig.model_validate({**options, "taskset": taskset, "agent": agent})
 
 
 class Served:

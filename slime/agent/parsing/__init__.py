@@ -27,10 +27,9 @@ _ALIASES = {row.sglang_name: name for name, row in TOOL_FORMATS.items() if row.s
 
 @dataclass(slots=True)
 class ParsedModelOutput:
-    """The parts of a response.
+    """The parts of a response; tool uses are `{"name": "add", "input": {"a": 1}}`.
 
-    Example: `ParsedModelOutput("I add.", "", [{"name": "add", "input": {"a": 1}}], ill_formed=False)`. With
-    `ill_formed` the model started a tool call that cannot be read; what it wrote is then in `text`.
+    With `ill_formed` the model started a tool call that cannot be read; what it wrote is then in `text`.
     """
 
     reasoning: str = ""
@@ -51,11 +50,10 @@ def split_thoughts(raw: str, opens_thought: bool = False) -> tuple[str, str]:
     """Return (thoughts, the rest). Where a thought is not closed, the response is truncated: no rest."""
     head, closed, rest = raw.partition(THINK_END)
     inner = head.lstrip()
-    if closed and (opens_thought or inner.startswith(THINK_START) or THINK_START not in head):
-        return inner.removeprefix(THINK_START).strip(), rest.lstrip("\n")
-    if not closed and (opens_thought or inner.startswith(THINK_START)):
-        return inner.removeprefix(THINK_START).strip(), ""
-    return "", raw
+    starts = opens_thought or inner.startswith(THINK_START)
+    if not starts and (not closed or THINK_START in head):
+        return "", raw
+    return inner.removeprefix(THINK_START).strip(), rest.lstrip("\n")
 
 
 class PlainParser:
@@ -100,7 +98,8 @@ def parse_model_output(
         thoughts, text = split_thoughts(raw, opens_thought)
     if not tools_schema or tool_parser_name == "plain":
         return ParsedModelOutput(thoughts, text)
-    schemas = {str(schema["name"]): schema for schema in map(_function, tools_schema) if "name" in schema}
+    functions = [tool.get("function", tool) for tool in tools_schema]  # as OpenAI wraps it, or bare
+    schemas = {str(schema["name"]): schema for schema in functions if "name" in schema}
     return ParsedModelOutput(thoughts, *_read(text, tool_parser_name or "qwen3_coder", schemas))
 
 
@@ -146,9 +145,3 @@ class FormatParser:
             reasoning_parser_name=self.reasoning_parser,
             opens_thought=opens_thought,
         )
-
-
-def _function(tool: Any) -> Mapping[str, Any]:
-    """Return the function of a tool, given as OpenAI wraps it or bare."""
-    inner = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-    return inner if isinstance(inner, Mapping) else {}

@@ -28,22 +28,19 @@ def is_sglangs(name: str | None) -> bool:
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
     """Raise ValueError if SGLang is not installed or has no parser of that name."""
-    named = [
-        (kind, str(name).removeprefix(PREFIX), known)
-        for kind, name, known in (
-            ("tool_parser", tool_parser, lambda: _call_parser().ToolCallParserEnum),
-            ("reasoning_parser", reasoning_parser, lambda: _thought_parser().DetectorMap),
-        )
-        if is_sglangs(name)
-    ]
-    for kind, name, known in named:
+    for kind, full_name in (("tool_parser", tool_parser), ("reasoning_parser", reasoning_parser)):
+        if not is_sglangs(full_name):
+            continue
         if not is_installed("sglang"):
             raise ValueError(
-                f"{kind} {PREFIX + name!r} needs SGLang in the Python that runs slime, which has none; "
+                f"{kind} {full_name!r} needs SGLang in the Python that runs slime, which has none; "
                 "install it there, or name a format of our own (docs/catalog.md)"
             )
-        if name not in known():
-            raise ValueError(f"SGLang has no {kind} {name!r}; it has {', '.join(sorted(known()))}")
+        calls = kind == "tool_parser"
+        known = _call_parser().ToolCallParserEnum if calls else _thought_parser().DetectorMap
+        name = str(full_name).removeprefix(PREFIX)
+        if name not in known:
+            raise ValueError(f"SGLang has no {kind} {name!r}; it has {', '.join(sorted(known))}")
 
 
 def split_thoughts(raw: str, name: str, opens_thought: bool) -> tuple[str, str]:

@@ -122,32 +122,21 @@ def read_checks(label: Any) -> Checks:
             label = json.loads(label)
     if isinstance(label, str):
         label = [line for line in label.splitlines() if line.strip()]
-    if isinstance(label, dict):
-        label = _entries(label)
-    if not isinstance(label, list) or not label:
-        raise ValueError(
-            "a label for code is a list of asserts, or inputs and outputs; this one has no tests"
-        )
-    if all(isinstance(one, str) for one in label):
-        return Checks(asserts=tuple(label))
-    if all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in label):
-        return Checks(pairs=tuple((_text(one["input"]), _text(one["output"])) for one in label))
+    match label:
+        case {"asserts": list(tests)} | list(tests) if tests:
+            pass
+        case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs) > 0:
+            tests = [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+        case _:
+            raise ValueError(
+                'a label for code is a list of asserts, or has as many "inputs" as "outputs"; this one has '
+                "no tests"
+            )
+    if all(isinstance(one, str) for one in tests):
+        return Checks(asserts=tuple(tests))
+    if all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in tests):
+        return Checks(pairs=tuple((_text(one["input"]), _text(one["output"])) for one in tests))
     raise ValueError('each test is an assert statement, or an object with "input" and "output"')
-
-
-def _entries(label: dict[str, Any]) -> list[Any]:
-    if isinstance(label.get("asserts"), list):
-        return list(label["asserts"])
-    inputs, outputs = label.get("inputs"), label.get("outputs")
-    if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise ValueError(
-            f'a label for code has "asserts", or "inputs" and "outputs"; this one has {sorted(label)}'
-        )
-    if len(inputs) != len(outputs):
-        raise ValueError(
-            f"the label has {len(inputs)} inputs and {len(outputs)} outputs; there must be as many"
-        )
-    return [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
 
 
 def _text(value: Any) -> str:

@@ -57,8 +57,6 @@ BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod",
 UNARY = ("neg", "pos", "abs", "invert", "round", "index", "int", "float", "complex", "len", "str", "repr")
 OTHERS = ("getitem", "setitem", "delitem", "iter", "next", "enter", "exit", "reversed", *UNARY)
 START_S = 60.0
-
-
 IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import os
 import re
 import weakref
@@ -62,7 +61,8 @@ async def judge_reward(
     try:
         async with gate, asyncio.timeout(timeout_s(args, "judge")):
             for number in range(MAX_TRIES):
-                last = await _asked(args, question, seed=number + 1)
+                ask = _over_http if args.judge_url else _in_run
+                last = await ask(args, [{"role": "user", "content": question}], number + 1)
                 score = read_score(last, args.judge_max_score)
                 if score is not None:
                     return score / args.judge_max_score
@@ -79,14 +79,13 @@ async def judge_reward(
 def ask_text(args: PluginArgs, sample: Sample, response: str) -> str:
     """Return the rubric, filled with this task and response."""
     rubric = _rubric(args.judge_rubric) if args.judge_rubric else RUBRIC
-    prompt = sample.prompt if isinstance(sample.prompt, str) else _conversation(sample.prompt)
-    # One pass: a response that contains the name of a field in braces stays as it is.
-    values = {
-        "prompt": prompt,
-        "response": response,
-        "label": "none" if sample.label is None else str(sample.label),
-    }
+    prompt = sample.prompt
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt or ())
+    label = "none" if sample.label is None else str(sample.label)
+    values = {"prompt": prompt, "response": response, "label": label}
     values["max_score:g"] = f"{args.judge_max_score:g}"
+    # One pass: a response that contains the name of a field in braces stays as it is.
     return re.sub(r"\{(prompt|response|label|max_score:g)\}", lambda found: values[found.group(1)], rubric)
 
 
@@ -100,37 +99,20 @@ def _rubric(path: str) -> str:
     return text
 
 
-def _conversation(messages: Any) -> str:
-    return "\n".join(
-        f"{one.get('role')}: {one.get('content')}" for one in messages or () if isinstance(one, dict)
-    )
-
-
 def read_score(text: str, most: float) -> float | None:
     """Return the last score in a text; None: there is none, or it is out of range."""
     found = _SCORE.findall(text.rpartition("</think>")[2])
     if not found:
         return None
     score = float(found[-1])
-    return score if math.isfinite(score) and 0 <= score <= most else None
+    return score if 0 <= score <= most else None
 
 
-async def _asked(args: PluginArgs, question: str, *, seed: int) -> str:
-    messages = [{"role": "user", "content": question}]
-    if args.judge_url:
-        return await _over_http(args, args.judge_url, messages, seed)
-    return await _in_run(args, messages, seed)
-
-
-async def _over_http(args: PluginArgs, address: str, messages: list[dict[str, Any]], seed: int) -> str:
-    url = f"{address.rstrip('/')}/chat/completions"
-    body: dict[str, Any] = {
-        "model": args.judge_model or "default",
-        "messages": messages,
-        "max_tokens": limit(args, "judge-tokens"),
-    }
+async def _over_http(args: PluginArgs, messages: list[dict[str, Any]], seed: int) -> str:
+    url = f"{str(args.judge_url).rstrip('/')}/chat/completions"
+    body: dict[str, Any] = {"model": args.judge_model or "default", "messages": messages, "seed": seed}
     # The first try is greedy; later ones must differ from it.
-    body |= {"temperature": 0.0 if seed == 1 else 0.7, "seed": seed}
+    body |= {"max_tokens": limit(args, "judge-tokens"), "temperature": 0.0 if seed == 1 else 0.7}
     key = os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else None
     answer = await http_utils.post(url, body, max_retries=5, headers=headers)

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import weakref
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from slime.agent.sandbox.base import Limits, Sandbox, SandboxError
 from slime.agent.sandbox.local import LocalSandbox
@@ -32,10 +33,6 @@ class BoxPool:
         limits: Limits | None = None,
         isolation: str | None = None,
     ):
-        if num_ready < 0 or num_boxes < 1:
-            raise ValueError(
-                f"a pool needs num_ready >= 0 and num_boxes >= 1, not {num_ready} and {num_boxes}"
-            )
         self._make = make or (lambda: LocalSandbox(limits=limits, isolation=isolation))
         self._num_ready = num_ready
         self._slots = asyncio.Semaphore(num_boxes)
@@ -83,14 +80,12 @@ class BoxPool:
     def _refill(self) -> None:
         while len(self._ready) < self._num_ready:
             task = asyncio.create_task(self._make().start())
-            task.add_done_callback(
-                lambda done: done.cancelled() or done.exception()
-            )  # whoever takes it raises
+            # Whoever takes it raises its exception.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._ready.append(task)
 
 
-_Pools = dict[tuple[Limits, str | None], BoxPool]
-_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Pools] = weakref.WeakKeyDictionary()
+_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, BoxPool]] = weakref.WeakKeyDictionary()
 
 
 def shared_pool(

@@ -1,10 +1,4 @@
-"""Tools that run in a sandbox: python, a shell, and files that are read and edited.
-
-    async with BoxTools(args.sandbox) as box:
-        tools = ToolSet([box.python, box.shell, box.read_file, box.edit_file])
-
-The sandbox starts with the first call and ends with the context.
-"""
+"""Tools that run in a sandbox: python, a shell, and files that are read and edited."""
 
 from __future__ import annotations
 
@@ -19,7 +13,10 @@ from slime.agent.tools.registry import ToolError, ToolServerDied
 
 
 class BoxTools:
-    """Methods for a `ToolSet`. Files stay from call to call; processes end with their call."""
+    """Methods for a `ToolSet`. Files stay from call to call; processes end with their call.
+
+    The sandbox starts with the first call and ends with the context.
+    """
 
     def __init__(
         self,
@@ -88,15 +85,10 @@ class BoxTools:
         text = await self._text(path)
         count = text.count(old) if old else 0
         if count != 1:
-            problem = (
-                "is empty" if not old else "is not in the file" if count == 0 else f"occurs {count} times"
-            )
-            raise ToolError(
-                f"old {problem}; copy a piece of {path} that occurs exactly once, with its indentation"
-            )
-        box = await self.box()
-        with _sandbox_errors():
-            await box.write_file(_absolute(box, path), text.replace(old, new))
+            problem = f"occurs {count} times" if count else "is not in the file"
+            told = f"old {problem}; copy a piece of {path} that occurs exactly once"
+            raise ToolError(f"{told}, with its indentation")
+        await self.write_file(path, text.replace(old, new))
         return f"{path} is changed"
 
     async def _text(self, path: str) -> str:

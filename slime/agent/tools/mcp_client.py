@@ -1,8 +1,4 @@
-"""MCP servers as tool sets: a program with the protocol on standard streams, or an address (`slime[mcp]`).
-
-async with McpServer([sys.executable, "server.py"]) as server:
-    tools = ToolSet(server.tools)
-"""
+"""MCP servers as tool sets: a program with the protocol on standard streams, or an address (`slime[mcp]`)."""
 
 from __future__ import annotations
 
@@ -58,18 +54,15 @@ class McpServer:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await asyncio.shield(self._ready)
-        except TimeoutError:
-            await self._end()
-            raise ToolServerDied(f"{self.name} did not start within {self._start_timeout_s:g} s") from None
-        except BaseException:
-            await self._end()
-            raise
+        except BaseException as error:
+            await self.__aexit__()
+            if not isinstance(error, TimeoutError):
+                raise
+            told = f"{self.name} did not start within {self._start_timeout_s:g} s"
+            raise ToolServerDied(told) from None
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._end()
-
-    async def _end(self) -> None:
+    async def __aexit__(self, *details: object) -> None:
         self._stop.set()
         if self._task is not None:
             done, _ = await asyncio.wait([self._task], timeout=self._start_timeout_s)
@@ -128,10 +121,10 @@ class McpServer:
         tools, cursor = [], None
         while True:
             page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor) if cursor else None)
-            for one in page.tools:
-                tools.append(
-                    Tool(one.name, one.description or "", one.input_schema, partial(self._call, one.name))
-                )
+            tools += [
+                Tool(one.name, one.description or "", one.input_schema, partial(self._call, one.name))
+                for one in page.tools
+            ]
             cursor = page.next_cursor
             if not cursor:
                 return tools
@@ -148,14 +141,10 @@ class McpServer:
             if "closed" in f"{type(error).__name__} {error}".lower():
                 raise ToolServerDied(f"{self.name} died in a call of {tool}") from error
             raise ToolError(f"{tool}: {_innermost(error)}") from error
-        text = "\n".join(_text_of(part) for part in result.content)
+        text = "\n".join(p.text if p.type == "text" else f"[{p.type}]" for p in result.content)
         if result.is_error:
             raise ToolError(text)
         return text
-
-
-def _text_of(part: Any) -> str:
-    return str(part.text) if part.type == "text" else f"[{part.type}]"
 
 
 def _innermost(error: BaseException) -> str:

@@ -1,18 +1,9 @@
 """Tools of an agent: typed Python functions, shown to a model as JSON schemas and called with what it wrote.
 
-    def look_up(word: Annotated[str, "in the singular"], limit: int = 3) -> str:
-        "Meanings of a word."
-
-    tools = ToolSet([look_up])
-    answer = await session.turn(messages, tools=tools.schemas)
-    messages += await tools.answer(answer.tool_calls)
-
 A mistake of the model in a call is returned to it as a sentence that says what is wrong and what would be
 right, never as an exception. ToolServerDied means that tools are gone and the episode cannot continue.
-
-Schemas and checks are our own instead of pydantic's, which is not installed everywhere that slime runs, takes
-thirty times as long to build a schema, writes more of it for the model to read, and shows no right call in
-its errors.
+Schemas and checks are our own because pydantic is not installed everywhere that slime runs, writes more for
+the model to read, and shows no right call in its errors.
 """
 
 from __future__ import annotations
@@ -150,17 +141,13 @@ class ToolSet:
 
     async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Run the calls of a turn and return tool messages (arguments may be a dict or JSON text)."""
-        functions = [call["function"] for call in calls]
-        results = await asyncio.gather(*(self.call(f["name"], f.get("arguments")) for f in functions))
-        return [
-            {
-                "role": "tool",
-                "tool_call_id": call.get("id"),
-                "name": call["function"]["name"],
-                "content": result.text,
-            }
-            for call, result in zip(calls, results, strict=True)
-        ]
+
+        async def message(identity: Any, name: str, arguments: Any) -> dict[str, Any]:
+            result = await self.call(name, arguments)
+            return {"role": "tool", "tool_call_id": identity, "name": name, "content": result.text}
+
+        asked = [(call.get("id"), call["function"]) for call in calls]
+        return await asyncio.gather(*(message(i, f["name"], f.get("arguments")) for i, f in asked))
 
     async def call(self, name: str, arguments: Any = None) -> ToolResult:
         """Run one call with the arguments that the model wrote."""
@@ -228,9 +215,8 @@ def _fitting(tool: Tool, key: str, value: Any, schema: Mapping[str, Any]) -> Any
     if kind == "number" and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     wanted = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
-    expected = wanted.get(kind) if isinstance(kind, str) else None
-    wrong = expected is not None and not isinstance(value, expected)
-    if wrong or (expected is int and isinstance(value, bool)):
+    expected = wanted.get(kind, object) if isinstance(kind, str) else object
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
         shown = json.dumps(value, ensure_ascii=False)[:60]
         raise ToolError(f"{key} of {tool.name} must be {_WORDS[str(kind)]}, not {shown}; {_lesson(tool)}")
     return value
@@ -239,11 +225,9 @@ def _fitting(tool: Tool, key: str, value: Any, schema: Mapping[str, Any]) -> Any
 def _lesson(tool: Tool) -> str:
     """Return an example of a right call."""
     examples = {"string": "...", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
-    needed = tool.parameters.get("required", ())
-    properties = tool.parameters.get("properties", {})
     shown = {}
-    for key in needed:
-        schema = properties.get(key, {})
+    for key in tool.parameters.get("required", ()):
+        schema = tool.parameters.get("properties", {}).get(key, {})
         shown[key] = schema["enum"][0] if schema.get("enum") else examples.get(schema.get("type"), "...")
     return f"write them as {json.dumps(shown)}"
 
@@ -252,17 +236,14 @@ def shorten(text: str, max_chars: int) -> str:
     """Keep the start and the end of a long text, with the number of characters left out."""
     if len(text) <= max_chars:
         return text
-    head = max_chars // 2
-    tail = max_chars - head
-    return f"{text[:head]}\n[{len(text) - max_chars} characters left out]\n{text[-tail:]}"
+    half = max_chars // 2
+    return f"{text[:half]}\n[{len(text) - max_chars} characters left out]\n{text[half - max_chars :]}"
 
 
 async def answer_with_tools(session: Session, messages: list[dict[str, Any]], tools: ToolSet) -> str:
     """Take turns until the model responds without a call, and return its text; "" if a budget ends it first.
 
     Each turn and its tool results are appended to `messages`. `Session.outcome` says how it ended.
-
-    Example: `answer = await answer_with_tools(session, [{"role": "user", "content": "6 * 7?"}], tools)`.
     """
     new, said = list(messages), None
     try:

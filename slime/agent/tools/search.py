@@ -36,10 +36,9 @@ class Corpus:
         rows = []
         for number, line in enumerate(Path(path).read_text().splitlines(), 1):
             if line.strip():
-                row = json.loads(line)
-                if not isinstance(row, dict) or not isinstance(row.get(key), str):
+                rows.append(json.loads(line).get(key))
+                if not isinstance(rows[-1], str):
                     raise ValueError(f"{path}, line {number}: there is no text {key!r}")
-                rows.append(row[key])
         return cls(rows)
 
     def find(self, query: str, num_results: int = 3) -> list[tuple[int, float]]:
