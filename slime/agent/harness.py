@@ -1,6 +1,6 @@
 """Command-line agents in a sandbox, with the adapter as their only endpoint: Claude Code and Codex.
 
-Example: `code = await ClaudeCodeHarness().run(box, HarnessContext("/work", sid, url), "Make the tests pass.")`.
+Example: `await ClaudeCodeHarness().run(box, HarnessContext("/work", sid, url), "Make the tests pass.")`.
 The session's id is the client's key, so its requests are turns of that session. The sandbox must have node
 or get it (`SLIME_AGENT_NODE_TARBALL`), and must reach the adapter.
 """

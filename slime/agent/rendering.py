@@ -39,7 +39,7 @@ class TemplateRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PrefixReport:
-    """What a template does to earlier responses. `forks` names the turns at which history is rendered again."""
+    """What a template does to earlier responses. `forks`: turns at which history is rendered again."""
 
     extends: bool  # new messages can be rendered after a response at all
     forks: tuple[str, ...]

@@ -1,7 +1,8 @@
 """One episode of an agent: it asks the policy turn by turn and keeps every token as the engine sampled it.
 
-`Session.turn` takes the whole conversation, as chat clients send it, and finds the new messages by comparison.
-A program may shorten or edit its history: such turns become samples of their own. Example: docs/agents.md.
+`Session.turn` takes the whole conversation, as chat clients send it, and finds the new messages by
+comparison. A program may shorten or edit its history: such turns become samples of their own.
+Example: docs/agents.md.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,11 +104,11 @@ def _steps_of(folder: Path, also: tuple[str, ...] = ()) -> list[dict[str, float]
         raise ValueError(
             f"--measured {folder}: no metrics.jsonl there; name the folder of a run (--run-dir)."
         )
-    by_step: dict[int, dict[str, float]] = {}
+    by_step: defaultdict[int, dict[str, float]] = defaultdict(dict)
     busy: set[int] = set()
     for row in read_metrics(file):
         if "rollout/step" in row:
-            by_step.setdefault(row["rollout/step"], {}).update(row)
+            by_step[row["rollout/step"]].update(row)
         if "eval/step" in row:
             busy |= {row["eval/step"], row["eval/step"] + 1}  # the time counts for the step that follows
     names = (*_PARTS, "rollout/num_samples", "rollout/response_len/mean", *also)

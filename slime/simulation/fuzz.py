@@ -41,25 +41,26 @@ class Case:
 
 @dataclass
 class Found:
-    """What came of all of them. `failures`: seed -> what is wrong."""
+    """What all runs showed. `failures`: seed -> what is wrong."""
 
-    num_runs: int = 0
+    runs: list[Measured] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
-    starts: int = 0
-    redone: int = 0
-    recalled: int = 0
-    samples: int = 0
-    stopped: int = 0  # ended by a rule of theirs, for example too many attempts
     failures: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
 
+    @property
+    def starts(self) -> int:
+        return sum(run.num_starts for run in self.runs)
+
     def lines(self) -> list[str]:
         faults = ", ".join(f"{n} {kind}" for kind, n in sorted(self.kinds.items())) or "none"
+        audits = [run.audit for run in self.runs if run.audit is not None]
         lines = [
-            f"{self.num_runs} runs in {self.seconds:.0f} s; faults: {faults}; {self.starts} starts, "
-            f"{self.redone} steps taken again, {self.recalled} samples from the ledger, "
-            f"{self.samples} samples trained, "
-            f"{self.stopped} runs stopped by a rule of theirs",
+            f"{len(self.runs)} runs in {self.seconds:.0f} s; faults: {faults}; {self.starts} starts, "
+            f"{sum(audit.redone for audit in audits)} steps taken again, "
+            f"{sum(audit.recalled for audit in audits)} samples from the ledger, "
+            f"{sum(audit.num_samples for audit in audits)} samples trained, "
+            f"{sum(run.error is not None for run in self.runs)} runs stopped by a rule of theirs",
         ]
         for seed, what in self.failures.items():
             lines.append(
@@ -74,20 +75,14 @@ def fuzz(args: Args, count: int, first_seed: int, tell: Callable[[str], None] = 
     for seed in range(first_seed, first_seed + count):
         case = make_case(args, seed)
         problem, measured = run_case(case)
-        found.num_runs += 1
+        found.runs.append(measured)
         found.kinds.update(fault.kind for fault in case.workload.faults.faults)
-        found.starts += measured.num_starts
-        found.stopped += measured.error is not None
-        if measured.audit is not None:
-            found.redone += measured.audit.redone
-            found.recalled += measured.audit.recalled
-            found.samples += measured.audit.num_samples
         if problem is not None:
             found.failures[seed] = f"{problem} ({case.words})"
             tell(f"seed {seed}: {problem}")
         if time.monotonic() - told > _TELL_EVERY_S:
             told = time.monotonic()
-            tell(f"{found.num_runs} of {count} runs, {len(found.failures)} failures")
+            tell(f"{len(found.runs)} of {count} runs, {len(found.failures)} failures")
     found.seconds = time.monotonic() - started
     return found
 
@@ -105,14 +100,15 @@ def run_case(case: Case) -> tuple[str | None, Measured]:
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})", simulation.measured
-    if measured.audit is not None and measured.audit.violations:
-        return "; ".join(measured.audit.violations[:3]), measured
+    audit = measured.audit
+    if audit is not None and audit.violations:
+        return "; ".join(audit.violations[:3]), measured
     oldest, bound = max(measured.staleness, default=0), case.args.max_weight_staleness
     if case.args.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION and oldest > bound:
         return f"tokens of age {oldest} were trained on, --max-weight-staleness is {bound}", measured
     expected = case.args.num_rollout or 0
-    if measured.error is None and measured.audit is not None and len(measured.audit.steps) != expected:
-        return f"{len(measured.audit.steps)} steps were trained, {expected} were asked for", measured
+    if measured.error is None and audit is not None and len(audit.steps) != expected:
+        return f"{len(audit.steps)} steps were trained, {expected} were asked for", measured
     return None, measured
 
 

@@ -24,7 +24,9 @@ class ModelledSession:
     def request(
         self, method: str, url: str, *, json: Any = None, headers: Mapping[str, str], timeout: Any = None
     ) -> _ModelledRequest:
-        return _ModelledRequest(self._servers, method, url, json, headers, timeout.total if timeout else None)
+        scheme, _, host, path = url.split("/", 3)
+        call = functools.partial(self._servers[f"{scheme}//{host}"], method, path, json, headers)
+        return _ModelledRequest(call, url, timeout.total if timeout else None)
 
     def post(self, url: str, *, json: Any, headers: Mapping[str, str]) -> _ModelledRequest:
         return self.request("POST", url, json=json, headers=headers)
@@ -35,19 +37,8 @@ class ModelledSession:
 class _ModelledRequest:
     """Can be awaited or entered, like a request of aiohttp."""
 
-    def __init__(
-        self,
-        servers: Mapping[str, Server],
-        method: str,
-        url: str,
-        payload: Any,
-        headers: Mapping[str, str],
-        timeout_s: float | None,
-    ):
-        scheme, _, host, path = url.split("/", 3)
-        self._call = functools.partial(servers[f"{scheme}//{host}"], method, path, payload, headers)
-        self._url, self._timeout_s = url, timeout_s
-        self._response: _ModelledResponse | None = None
+    def __init__(self, call: Callable[[], Awaitable[Any]], url: str, timeout_s: float | None):
+        self._call, self._url, self._timeout_s = call, url, timeout_s
 
     async def _send(self) -> _ModelledResponse:
         try:
@@ -63,8 +54,7 @@ class _ModelledRequest:
         return self._send().__await__()
 
     async def __aenter__(self) -> _ModelledResponse:
-        self._response = await self._send()
-        return self._response
+        return await self._send()
 
     async def __aexit__(self, *_: object) -> None: ...
 

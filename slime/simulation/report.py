@@ -88,8 +88,7 @@ def _with_engines(args: Args, costs: Costs) -> Args:
 def _splits(
     args: Args, options: argparse.Namespace, lengths: LengthModel, about: list[str]
 ) -> list[tuple[int, int, Costs]]:
-    own = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
-    rollout = args.rollout_num_gpus or 1
+    own, rollout = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1), args.rollout_num_gpus or 1
     if options.measured:
         slow = float(options.reward_s.partition(":")[0]) > 0
         costs, told = measured_costs(Path(options.measured), slow_rewards=slow)
@@ -125,9 +124,8 @@ def _splits(
             about.append(f"{train} + {generate} GPUs: the model does not fit")
             continue
         engine = min(engines, key=lambda e: e.generate_s(work, samples / (there // e.gpus)))
-        found.append(
-            (train, generate, _costs(engine, there, trainer, model, work, gpu, colocated=not generate))
-        )
+        costs = _costs(engine, there, trainer, model, work, gpu, colocated=not generate)
+        found.append((train, generate, costs))
     if not found:
         raise ValueError(f"no split of --gpus {options.gpus or own} {options.gpu} holds this model.")
     return found
