@@ -59,10 +59,10 @@ def run_app_in_thread(
     `runner_kwargs`: options of aiohttp's AppRunner. With an `access_log_class`, requests are logged by
     the logger `aiohttp.access`.
     """
+    given = dict(runner_kwargs or {})
+    log = logging.getLogger("aiohttp.access") if "access_log_class" in given else None
     options: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": shutdown_timeout}
-    options |= dict(runner_kwargs or {})
-    if "access_log" not in options:
-        options["access_log"] = logging.getLogger("aiohttp.access") if "access_log_class" in options else None
+    options |= {"access_log": log, **given}
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name=thread_name, daemon=True)
     thread.start()

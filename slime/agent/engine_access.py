@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from slime.agent.shown_pictures import PromptImages
+from slime.agent.trajectory import PER_TOKEN_META
 from slime.arguments import PluginArgs
 from slime.rollout.generation.generate_request import wrong_images
 from slime.rollout.generation.turn_gate import current_gate
@@ -44,10 +45,6 @@ class Made:
     stop_text: str | None = None  # or the stop string
     meta: dict[str, Any] = field(default_factory=dict)
 
-    def meta_info(self) -> dict[str, Any]:
-        """Return the meta info that an engine would give for one response with all these tokens."""
-        return {**self.meta, "weight_versions": self.spans}
-
     def plus(self, answer: Generation, *, final: bool) -> Made:
         """Return a new value with `answer` appended."""
         start = len(self.ids)
@@ -57,11 +54,7 @@ class Made:
         ]
         matched = answer.finish_detail.get("matched")
         by_token = isinstance(matched, int) and bool(answer.ids) and answer.ids[-1] == matched
-        kept = {
-            k: v
-            for k, v in answer.meta.items()
-            if k not in ("output_token_logprobs", "input_token_logprobs", "weight_versions")
-        }
+        kept = {k: v for k, v in answer.meta.items() if k not in PER_TOKEN_META}
         if self.meta:  # the first request counted the prompt tokens
             kept |= {k: self.meta[k] for k in ("prompt_tokens", "cached_tokens") if k in self.meta}
             kept["completion_tokens"] = start + len(answer.ids)

@@ -20,15 +20,6 @@ from slime.agent.engine_access import Made, Policy, last_of, policy_of
 from slime.agent.history import THOUGHTS, conversation, find_continued, remember
 from slime.agent.parsing import ParsedModelOutput, Parser, parser_for, plain_parser
 from slime.agent.rendering import Renderer
-from slime.agent.session_errors import (
-    BadConversation,
-    ContextExhausted,
-    Outcome,
-    SessionClosed,
-    SessionError,
-    TokenBudgetUsed,
-    TurnBudgetUsed,
-)
 from slime.agent.shown_pictures import Placed, images_of
 from slime.agent.trajectory import Message, TurnNode, TurnRecord, TurnTree, samples_of
 from slime.arguments import PluginArgs
@@ -37,6 +28,7 @@ from slime.observability.rollout_metrics import AGENT_KEY
 from slime.rollout.generation.client_requests import ClientRequests
 from slime.rollout.generation.turn_gate import RolloutEnded, gate_for_session
 from slime.rollout.prompt_groups import without_response
+from slime.utils.errors import EpisodeEnded
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.reward_failure import infra_error
 from slime.utils.types import Sample
@@ -44,6 +36,43 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 _RESPONSE_TOKENS = 4096  # of one response, if neither a request nor --rollout-max-response-len sets a limit
+
+
+Outcome = Literal[
+    "open", "completed", "truncated", "turn_budget", "token_budget", "context", "failed", "aborted"
+]
+
+
+class SessionError(RuntimeError):
+    """A turn that is refused. `outcome` is the outcome of the episode."""
+
+    outcome: Outcome = "failed"
+
+
+class SessionClosed(SessionError):
+    """The episode is over."""
+
+
+class TurnBudgetUsed(SessionError, EpisodeEnded):
+    outcome: Outcome = "turn_budget"
+
+
+class TokenBudgetUsed(SessionError, EpisodeEnded):
+    outcome: Outcome = "token_budget"
+
+
+class ContextExhausted(SessionError, EpisodeEnded):
+    """The prompt leaves no room for a response."""
+
+    outcome: Outcome = "context"
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(f"prompt is too long: {num_tokens} tokens > {limit - 1} maximum")
+        self.num_tokens, self.limit = num_tokens, limit
+
+
+class BadConversation(ValueError):
+    """Messages that no response can follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +160,7 @@ class Session:
         self.seed = seed  # None: the engine draws one for each turn
         self.args: PluginArgs | None = None  # of the run; needed for expert choices
         self.gate = gate_for_session()  # of the rollout that creates this session
-        self.client: ClientRequests | None = (
-            None  # set for a client program, whose requests cannot end the run
-        )
+        self.client: ClientRequests | None = None  # of a client program, whose requests cannot end the run
         self.tree = TurnTree()
         self.outcome: Outcome = "open"
         self.reason: str | None = None  # of the outcome
@@ -302,14 +329,14 @@ class Session:
 
     def record(self, asked: Asked, made: Made, parsed: ParsedModelOutput | None = None) -> TurnAnswer:
         """Record a complete response. Only recorded responses are trained."""
-        parsed = parsed or self.parse(asked, made)
+        parsed = parsed or self.parser(self.text_of(made), asked.tools, asked.opens_thought)
         turn = TurnRecord(
             asked.prompt_ids,
             made.ids,
             made.finish or "abort",
             made.log_probs if asked.untrained is None else [],
             parsed.ill_formed,
-            made.meta_info(),
+            {**made.meta, "weight_versions": made.spans},
         )
         node = self.tree.add(turn, asked.parent)
         node.images = [one for one in asked.images if one.start >= asked.known]
@@ -320,23 +347,24 @@ class Session:
             "engine_s": round(now - asked.at, 4),
             "other_s": round(asked.at - self._last_answer_at, 4) if self._last_answer_at is not None else 0.0,
         }
-        if asked.changed:
-            node.details["sampling"] = asked.changed
-        if asked.untrained is not None:
-            node.details["untrained"] = asked.untrained
-        if asked.fork is not None:
-            node.details["fork"] = asked.fork
+        more = {"sampling": asked.changed, "untrained": asked.untrained, "fork": asked.fork}
+        node.details |= {name: value for name, value in more.items() if value}
         self._last_answer_at = now
         message = self.message_of(asked, parsed)
         remember(node, asked.new_messages, message, asked.tools)
         return TurnAnswer(message, made, node, parsed, asked.num_prompt)
 
-    def parse(self, asked: Asked, made: Made) -> ParsedModelOutput:
-        """Split what exists of a response into thoughts, text and tool calls."""
-        return self.parser(self.text_of(made), asked.tools, asked.opens_thought)
-
     def message_of(self, asked: Asked, parsed: ParsedModelOutput) -> Message:
-        return as_message(parsed, turn_name=f"{self.session_id[:8]}{asked.number:04d}")
+        """Return the response as a chat message; ids of calls are unique in a session."""
+        message: Message = {"role": "assistant", "content": parsed.text}
+        if parsed.reasoning:
+            message[THOUGHTS] = parsed.reasoning
+        turn = f"call_{self.session_id[:8]}{asked.number:04d}"
+        for place, use in enumerate(parsed.tool_uses):
+            function = {"name": use["name"], "arguments": use["input"]}
+            call = {"id": f"{turn}{place}", "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        return message
 
     def text_of(self, made: Made) -> str:
         """Return the text of a response without the token or string that ended it."""
@@ -433,20 +461,3 @@ def _untrained(base_sample: Sample, facts: dict[str, Any]) -> Sample:
     why = facts["reason"] or ("no request was made" if facts["num_turns"] == 0 else facts["outcome"])
     sample.reward_failure = infra_error(f"session {facts['id']}: the policy generated nothing ({why})")
     return sample
-
-
-def as_message(parsed: ParsedModelOutput, turn_name: str) -> Message:
-    """Return the response as a chat message; ids of calls are unique in a session."""
-    message: Message = {"role": "assistant", "content": parsed.text}
-    if parsed.reasoning:
-        message[THOUGHTS] = parsed.reasoning
-    if parsed.tool_uses:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{turn_name}{place}",
-                "type": "function",
-                "function": {"name": use["name"], "arguments": use["input"]},
-            }
-            for place, use in enumerate(parsed.tool_uses)
-        ]
-    return message

@@ -370,7 +370,7 @@ class BaseAdapter:
     def _reply(self, held: _Open, call: Call, asked: Asked, made: Made) -> Reply:
         tools = asked.tools if call.uses_tools else []
         parsed = self.parser(held.session.text_of(made), tools, asked.opens_thought)
-        return Reply(call, held.session, asked, made, parsed, held.session.message_of(asked, parsed))
+        return Reply(call, asked, made, parsed, held.session.message_of(asked, parsed))
 
     def _live(self, call: Call, asked: Asked) -> LiveText:
         marks = self.parser.starts if asked.tools and call.uses_tools else ()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from slime.agent.adapters.client_errors import ApiError, invalid
 from slime.agent.engine_access import Made
 from slime.agent.parsing import ParsedModelOutput
-from slime.agent.session import Asked, Session
+from slime.agent.session import Asked
 from slime.agent.shown_pictures import Shown, shown
 from slime.agent.trajectory import Message
 from slime.utils.media.pictures import NotAnImage
@@ -46,7 +46,6 @@ class Reply:
     """A complete response, from which every protocol writes its own form."""
 
     call: Call
-    session: Session
     asked: Asked
     made: Made
     parsed: ParsedModelOutput

@@ -119,28 +119,15 @@ def items_of(reply: Reply) -> list[dict[str, Any]]:
         out.append(_message_item(name, reply.parsed.text))
     for place, call in enumerate(reply.tool_calls):
         text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        out.append(
-            {
-                "id": f"fc_{name}{place}",
-                "type": "function_call",
-                "call_id": call["id"],
-                "name": call["function"]["name"],
-                "arguments": text,
-                "status": "completed",
-            }
-        )
+        item = {"id": f"fc_{name}{place}", "type": "function_call", "call_id": call["id"]}
+        out.append({**item, "name": call["function"]["name"], "arguments": text, "status": "completed"})
     return out
 
 
 def _message_item(name: str, text: str) -> dict[str, Any]:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {
-        "id": f"msg_{name}",
-        "type": "message",
-        "role": "assistant",
-        "status": "completed",
-        "content": [part],
-    }
+    item = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": "completed"}
+    return {**item, "content": [part]}
 
 
 def _response(call: Call, *, output: list[dict[str, Any]], reply: Reply | None = None) -> dict[str, Any]:
@@ -196,18 +183,16 @@ class _ResponseStream(Stream):
             "response.in_progress", response=made
         )
 
-    def _place(self, kind: str, index: int) -> dict[str, Any]:
-        prefix, slot = ("msg_", "content_index") if kind == "text" else ("rs_", "summary_index")
-        return {"item_id": f"{prefix}{self._call.response_id}", "output_index": index, slot: 0}
-
-    def _text_event(self, kind: str, index: int, step: str, **text: str) -> bytes:
-        name = "output_text" if kind == "text" else "reasoning_summary_text"
-        more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
-        return self._event(f"response.{name}.{step}", **self._place(kind, index), **text, **more)
-
-    def _part_event(self, kind: str, index: int, step: str, part: dict[str, Any]) -> bytes:
-        name = "content_part" if kind == "text" else "reasoning_summary_part"
-        return self._event(f"response.{name}.{step}", **self._place(kind, index), part=part)
+    def _text_event(self, kind: str, index: int, step: str, **more: Any) -> bytes:
+        """Write an event of the text of an item, or, with `part`, of the part that holds it."""
+        name, prefix, slot = "content_part", "msg_", "content_index"
+        if kind != "text":
+            name, prefix, slot = "reasoning_summary_part", "rs_", "summary_index"
+        if "part" not in more:
+            name = "output_text" if kind == "text" else "reasoning_summary_text"
+            more |= {"logprobs": []} if kind == "text" else {}
+        place = {"item_id": f"{prefix}{self._call.response_id}", "output_index": index, slot: 0}
+        return self._event(f"response.{name}.{step}", **place, **more)
 
     def piece(self, kind: str, text: str, new: Made | None) -> bytes:
         if not text:
@@ -225,7 +210,7 @@ class _ResponseStream(Stream):
             item = {"id": f"rs_{name}", "type": "reasoning", "summary": [], "status": "in_progress"}
             part = {"type": "summary_text", "text": ""}
         added = self._event("response.output_item.added", output_index=index, item=item)
-        return added + self._part_event(kind, index, "added", part)
+        return added + self._text_event(kind, index, "added", part=part)
 
     def end(self, reply: Reply) -> bytes:
         items = items_of(reply)
@@ -244,7 +229,7 @@ class _ResponseStream(Stream):
     def _finish(self, index: int, kind: str, item: dict[str, Any]) -> bytes:
         part = item["content" if kind == "text" else "summary"][0]
         out = self._text_event(kind, index, "done", text=part["text"])
-        out += self._part_event(kind, index, "done", part)
+        out += self._text_event(kind, index, "done", part=part)
         return out + self._event("response.output_item.done", output_index=index, item=item)
 
     def _whole_call(self, index: int, item: dict[str, Any]) -> bytes:

@@ -66,9 +66,8 @@ class TextGymnasium:
     def _describe_actions(self) -> str:
         space = self._env.action_space
         if isinstance(space, self._spaces.Discrete):
-            first = int(space.start)
-            names = self._actions or [str(first + number) for number in range(int(space.n))]
-            return f"Actions: {', '.join(names)}"
+            numbers = range(int(space.start), int(space.start + space.n))
+            return f"Actions: {', '.join(self._actions or map(str, numbers))}"
         if isinstance(space, self._spaces.Box):
             return f"An action is {space.shape[0] if space.shape else 1} number(s)."
         return ""
@@ -95,5 +94,4 @@ class TextGymnasium:
             name = max(places, key=lambda one: (places[one], len(one)))
             return start + self._actions.index(name) if places[name] >= 0 else None
         numbers = [int(number) for number in re.findall(r"-?\d+", action)]
-        valid = [number for number in numbers if start <= number < start + count]
-        return valid[-1] if valid else None
+        return next((number for number in reversed(numbers) if start <= number < start + count), None)
