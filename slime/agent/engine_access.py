@@ -58,7 +58,10 @@ class Made:
         if self.meta:  # the first request counted the prompt tokens
             kept |= {k: self.meta[k] for k in ("prompt_tokens", "cached_tokens") if k in self.meta}
             kept["completion_tokens"] = start + len(answer.ids)
-            kept |= _joined_nucleus(self.meta, answer.meta)
+            first, second = top_p.from_meta(self.meta), top_p.from_meta(answer.meta)
+            if first is not None and second is not None:  # the ids from which the tokens were drawn
+                ids, offsets = top_p.joined(*first, *second)
+                kept |= {"top_p_token_ids": ids.tolist(), "top_p_token_offsets": offsets.tolist()}
         return Made(
             ids=[*self.ids, *answer.ids],
             log_probs=[*self.log_probs, *(answer.log_probs or ())],
@@ -79,15 +82,6 @@ def _joined(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             out.append(span)
     return out
-
-
-def _joined_nucleus(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the ids from which the tokens of two responses were drawn, if engines report them."""
-    first, second = top_p.from_meta(before), top_p.from_meta(after)
-    if first is None or second is None:
-        return {}
-    ids, offsets = top_p.joined(*first, *second)
-    return {"top_p_token_ids": ids.tolist(), "top_p_token_offsets": offsets.tolist()}
 
 
 class Policy(Protocol):

@@ -72,10 +72,6 @@ class TurnNode:
     def is_trained(self) -> bool:
         return bool(self.log_probs) and not self.replaced
 
-    @property
-    def num_prompt_ids(self) -> int:
-        return self.num_ids - len(self.output_ids)
-
     def chain(self) -> list[TurnNode]:
         """Return the turns from the root down to this one."""
         nodes: list[TurnNode] = []
@@ -296,8 +292,9 @@ class TrajectoryManager:
             last.replaced = True
             parent = last.parent
         node = tree.add(turn, parent)
+        calls = (response_message or {}).get("tool_calls") or ()
         node.details = {
-            "tool_calls": _tool_names(response_message),
+            "tool_calls": [str((call.get("function") or call).get("name", "")) for call in calls],
             "num_messages": len(prompt_messages),
             **(metadata or {}),
         }
@@ -313,7 +310,7 @@ class TrajectoryManager:
         for leaf in reversed(tree.leaves()):
             at = leaf.details.get("num_messages", 0)
             answered = at < len(messages) and messages[at].get("role") == "assistant"
-            start = leaf.num_prompt_ids
+            start = leaf.num_ids - len(leaf.output_ids)
             if answered and len(prompt) > start and prompt[:start] == leaf.ids()[:start]:
                 return leaf
         return None
@@ -345,8 +342,3 @@ class TrajectoryManager:
     def turn_count(self, sid: str) -> int:
         tree = self._trees.get(sid)
         return len(tree.nodes) if tree is not None else 0
-
-
-def _tool_names(message: Mapping[str, Any] | None) -> list[str]:
-    calls = (message or {}).get("tool_calls") or ()
-    return [str((call.get("function") or call).get("name", "")) for call in calls]

@@ -29,13 +29,13 @@ class Stalled(RunStopped):
 class _Jump(selectors.DefaultSelector):
     """Does not wait: the time that it would have waited is over."""
 
-    passed: Callable[[float], None]
+    now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             raise Stalled("the simulated run waits, and nothing is on its way: that is a hang.")
         if timeout > 0:
-            self.passed(timeout)
+            self.now += timeout
         return []
 
 
@@ -43,17 +43,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop with a clock of its own."""
 
     def __init__(self) -> None:
-        self._virtual_now = 0.0
-        selector = _Jump()
-        super().__init__(selector)
+        self._jump = _Jump()
+        super().__init__(self._jump)
         self._clock_resolution = 1e-6
-        selector.passed = self._pass
-
-    def _pass(self, seconds: float) -> None:
-        self._virtual_now += seconds
 
     def time(self) -> float:
-        return self._virtual_now
+        return self._jump.now
 
 
 class _Ended(BaseException):

@@ -302,9 +302,6 @@ class ModelledFleet:
     def forward_seconds(self) -> float:
         return max(engine.busy_s for engine in self.engines)
 
-    def requests_of_others(self) -> None:
-        return None
-
     # as `EngineWeights`
 
     @property

@@ -69,20 +69,17 @@ def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[Split
     for train, rollout, costs in _splits(args, options, lengths, about):
         faults = FaultPlan.drawn(rates, _HOURS * 3600, options.seed)
         workload = Workload(lengths, options.prompt_tokens, rewards, faults, unit, options.seed)
-        small = simulated_args(_with_engines(args, costs), steps=options.steps, unit=unit, keeps=keeps)
+        each = args.rollout_num_gpus_per_engine
+        split = args.replace(
+            rollout_num_gpus=costs.num_engines * each,
+            engine_topology=plain_topology(args.hf_checkpoint, costs.num_engines * each, each),
+            sglang_server_concurrency=min(args.sglang_server_concurrency, costs.engine.max_running),
+        )
+        small = simulated_args(split, steps=options.steps, unit=unit, keeps=keeps)
         simulation = Simulation(small, costs, workload, overlapped=overlapped, keeps=keeps)
         simulation.run()
         rows.append(SplitRow(train, rollout, costs.num_engines, simulation.shares()))
     return sorted(rows, key=lambda row: (row.measured.error is not None, row.measured.step_s)), about
-
-
-def _with_engines(args: Args, costs: Costs) -> Args:
-    each = args.rollout_num_gpus_per_engine
-    return args.replace(
-        rollout_num_gpus=costs.num_engines * each,
-        engine_topology=plain_topology(args.hf_checkpoint, costs.num_engines * each, each),
-        sglang_server_concurrency=min(args.sglang_server_concurrency, costs.engine.max_running),
-    )
 
 
 def _splits(

@@ -208,15 +208,11 @@ class Simulation:
                 if not self.keeps:
                     self.measured.error = "a trainer rank died in a run without --save"
                     return
-            self._forget_process()
+            self.clock.end_all()  # what lived in the memory of the driver is gone
+            fully_async_rollout._workers.clear()
+            ledger.use(None)
             self.clock.run(asyncio.sleep(self.workload.faults.run_restart_s))
         self.measured.error = f"the run was started {_MAX_STARTS} times and did not come to its end"
-
-    def _forget_process(self) -> None:
-        """What lived in the memory of the driver is gone."""
-        self.clock.end_all()
-        fully_async_rollout._workers.clear()
-        ledger.use(None)
 
     def _strike(self, fault: work.Fault) -> None:
         fleet, plan = self._fleet, self.workload.faults
@@ -316,10 +312,8 @@ class Simulation:
     def _modelled_fleet(self) -> ModelledFleet:
         costs, clock, work = self.costs, self.clock, self.workload
         left: dict[str, float] = {}
-        engines = [
-            ModelledEngine(clock, costs.engine, work.lengths, f"modelled-engine-{i}", work.unit, left)
-            for i in range(costs.num_engines)
-        ]
+        names = (f"modelled-engine-{i}" for i in range(costs.num_engines))
+        engines = [ModelledEngine(clock, costs.engine, work.lengths, name, work.unit, left) for name in names]
         return ModelledFleet(clock, engines, costs.pause_s, costs.swap_s)
 
     def _recovery(

@@ -46,10 +46,8 @@ _MAX_UNREAD = 8
 
 def flatten_content(content: Any) -> str:
     """Return the text of a message's content, which is a string or a list of parts; images leave a note."""
-    if content is None:
-        return ""
     if not isinstance(content, list):
-        return content if isinstance(content, str) else str(content)
+        return "" if content is None else str(content)
     return "\n".join(filter(None, map(_text_of_part, content)))
 
 
@@ -310,7 +308,9 @@ class BaseAdapter:
             call.messages = self._with_earlier(held, call)
         if (lost := held.unread.pop(one.digest, None)) is not None:
             return await self._respond(one, call, lost[0], _again(lost[1]))
-        if held.last is not None and held.last[0] == one.digest and _is_retry(one.request):
+        # The SDKs of OpenAI and Anthropic mark a retry.
+        is_retry = one.request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        if is_retry and held.last is not None and held.last[0] == one.digest:
             _, call.response_id, asked, made = held.last
             return await self._respond(one, call, asked, _again(made), record=False)
         asked = held.session.ask(call.messages, call.tools, call.sampling)
@@ -425,11 +425,6 @@ async def _until_idle(held: _Open, timeout_s: float) -> None:
 async def _close_connections(app: web.Application) -> None:
     """Close the connections to the engines, which belong to the application's event loop."""
     await http_utils.close_session()
-
-
-def _is_retry(request: web.Request) -> bool:
-    """Return whether the SDK of OpenAI or Anthropic marks the request as a retry."""
-    return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
 async def _again(made: Made) -> AsyncGenerator[Made, None]:

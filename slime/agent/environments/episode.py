@@ -9,6 +9,7 @@ brought to the same state again by replaying the recorded actions.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import OrderedDict
@@ -102,10 +103,6 @@ def options_of(args: PluginArgs, choice: Choice) -> dict[str, Any]:
     return {**args.env_args.get("*", {}), **args.env_args.get(choice.short, {})}
 
 
-def make_environment(args: PluginArgs, choice: Choice) -> Any:
-    return import_module(ENVIRONMENTS[choice.family].module).make(choice.task, options_of(args, choice))
-
-
 def give_reward(args: PluginArgs, sample: Sample, total: float) -> None:
     """Set the episode's reward, unless the run has a reward function."""
     sample.metadata["env_score"], sample.reward = total, None
@@ -146,9 +143,9 @@ class Episode:
         self.choice = choice_of(args, sample)
         self.voice = Voice(args, self.state.tokenizer)
         self.longest: int | None = sampling_params.get("max_new_tokens")
-        self.calls = EnvironmentCalls(
-            self.choice.name, lambda: make_environment(args, self.choice), timeout_s(args, "env")
-        )
+        module = import_module(ENVIRONMENTS[self.choice.family].module)
+        make = functools.partial(module.make, self.choice.task, options_of(args, self.choice))
+        self.calls = EnvironmentCalls(self.choice.name, make, timeout_s(args, "env"))
         self.seats: dict[int, Seat] = {}
         self.progress = _Progress()
         self.players = 1

@@ -73,7 +73,7 @@ class Served:
         self.env = load_environment(config_of(task, options))
         tasks = list(itertools.islice(self.env.taskset, MAX_TASKS))
         held_out = tasks[::HELD_OUT_EVERY]
-        self._tasks = {
+        self.tasks = {  # by whether they are held out
             True: held_out,
             False: [one for place, one in enumerate(tasks) if place % HELD_OUT_EVERY] or tasks,
         }
@@ -83,10 +83,6 @@ class Served:
         self._keeper: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
         self._over = asyncio.Event()
-
-    def task_for(self, item: Item) -> Any:
-        tasks = self._tasks[item.held_out]
-        return tasks[item.seed // 2 % len(tasks)]
 
     @contextlib.asynccontextmanager
     async def playing(self) -> AsyncIterator[None]:
@@ -139,13 +135,15 @@ async def play(
     adapter = await adapter_of(args)
     sid = sample.session_id
     assert sid is not None, "samples of a rollout have a session"
-    seed, budget = seed_of_episode(args, sample), budget_of(args, params)
-    session = adapter.open_session(sid, params, budget=budget, seed=seed)
+    own = Budget.of_run(args, params)
+    of_turn = args.turn_max_response_len or own.max_new_tokens
+    budget = Budget(args.max_turns, own.max_context_tokens, of_turn, own.max_new_tokens)
+    session = adapter.open_session(sid, params, budget=budget, seed=seed_of_episode(args, sample))
     try:
         async with served.playing(), asyncio.timeout(timeout_s(args, "episode") or None):
-            episode = await served.env.run_episode(
-                served.task_for(item), _context(f"{adapter.url}/sessions/{sid}")
-            )
+            tasks = served.tasks[item.held_out]
+            context = _context(f"{adapter.url}/sessions/{sid}")
+            episode = await served.env.run_episode(tasks[item.seed // 2 % len(tasks)], context)
         reward = _score(episode, session)
         return await adapter.finish_session(sid, base_sample=sample, reward=reward, args=args)
     except TimeoutError:
@@ -156,12 +154,6 @@ async def play(
         if adapter.session(sid) is session:
             await asyncio.shield(adapter.shutdown_session(sid))
             adapter.drop_session(sid)
-
-
-def budget_of(args: PluginArgs, params: Mapping[str, Any]) -> Budget:
-    own = Budget.of_run(args, params)
-    of_turn = args.turn_max_response_len or own.max_new_tokens
-    return Budget(args.max_turns, own.max_context_tokens, of_turn, own.max_new_tokens)
 
 
 def _context(address: str) -> Any:

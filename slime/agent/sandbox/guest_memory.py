@@ -7,6 +7,7 @@ without any process growing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -28,18 +29,12 @@ def process_memory(pid: int, exact: bool = False) -> int:
     except OSError:
         return 0
     found = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Vm")}
-    resident = shared_out(pid) if exact else None
-    return (found.get(b"VmRSS:", 0) if resident is None else resident) + found.get(b"VmPTE:", 0)
-
-
-def shared_out(pid: int) -> int | None:
-    """Return resident bytes with each shared page divided among its users; None: it cannot be read."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:")), None)
+    resident = found.get(b"VmRSS:", 0)
+    if exact:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            shared = [int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:")]
+            resident = shared[0] if shared else resident
+    return resident + found.get(b"VmPTE:", 0)
 
 
 def count_maps(pid: int) -> int:

@@ -144,7 +144,10 @@ class LocalSandbox:
             self._fail_all(self._ended)
             if self._user is not None:
                 if self._folder is not None:  # no namespace ends what is left when the agent was killed
-                    await _end_everything_of(self._user.uid)
+                    uid = self._user.uid
+                    become = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--")
+                    killer = await asyncio.create_subprocess_exec(*become, "bash", "-c", "kill -9 -1")
+                    await killer.wait()
                 self._user.release()
                 self._user = None
             if self._folder is not None:
@@ -317,10 +320,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 def _let_go(process: asyncio.subprocess.Process) -> None:
     """Close the pipes of a process and kill it if it still runs; `Process` itself has no such method."""
     process._transport.close()  # type: ignore[attr-defined]
-
-
-async def _end_everything_of(uid: int) -> None:
-    """Kill all processes of a private user at once."""
-    become = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--")
-    process = await asyncio.create_subprocess_exec(*become, "bash", "-c", "kill -9 -1")
-    await process.wait()
