@@ -19,7 +19,7 @@ from slime.engines.balancer import Balancer
 from slime.engines.engine_process import LaunchPlan
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, FleetServer, Rotation, WatchPolicy
-from slime.engines.launch_plan import EnginePlace, EngineSite, RouterPlan, place_engines, plan_router
+from slime.engines.launch_plan import EngineSite, RouterPlan, place_engines, plan_router
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.engines.sglang.router_registry import ExternalRouter
 from slime.runtime.base import Runtime, WorkerSpec
@@ -205,21 +205,19 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
     imports = {} if kind.own_python else import_environment()
     models = {model.name: model for model in args.engine_topology.models}
 
-    def site_of(place: EnginePlace, slot: Slot) -> EngineSite:
+    plans = []
+    for place, slot in zip(place_engines(args.engine_topology), slots, strict=True):
         path, pushed = models[place.model].model_path, models[place.model].update_weights
         if path is None:
             raise ValueError("--hf-checkpoint is required: engines serve its model.")
         quantization = served_config(path) if args.rollout_quantization == "fp8" and pushed else None
         threads = args.engine_threads or kind.command.num_threads(Path(path), cores)
-        return EngineSite(path, pushed, place, slot.gpu_ids, slot.host, run.shm_prefix, threads, quantization)
-
-    def plan(place: EnginePlace, slot: Slot) -> LaunchPlan:
-        site = site_of(place, slot)
-        environment = {**thread_environment(site.threads), **imports}
-        return LaunchPlan(
+        site = EngineSite(path, pushed, place, slot.gpu_ids, slot.host, run.shm_prefix, threads, quantization)
+        environment = {**thread_environment(threads), **imports, **kind.command.run_environment(args, site)}
+        plan = LaunchPlan(
             name=place.name,
             command=kind.command.run_command(args, site),
-            env={**environment, **kind.command.run_environment(args, site), **slot.env},
+            env={**environment, **slot.env},
             log_path=run.run_dir / "logs" / f"{place.name}.log",
             start_timeout_s=timeout_s(args, "engine-start"),
             worker_type=place.worker_type,
@@ -227,8 +225,8 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
             beside_trainer=slot.host == run.host,
             token=run.engine_token.at(slot.host),
         )
-
-    return [plan(place, slot) for place, slot in zip(place_engines(args.engine_topology), slots, strict=True)]
+        plans.append(plan)
+    return plans
 
 
 def _policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
