@@ -169,9 +169,8 @@ def find_slots(args: Args, runtime: Runtime, slots: Sequence[Slot]) -> tuple[Slo
             if len(found) == len(slots):
                 return tuple(found)
             missing = _missing(slots, found)
-            fewer = (
-                len(found) // unit * unit if args.elastic else 0
-            )  # ranks that hold whole copies of the model
+            # As many ranks as hold whole copies of the model.
+            fewer = len(found) // unit * unit if args.elastic else 0
             if fewer:
                 logger.warning(
                     "%s. --elastic: training continues on %d rank(s), each with a larger share of the batch.",
