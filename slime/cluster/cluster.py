@@ -111,7 +111,7 @@ class Cluster:
     ) -> bool:
         """Handle requests that came during the step. True: the run is to end here."""
         self.stopped = self.requests.handle(self, rollout_id, rollout, in_flight)
-        self.timeline.end_step(rollout_id, self.trainer.begin_notes())
+        self.timeline.end_step(rollout_id, self.trainer.drain_notes())
         if self.stopped is not None or not self.schedule.has_next(rollout_id):
             self.timeline.tell_step()
         return self.stopped is not None

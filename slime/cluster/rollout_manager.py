@@ -32,7 +32,7 @@ from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.journal import CountingJournal
 from slime.rollout.ledger import Ledger, follow
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.runtime.base import Runtime, in_background
+from slime.runtime.base import Runtime
 from slime.runtime.placement import Placement
 from slime.utils.column_rewards import takes_columns
 from slime.utils.machine.run_identity import Run
@@ -196,7 +196,7 @@ class RolloutManager:
             self._ledger.begin(rollout_id, version)
         set_current_rollout_id(rollout_id)
         output = self._engines.guard(functools.partial(self._samples_of, rollout_id))
-        forward_s = in_background(self._engines.forward_seconds, "forward seconds")  # beside what follows
+        self._forward_s = self._engines.forward_seconds()
         samples = flatten_samples(output.samples)
         if self._args.save_debug_rollout_data:
             save_rollout_dump(self._args.save_debug_rollout_data, rollout_id, output.samples)
@@ -210,7 +210,6 @@ class RolloutManager:
             if "rollout/raw_reward" in metrics:  # as people are to read it
                 shown = [value for value in batch["raw_reward"] if is_score(value)]
                 metrics["rollout/raw_reward"] = sum(shown) / len(batch["raw_reward"])
-        self._forward_s = forward_s.result()
         metrics["perf/engine_forward_time"] = max(0.0, self._forward_s - forward_before)
         if self._ledger is not None:
             self._ledger.account_for(rollout_id, samples)

@@ -22,7 +22,7 @@ from slime.cluster.training.train_actor import RankNotes, TrainActor
 from slime.cluster.training.train_group import TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.liveness import phases
-from slime.runtime.base import Future, R, Ready, gather
+from slime.runtime.base import Future, R, gather
 from slime.step.step_report import StepReport
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.files.step_folders import TRAINER, Manifest, step_path
@@ -53,7 +53,7 @@ class Trainer:
     copies: PeerCopies | None = None  # --peer-copies
     release: TrainerRelease | None = None  # --release-train; None: the trainer's processes stay
     canary: Canary | None = None  # None: engines and trainer are not compared on fixed texts
-    _notes: list[Future[RankNotes]] = field(default_factory=list)  # of ranks that were released since
+    _notes: list[Future[RankNotes]] = field(default_factory=list)  # on the last step
     _changed: dict[str, float] = field(default_factory=dict)  # settings, since the run started
     _pushes_at_training: int = 0  # the number of pushes before the last step, which its checkpoint records
 
@@ -80,9 +80,8 @@ class Trainer:
             self.recovery.note_trained(rollout_id)
             again = partial(self._train_again, rollout_id)
             self.replay.append(ReplayEntry(f"step {rollout_id + 1}", again))
-        if self.release is not None and self.args.record_max_mib:  # ask before the processes end
-            notes = self.recovery.run(rollout_id, self.group.ranks.call, TrainActor.drain_notes)
-            self._notes = [Ready(note) for note in notes]
+        if self.args.record_max_mib:
+            self._notes = self.group.ranks.begin(TrainActor.drain_notes)
         self._pushes_at_training = self.weight_push.num_pushes if self.weight_push is not None else 0
         return report
 
@@ -127,14 +126,10 @@ class Trainer:
             ReplayEntry(f"--{name.replace('_', '-')} {value:g}", change, setting=(name, value))
         )
 
-    def begin_notes(self) -> list[Future[RankNotes]]:
-        """Ask the ranks for their notes on the last step, which they write up while engines generate."""
+    def drain_notes(self) -> list[Future[RankNotes]]:
+        """Return what the ranks will report about the last step."""
         notes, self._notes = self._notes, []
-        if notes or not self.args.record_max_mib:
-            return notes
-        with contextlib.suppress(WorkerDied):  # whoever needs the ranks next notices, and restarts them
-            return [*self.group.ranks.begin(TrainActor.drain_notes)]
-        return []
+        return notes
 
     def peak_bytes(self, peak_gib: float | None) -> float:
         """Return the most memory that a rank has held. `peak_gib`: of its device; None: it has none."""
