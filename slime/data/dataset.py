@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 from slime.data.media import bare_messages
 from slime.data.mix import mix64
@@ -41,11 +41,8 @@ def filter_long_prompt(
     kept: list[Sample] = []
     for start in range(0, len(samples), batch_size):
         batch = samples[start : start + batch_size]
-        kept.extend(
-            s
-            for s, n in zip(batch, prompt_lengths(batch, tokenizer, processor), strict=True)
-            if n <= max_length
-        )
+        lengths = prompt_lengths(batch, tokenizer, processor)
+        kept += [s for s, length in zip(batch, lengths, strict=True) if length <= max_length]
     return kept
 
 
@@ -98,10 +95,12 @@ class Dataset:
         seed: int = 42,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: dict[str, Any] | None = None,
+        fmt: PromptFormat | None = None,
         flag: str = "--prompt-data",
         length_flag: str = "--rollout-max-prompt-len",
     ):
-        fmt = PromptFormat(
+        """`fmt`: a whole format, which also knows who reads prompts and labels, in place of the keys."""
+        fmt = fmt or PromptFormat(
             input_key=prompt_key,
             label_key=label_key,
             metadata_key=metadata_key,
@@ -110,54 +109,18 @@ class Dataset:
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=apply_chat_template_kwargs or {},
         )
-        self._read(path, fmt, tokenizer, processor, max_length, seed, flag, length_flag)
-
-    @classmethod
-    def of_format(
-        cls,
-        path: str | Iterable[str],
-        fmt: PromptFormat,
-        tokenizer: Any = None,
-        processor: Any = None,
-        max_length: int | None = None,
-        *,
-        seed: int = 42,
-        flag: str = "--prompt-data",
-        length_flag: str = "--rollout-max-prompt-len",
-    ) -> Self:
-        """A dataset of a whole format, which also knows who reads prompts and labels."""
-        dataset = cls.__new__(cls)
-        dataset._read(path, fmt, tokenizer, processor, max_length, seed, flag, length_flag)
-        return dataset
-
-    def _read(
-        self,
-        path: str | Iterable[str],
-        fmt: PromptFormat,
-        tokenizer: Any,
-        processor: Any,
-        max_length: int | None,
-        seed: int,
-        flag: str,
-        length_flag: str,
-    ) -> None:
         read = [row_to_sample(row, fmt, tokenizer, processor, where=place) for place, row in read_rows(path)]
+        name = path if isinstance(path, str) else ",".join(path)
         if not read:
-            raise ValueError(f"{flag} {_show(path)}: no rows; the file (or its slice) is empty.")
+            raise ValueError(f"{flag} {name}: no rows; the file (or its slice) is empty.")
         kept = filter_long_prompt(read, tokenizer, processor, max_length)
         if not kept:
             raise ValueError(
-                f"{flag} {_show(path)}: all {len(read)} prompts are longer than {length_flag} {max_length} "
+                f"{flag} {name}: all {len(read)} prompts are longer than {length_flag} {max_length} "
                 f"tokens, 0 are left; raise {length_flag} or use shorter prompts."
             )
         if len(kept) < len(read):
-            logger.info(
-                "%s: %d of %d prompts are at most %s tokens long",
-                _show(path),
-                len(kept),
-                len(read),
-                max_length,
-            )
+            logger.info("%s: %d of %d prompts have at most %s tokens", name, len(kept), len(read), max_length)
         self.origin_samples = kept
         self.seed = seed
         self.epoch_id = -1  # -1: file order, no epoch has been shuffled
@@ -192,7 +155,3 @@ def check_prompt_file(path: str | Iterable[str], fmt: PromptFormat, *, max_rows:
     """Check that the first rows can become samples, at little more than the cost of reading them."""
     for place, row in itertools.islice(read_rows(path), max_rows):
         check_row(row, fmt, where=place)
-
-
-def _show(path: str | Iterable[str]) -> str:
-    return path if isinstance(path, str) else ",".join(path)

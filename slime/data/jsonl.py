@@ -28,10 +28,7 @@ def _lines(source: str, file: TextIO) -> Iterator[str]:
     for number in itertools.count(1):
         line = file.readline(_MAX_LINE_CHARACTERS)
         if len(line) == _MAX_LINE_CHARACTERS:
-            raise ValueError(
-                f"{source}, line {number}: longer than {_MAX_LINE_CHARACTERS} characters; write one JSON "
-                "object per line."
-            )
+            raise ValueError(f"{source}, line {number}: too long; write one JSON object per line.")
         if not line:
             return
         yield line
@@ -43,10 +40,8 @@ def _parse_line(place: Place, line: str) -> Row:
     except ValueError as error:
         raise ValueError(f"{place}: {error}; each line must be one JSON object.") from None
     if not isinstance(row, dict):
-        raise ValueError(
-            f'{place}: expected a JSON object, found {type(row).__name__}; write {{"input": "..."}} on each '
-            "line."
-        )
+        found = type(row).__name__
+        raise ValueError(f'{place}: expected a JSON object, found {found}; write {{"input": "..."}}.')
     return row
 
 

@@ -31,10 +31,8 @@ def check_prompt(prompt: Any, key: str, use: PromptUse, *, rendered: bool, where
     elif isinstance(prompt, list):
         check_messages(prompt, what, may_be_empty=use is PromptUse.OWN_CODE)
         if use is PromptUse.ENGINE and not rendered:
-            raise ValueError(
-                f"{what} is a list of messages; engines continue text: set --apply-chat-template, or write "
-                "text."
-            )
+            hint = "engines continue text: set --apply-chat-template, or write text"
+            raise ValueError(f"{what} is a list of messages; {hint}.")
     else:
         hint = "; a number belongs in quotes" if type(prompt) in (int, float) else ""
         raise ValueError(f"{what} is {_show(prompt)}; write text, or messages as {_EXAMPLE}{hint}.")
@@ -42,13 +40,10 @@ def check_prompt(prompt: Any, key: str, use: PromptUse, *, rendered: bool, where
 
 def _check_text_prompt(prompt: str, what: str, use: PromptUse) -> None:
     if use is PromptUse.CONVERSATION:
-        raise ValueError(
-            f"{what} is text; supervised training needs the whole conversation: messages as {_EXAMPLE}."
-        )
+        raise ValueError(f"{what} is text; supervised training needs messages as {_EXAMPLE}.")
     if use is not PromptUse.OWN_CODE and not prompt.strip():
-        raise ValueError(
-            f"{what} is {'empty' if not prompt else 'only white space'}; write text or drop the row."
-        )
+        found = "only white space" if prompt else "empty"
+        raise ValueError(f"{what} is {found}; write text or drop the row.")
     check_encodable(prompt, what)
 
 
@@ -65,9 +60,8 @@ def _check_message(message: Any, what: str) -> None:
     if not isinstance(message, dict):
         raise ValueError(f"{what} is {_show(message)}; messages look like {_EXAMPLE}.")
     if not isinstance(message.get("role"), str) or not message["role"]:
-        found = (
-            f"has role {message['role']!r}" if "role" in message else f"has no role, only {sorted(message)}"
-        )
+        only = f"has no role, only {sorted(message)}"
+        found = f"has role {message['role']!r}" if "role" in message else only
         raise ValueError(f"{what} {found}; messages look like {_EXAMPLE}.")
     what += f" ({message['role']})"
     content = message.get("content")
@@ -87,10 +81,8 @@ def _check_message(message: Any, what: str) -> None:
 def _check_parts(parts: list[Any], what: str) -> None:
     for part in parts:
         if not isinstance(part, (str, dict)):
-            raise ValueError(
-                f'{what} has a part {_show(part)} in its content; parts look like {{"type": "text", "text": '
-                '"..."}.'
-            )
+            example = '{"type": "text", "text": "..."}'
+            raise ValueError(f"{what} has a part {_show(part)} in its content; parts look like {example}.")
         text = part if isinstance(part, str) else part.get("text")
         if isinstance(text, str):
             check_encodable(text, what)

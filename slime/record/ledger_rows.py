@@ -23,10 +23,9 @@ import logging
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from slime.record.schema import READ_ERRORS, open_for_reading, unusable
+from slime.record.schema import Reader, unusable
 from slime.record.texts import json_text, storable
 from slime.utils import codec
 
@@ -174,23 +173,8 @@ class FinishedEntry:
         return value["samples"], value["fan_out"]
 
 
-class LedgerReader:
-    """Reads the ledger, for a run that resumes and for `slime ledger`. Use it in a `with`."""
-
-    def __init__(self, path: Path):
-        self._path, self._connection = path, open_for_reading(path)
-
-    def __enter__(self) -> LedgerReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._connection.close()
-
-    def _ask(self, query: str, values: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
-        try:
-            return self._connection.execute(query, values).fetchall()
-        except READ_ERRORS as error:
-            raise unusable(self._path, "read", error) from error
+class LedgerReader(Reader):
+    """Reads the ledger, for a run that resumes and for `slime ledger`."""
 
     def check_structure(self) -> None:
         """Raise a RecordError where tables and their indexes contradict each other."""
@@ -238,22 +222,17 @@ class LedgerReader:
         return {tuple(key): FinishedEntry(version, payload) for *key, version, payload in rows}
 
     def is_evaluated(self, rollout_id: int) -> bool:
-        rows = self._ask(
-            "SELECT 1 FROM ledger WHERE event = 'evaluated' AND rollout = ? LIMIT 1", (rollout_id,)
+        return bool(
+            self._ask("SELECT 1 FROM ledger WHERE event = 'evaluated' AND rollout = ?", (rollout_id,))
         )
-        return bool(rows)
 
 
-def keep_rollout(rollout_id: int, settings: str, value: object) -> Callable[[sqlite3.Connection], object]:
-    """Return a function that stores a whole rollout, with which a killed run resumes."""
-
-    def keep(connection: sqlite3.Connection) -> None:
-        payload = encode_or_skip(value, f"rollout {rollout_id}")
-        if payload is not None:
-            values = (rollout_id, settings, payload)
-            connection.execute("INSERT OR REPLACE INTO ledger_rollouts VALUES (?, ?, ?)", values)
-
-    return keep
+def keep_rollout(rollout_id: int, settings: str, value: object, connection: sqlite3.Connection) -> None:
+    """Store a whole rollout, with which a killed run resumes."""
+    payload = encode_or_skip(value, f"rollout {rollout_id}")
+    if payload is not None:
+        values = (rollout_id, settings, payload)
+        connection.execute("INSERT OR REPLACE INTO ledger_rollouts VALUES (?, ?, ?)", values)
 
 
 def encode_or_skip(value: object, name: str) -> bytes | None:
@@ -265,13 +244,6 @@ def encode_or_skip(value: object, name: str) -> bytes | None:
         return None
 
 
-def forget_rollouts(*, up_to: int | None = None, after: int | None = None) -> Callable[..., object]:
-    """Return a function that removes rollouts that a checkpoint covers, or that a run did not resume with."""
-
-    def forget(connection: sqlite3.Connection) -> None:
-        if up_to is not None:
-            connection.execute("DELETE FROM ledger_rollouts WHERE rollout_id <= ?", (up_to,))
-        if after is not None:
-            connection.execute("DELETE FROM ledger_rollouts WHERE rollout_id > ?", (after,))
-
-    return forget
+def forget_rollouts(condition: str, step: int, connection: sqlite3.Connection) -> None:
+    """Remove rollouts that a checkpoint covers ("<="), or that a run did not resume with (">")."""
+    connection.execute(f"DELETE FROM ledger_rollouts WHERE rollout_id {condition} ?", (step,))

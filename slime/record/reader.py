@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from slime.record.additions import Advantage, read_advantage
 from slime.record.samples import Tokens, checksum, read_tokens
-from slime.record.schema import READ_ERRORS, RECORD_FILE, open_for_reading, unusable
+from slime.record.schema import READ_ERRORS, RECORD_FILE, Reader, unusable
 from slime.record.texts import prompt_hash
 
 _COLUMNS = (
@@ -75,26 +75,8 @@ class RolloutRow:
     pruned: bool
 
 
-class Record:
-    """A reader of one record, which may stay open during the run. Close it, or use it in a `with`."""
-
-    def __init__(self, path: Path):
-        self._path, self._connection = path, open_for_reading(path)
-
-    def __enter__(self) -> Record:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        try:
-            return self._connection.execute(query, [_within(value) for value in values]).fetchall()
-        except READ_ERRORS as error:  # a damaged file, found only now
-            raise unusable(self._path, "read", error) from error
+class Record(Reader):
+    """A reader of the samples of one record."""
 
     def _ask_answers(self, query: str, values: Sequence[object]) -> list[Answer]:
         try:
@@ -202,22 +184,15 @@ def open_record(run_dir: str | Path) -> Record:
     return Record(Path(run_dir) / RECORD_FILE)
 
 
-def _within(value: object) -> object:
-    """Limit a number to what SQLite can hold: no row has the outermost values."""
-    return max(-(1 << 63), min(value, (1 << 63) - 1)) if isinstance(value, int) else value
-
-
 def _conditions(select: Select) -> tuple[str, list[object]]:
-    conditions: list[tuple[str, object]] = []
-    for column, value in (
-        ("r.kind", select.kind),
-        ("r.rollout_id", select.rollout_id),
-        ("g.dataset", select.dataset),
-        ("g.outcome", select.outcome),
-    ):
-        if value is not None:
-            conditions.append((f"{column} = ?", value))
-    words, values = [condition for condition, _ in conditions], [value for _, value in conditions]
+    wanted = {
+        "r.kind": select.kind,
+        "r.rollout_id": select.rollout_id,
+        "g.dataset": select.dataset,
+        "g.outcome": select.outcome,
+    }
+    words = [f"{column} = ?" for column, value in wanted.items() if value is not None]
+    values: list[object] = [value for value in wanted.values() if value is not None]
     if select.contains is not None:
         words.append("(instr(lower(g.prompt), ?) OR instr(lower(s.response), ?) OR instr(lower(g.label), ?))")
         values += [select.contains.lower()] * 3

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
@@ -45,7 +48,7 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
     except OSError as error:
         raise RecordError(f"{path} cannot be opened: {error}.") from error
     connection = _connect(f"{path.resolve().as_uri()}?mode=rw", path)
-    try:
+    with _closed_on_error(connection, path, "written"):
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -55,30 +58,26 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
             connection.execute("INSERT INTO meta VALUES ('schema', ?), ('run', ?)", values)
             connection.commit()
         if _check_schema(connection, path) in _OLDER:
-            _convert(connection, path)
-        _take_over(connection, path, run_id)
-    except READ_ERRORS as error:
-        connection.close()
-        raise unusable(path, "written", error) from error
-    except RecordError:
-        connection.close()
-        raise
+            logger.info("converting %s, which an older version of slime wrote", path)
+            convert_old.convert(connection)
+        if _check_owner(connection, path, run_id) != run_id:
+            with connection:  # a run that ended before its first rollout leaves nothing to keep
+                for table in ("ledger", "ledger_finished", "ledger_rollouts", "spans", "actions"):
+                    connection.execute(f"DELETE FROM {table}")
+                connection.execute("DELETE FROM meta WHERE key LIKE 'missed%'")
+                connection.execute("INSERT OR REPLACE INTO meta VALUES ('run', ?)", (run_id,))
     return connection
 
 
-def _convert(connection: sqlite3.Connection, path: Path) -> None:
-    logger.info("converting %s, which an older version of slime wrote", path)
-    convert_old.convert(connection)
-
-
-def _take_over(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
-    """Make the record that of this run; a run that ended before its first rollout leaves nothing to keep."""
-    if _check_owner(connection, path, run_id) != run_id:
-        with connection:
-            for table in ("ledger", "ledger_finished", "ledger_rollouts", "spans", "actions"):
-                connection.execute(f"DELETE FROM {table}")
-            connection.execute("DELETE FROM meta WHERE key LIKE 'missed%'")
-            connection.execute("INSERT OR REPLACE INTO meta VALUES ('run', ?)", (run_id,))
+@contextlib.contextmanager
+def _closed_on_error(connection: sqlite3.Connection, path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (*READ_ERRORS, RecordError) as error:
+        connection.close()
+        if isinstance(error, RecordError):
+            raise
+        raise unusable(path, what, error) from error
 
 
 def _know_numpy() -> None:
@@ -151,24 +150,42 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     uri = path.resolve().as_uri()
     connection = _connect(f"{uri}?mode=ro", path)
     try:
+        connection.execute("SELECT 1 FROM sqlite_master")
+    except sqlite3.OperationalError:  # a read-only folder: SQLite cannot create its index file
+        connection.close()
+        connection = _connect(f"{uri}?mode=ro&immutable=1", path)
+    except READ_ERRORS:
+        pass  # reported below
+    with _closed_on_error(connection, path, "read"):
+        if _check_schema(connection, path) not in _OLDER:
+            return connection
+    copy = sqlite3.connect(":memory:", check_same_thread=False)
+    with contextlib.closing(connection), _closed_on_error(copy, path, "read"):
+        connection.backup(copy)
+        convert_old.convert(copy)
+    return copy
+
+
+class Reader:
+    """An open record, which may stay open during the run. Close it, or use it in a `with`."""
+
+    def __init__(self, path: Path):
+        self._path, self._connection = path, open_for_reading(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         try:
-            found = _check_schema(connection, path)
-        except sqlite3.OperationalError:  # a read-only folder: SQLite cannot create its index file
-            connection.close()
-            connection = _connect(f"{uri}?mode=ro&immutable=1", path)
-            found = _check_schema(connection, path)
-        if found in _OLDER:
-            file, connection = connection, sqlite3.connect(":memory:", check_same_thread=False)
-            file.backup(connection)
-            file.close()
-            _convert(connection, path)
-    except READ_ERRORS as error:
-        connection.close()
-        raise unusable(path, "read", error) from error
-    except RecordError:
-        connection.close()
-        raise
-    return connection
+            return self._connection.execute(query, values).fetchall()
+        except (*READ_ERRORS, OverflowError) as error:  # a damaged file, found only now
+            raise unusable(self._path, "read", error) from error
 
 
 def _why_absent(path: Path) -> str:
@@ -195,14 +212,9 @@ def open_for_asking(path: Path) -> sqlite3.Connection:
     if not path.is_file():
         raise RecordError(f"{path} does not exist: the run has no record to write to.")
     connection = _connect(f"{path.resolve().as_uri()}?mode=rw", path)
-    try:
+    with _closed_on_error(connection, path, "read"):
         if _check_schema(connection, path) == "1":
             raise RecordError(f"{path} was written by an older version of slime, which accepts no actions.")
-    except (*READ_ERRORS, RecordError) as error:
-        connection.close()
-        if isinstance(error, RecordError):
-            raise
-        raise RecordError(f"{path} cannot be read: {error}.") from error
     return connection
 
 

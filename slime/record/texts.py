@@ -8,18 +8,17 @@ from typing import Any
 
 import numpy as np
 
-_KEYS = (str, int, float, bool, type(None))
-
 
 def json_text(value: object) -> str:
     """Return the JSON of any value; parts that JSON cannot express appear as their text.
 
-    Example: {(1, 2): 0.5}, whose key is not text, becomes {"(1, 2)": 0.5}.
+    Example: {(1, 2): 0.5}, whose key is not text, becomes {"(1, 2)": "0.5"}.
     """
     try:
         return json.dumps(value, ensure_ascii=False, default=_number_or_text)
     except Exception:  # keys that are no text, values that contain themselves, a user's failing `__str__`
-        return json.dumps(_simplified(value, 0), ensure_ascii=False)
+        shown = {_text(k): _text(v) for k, v in value.items()} if isinstance(value, dict) else _text(value)
+        return json.dumps(shown, ensure_ascii=False)
 
 
 def storable(text: str) -> str:
@@ -59,25 +58,8 @@ def _number_or_text(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
-def _simplified(value: Any, depth: int) -> Any:
-    if isinstance(value, (dict, list, tuple)):
-        if depth > 100:
-            return "..."
-        if isinstance(value, dict):
-            return {
-                key if type(key) in _KEYS else _text(key): _simplified(v, depth + 1)
-                for key, v in value.items()
-            }
-        return [_simplified(item, depth + 1) for item in value]
-    try:
-        json.dumps(value)
-        return value
-    except Exception:  # a user's class, or an integer with thousands of digits
-        return _text(value)
-
-
 def _text(value: Any) -> str:
     try:
-        return str(_number_or_text(value))
+        return str(value)
     except Exception:
         return f"<{type(value).__qualname__}>"

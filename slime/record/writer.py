@@ -217,15 +217,23 @@ class RecordWriter:
             self._set_durability(parts)
             with self._connection:
                 for part in parts:
-                    self._write_part(part)
+                    if isinstance(part, _Rollout):
+                        self._write(part)
+                    elif isinstance(part, _Work):
+                        part.write(self._connection)
+                    else:
+                        self._write_notes(part)
         except Exception as error:  # a sample may hold anything: this thread must survive
             self._connection.rollback()
             if self._waits_for_lock(error):
                 self._write_parts(parts)
                 return
-            smaller = parts if len(parts) > 1 else _single_events(parts[0], error)
+            # A part, or one event, that cannot be written takes no other with it; else the disk is at fault.
+            smaller, first = parts if len(parts) > 1 else [], parts[0]
+            if not smaller and isinstance(first, list) and not isinstance(error, sqlite3.OperationalError):
+                smaller = [[note] for note in first] if len(first) > 1 else []
             if not smaller:
-                self._log_missed(parts[0], error)
+                self._log_missed(first, error)
             for part in smaller:
                 self._write_parts([part])
             return
@@ -246,15 +254,6 @@ class RecordWriter:
                 "%s is locked by another process: the record waits for it, up to %d s", self._path, _LOCKED_S
             )
         return not self._closed and time.monotonic() - self._locked_since < _LOCKED_S
-
-    def _write_part(self, part: _Part) -> None:
-        """Write one part, in the caller's transaction."""
-        if isinstance(part, _Rollout):
-            self._write(part)
-        elif isinstance(part, _Work):
-            part.write(self._connection)
-        else:
-            self._write_notes(part)
 
     def _set_durability(self, parts: list[_Part]) -> None:
         notes = parts[0] if isinstance(parts[0], list) else []
@@ -325,7 +324,9 @@ class RecordWriter:
         if self._max_days is not None:
             while self._prune_oldest(before=time.time() - self._max_days * 86400):
                 pass
-        if self._free_bytes() > _FREE_BYTES:  # what is left is soon used again
+        if (
+            self._pragma("freelist_count") * self._pragma("page_size") > _FREE_BYTES
+        ):  # what is left is soon used again
             self._connection.execute(f"PRAGMA incremental_vacuum({_PAGES_BACK})").fetchall()
 
     def _prune_oldest(self, before: float | None = None) -> bool:
@@ -358,15 +359,5 @@ class RecordWriter:
     def _used_bytes(self) -> int:
         return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
 
-    def _free_bytes(self) -> int:
-        return self._pragma("freelist_count") * self._pragma("page_size")
-
     def _pragma(self, name: str) -> int:
         return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-def _single_events(part: _Part, error: Exception) -> list[_Part]:
-    """Return each of several events alone, because one cannot be written; none: the disk is at fault."""
-    if isinstance(part, list) and len(part) > 1 and not isinstance(error, sqlite3.OperationalError):
-        return [[note] for note in part]
-    return []

@@ -13,7 +13,7 @@ from typing import Any
 from slime.arguments import PluginArgs, with_defaults
 from slime.catalog.datasets import ENDINGS
 from slime.data.dataset import Dataset
-from slime.rollout.journal import CountingJournal, Journal, Outcome
+from slime.rollout.journal import CountingJournal, Outcome
 from slime.rollout.prompt_formats import training_format
 from slime.rollout.prompt_groups import (
     Group,
@@ -62,14 +62,14 @@ class DataSource(abc.ABC):
 class RolloutDataSource(DataSource):
     """Gives out groups from the dataset in the order of each epoch, without an end."""
 
-    def __init__(self, args: PluginArgs, journal: Journal | None = None):
+    def __init__(self, args: PluginArgs):
         self.args = with_defaults(args)
         self.epoch_id = 0
         self.sample_group_index = 0  # next group's index
         self.sample_index = 0  # next sample's index, unique over the run
         self.sample_offset = 0  # how many prompts of this epoch have been handed out
         self.metadata: dict[str, Any] = {}
-        self.journal: Journal = journal or CountingJournal()
+        self.journal = CountingJournal()
         self.dataset = build_dataset(args) if args.rollout_global_dataset else None
         self._order_epoch()
 
@@ -116,16 +116,14 @@ class RolloutDataSource(DataSource):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor in plain types; a checkpoint saves that of the trained batch."""
-        state = {
+        return {
             "format": STATE_FORMAT,
             **{name: getattr(self, name) for name in _COUNTERS},
             "metadata": dict(self.metadata),
             "num_prompts": len(self),
             "prompts": self.dataset.digest if self.dataset is not None else None,
+            "counts": dict(self.journal.counts),
         }
-        if isinstance(self.journal, CountingJournal):
-            state["counts"] = dict(self.journal.counts)
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. A state without `format` (older runs) has no buffer."""
@@ -141,8 +139,7 @@ class RolloutDataSource(DataSource):
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.metadata = dict(state["metadata"])
-        if isinstance(self.journal, CountingJournal):
-            self.journal.restore(state.get("counts"))
+        self.journal.restore(state.get("counts"))
         self._order_epoch()
 
     def save(self, rollout_id: int) -> None:
@@ -168,8 +165,8 @@ class RolloutDataSource(DataSource):
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """Gives out returned groups first (in the order of --buffer-filter-path), then the dataset."""
 
-    def __init__(self, args: PluginArgs, journal: Journal | None = None):
-        super().__init__(args, journal)
+    def __init__(self, args: PluginArgs):
+        super().__init__(args)
         self.buffer: list[Group] = []
         self.num_held = 0  # at its front after a resume: what a pool of groups in flight held
         self.filter_path = args.buffer_filter_path or f"{__name__}.pop_first"
@@ -216,7 +213,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def state_dict(self, held: Sequence[Group] = ()) -> dict[str, Any]:
         """Return the cursor with the buffer. `held`: groups that a rollout function keeps; they go first."""
         state = super().state_dict()
-        if "counts" in state and held:
+        if held:
             state["counts"]["returned"] = state["counts"].get("returned", 0) + len(held)
         buffer = [group_to_plain(group) for group in (*held, *self.buffer)]
         return {**state, "buffer": buffer, "num_held": len(held)}
@@ -253,11 +250,11 @@ def build_dataset(args: PluginArgs) -> Dataset:
             f"--prompt-data is not set: name a {ENDINGS} file, or give --disable-rollout-global-dataset."
         )
     needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
-    return Dataset.of_format(
+    return Dataset(
         args.prompt_data,
-        training_format(args),
         load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None,
         load_processor(args.hf_checkpoint) if args.multimodal_keys else None,
         args.rollout_max_prompt_len,
         seed=args.rollout_seed,
+        fmt=training_format(args),
     )

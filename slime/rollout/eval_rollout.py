@@ -100,19 +100,19 @@ def make_groups(config: EvalDatasetConfig, dataset: Dataset) -> list[Group]:
 
 def eval_sampling_params(args: PluginArgs, config: EvalDatasetConfig) -> dict[str, Any]:
     """Return the dataset's sampling parameters without the ones it leaves open."""
-    params = {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
-        "max_new_tokens": config.max_response_len,
-        "min_new_tokens": config.min_new_tokens,
-        "stop": config.stop,
-        "stop_token_ids": config.stop_token_ids,
-        "repetition_penalty": config.repetition_penalty,
-        "skip_special_tokens": config.skip_special_tokens,
-        "no_stop_trim": True if config.no_stop_trim is None else config.no_stop_trim,
-        "spaces_between_special_tokens": False,
-    }
+    names = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_new_tokens",
+        "stop",
+        "stop_token_ids",
+        "repetition_penalty",
+    )
+    params = {name: getattr(config, name) for name in (*names, "skip_special_tokens")}
+    params["max_new_tokens"] = config.max_response_len
+    params["no_stop_trim"] = True if config.no_stop_trim is None else config.no_stop_trim
+    params["spaces_between_special_tokens"] = False
     return {name: value for name, value in params.items() if value is not None}
 
 
@@ -124,12 +124,12 @@ def load_eval_dataset(args: PluginArgs, config: EvalDatasetConfig) -> Dataset:
     key = (*config.cache_key, args.hf_checkpoint, args.eval_max_prompt_len)
     if key not in _datasets:
         needs_tokenizer = config.apply_chat_template or args.eval_max_prompt_len is not None
-        _datasets[key] = Dataset.of_format(
+        _datasets[key] = Dataset(
             config.path,
-            evaluation_format(args, config),
             load_tokenizer(args.hf_checkpoint) if needs_tokenizer else None,
             load_processor(args.hf_checkpoint) if config.multimodal_keys else None,
             args.eval_max_prompt_len,
+            fmt=evaluation_format(args, config),
             flag=f"evaluation dataset {config.name},",
             length_flag="--eval-max-prompt-len",
         )

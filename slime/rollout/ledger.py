@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from slime.record.ledger_rows import (
@@ -177,7 +178,7 @@ class Ledger:
         """Record that the run resumes after step `committed` (-1: none), with rollouts up to `last_made`."""
         self._rollout = last_made + 1
         self._last_commits = [committed]
-        self._note("resumed", committed, value=str(last_made), also=forget_rollouts(after=last_made))
+        self._note("resumed", committed, value=str(last_made), also=partial(forget_rollouts, ">", last_made))
 
     def begin(self, rollout_id: int, version: str | None) -> None:
         self._rollout = max(self._rollout, rollout_id)
@@ -211,7 +212,7 @@ class Ledger:
 
     def made(self, rollout_id: int, value: Mapping[str, Any]) -> None:
         """Store a complete batch: a run that is killed later trains on this very batch."""
-        keep = keep_rollout(rollout_id, self.settings, dict(value)) if self._keeps else None
+        keep = partial(keep_rollout, rollout_id, self.settings, dict(value)) if self._keeps else None
         done = [number for number in self._cut if number <= rollout_id]
         decided = [group for number in done for group in self._cut.pop(number)]
         self._note("made", rollout_id, also=ForgetEntries(decided, keep))
@@ -223,7 +224,7 @@ class Ledger:
         """Drop what the previous checkpoint covers; keep what this one covers, in case it is damaged."""
         before = self._last_commits[-1] if self._last_commits else -1
         self._last_commits = [before, rollout_id]
-        self._note("committed", rollout_id, also=forget_rollouts(up_to=before))
+        self._note("committed", rollout_id, also=partial(forget_rollouts, "<=", before))
 
     def evaluated(self, rollout_id: int) -> None:
         self._note("evaluated", rollout_id)

@@ -47,17 +47,8 @@ def training_format(args: Args | PluginArgs) -> PromptFormat:
     use = _training_use(args)
     _check_template(use, args.apply_chat_template, args.multimodal_keys, "--prompt-data")
     return PromptFormat(
-        input_key=args.input_key,
-        label_key=args.label_key,
-        metadata_key=args.metadata_key,
-        tool_key=args.tool_key,
-        prompt_template=args.prompt_template,
-        label_pattern=args.label_pattern,
-        metadata_columns=tuple(args.metadata_columns),
+        **_columns(args, args),
         reward_columns=_reward_columns(args.custom_rm_path),
-        multimodal_keys=args.multimodal_keys,
-        apply_chat_template=args.apply_chat_template and args.env is None,  # an episode renders its own
-        apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
         use=use,
         rm_type=_label_reader(args) if args.rollout_function_path in _GENERATING else None,
         label_is_messages=args.rollout_function_path == _PREFERENCE and use is PromptUse.CONVERSATION,
@@ -76,20 +67,23 @@ def evaluation_format(args: Args | PluginArgs, config: EvalDatasetConfig) -> Pro
         use, bool(config.apply_chat_template), config.multimodal_keys, f"evaluation dataset {config.name}"
     )
     return PromptFormat(
-        input_key=config.input_key or "input",
-        label_key=config.label_key,
-        metadata_key=config.metadata_key,
-        tool_key=config.tool_key,
-        prompt_template=config.prompt_template,
-        label_pattern=config.label_pattern,
-        metadata_columns=tuple(config.metadata_columns or ()),
+        **_columns(config, args),
         reward_columns=_reward_columns(config.custom_rm_path or args.custom_rm_path),
-        multimodal_keys=config.multimodal_keys,
-        apply_chat_template=bool(config.apply_chat_template) and args.env is None,
-        apply_chat_template_kwargs=config.apply_chat_template_kwargs or {},
         use=use,
         rm_type=_label_reader(args, config) if ours else None,
     )
+
+
+def _columns(named: Any, args: Args | PluginArgs) -> dict[str, Any]:
+    """The columns of a dataset, as the flags or its own entry name them, and what is made of the prompt."""
+    names = ("label_key", "metadata_key", "tool_key", "prompt_template", "label_pattern", "multimodal_keys")
+    return {
+        **{name: getattr(named, name) for name in names},
+        "input_key": named.input_key or "input",
+        "metadata_columns": tuple(named.metadata_columns or ()),
+        "apply_chat_template": bool(named.apply_chat_template) and args.env is None,  # an episode has its own
+        "apply_chat_template_kwargs": named.apply_chat_template_kwargs or {},
+    }
 
 
 def _training_use(args: Args | PluginArgs) -> PromptUse:

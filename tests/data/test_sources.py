@@ -205,7 +205,7 @@ def hub_folder(tmp_path, monkeypatch):
 
 
 def test_a_data_set_of_a_folder_becomes_prompts(hub_folder):
-    dataset = Dataset.of_format(f"hf:{hub_folder}:train@[1:3]", GSM, seed=3)
+    dataset = Dataset(f"hf:{hub_folder}:train@[1:3]", fmt=GSM, seed=3)
     assert [sample.label for sample in dataset.samples] == ["2", "3"]
     assert rows_of(f"hf:{hub_folder}") == ROWS  # train is what is meant where nothing is named
     with pytest.raises(ValueError, match="no split 'tran'; did you mean 'train'"):

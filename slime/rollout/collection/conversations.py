@@ -62,12 +62,11 @@ def write_tokens(
     """
     tools = sample.metadata.get("tools")
     try:
+        shown = bare_messages(messages) if pictures_of(sample) else messages
+        token_ids, loss_mask = masks.get_loss_mask(shown, tools=tools)
         if pictures_of(sample):
-            token_ids, loss_mask = masks.get_loss_mask(bare_messages(messages), tools=tools)
             loss_mask = _with_images(args, sample, token_ids, loss_mask)
             token_ids = sample.tokens
-        else:
-            token_ids, loss_mask = masks.get_loss_mask(messages, tools=tools)
     except ValueError as error:
         raise ValueError(f"{describe(sample)}: {error}") from error
     response_length = masks.get_response_lengths([loss_mask])[0]
@@ -75,8 +74,7 @@ def write_tokens(
         return "no_assistant_token"
     if args.max_context_len is not None and len(token_ids) > args.max_context_len:
         return "longer_than_context"
-    sample.tokens = token_ids
-    sample.response_length = response_length
+    sample.tokens, sample.response_length = token_ids, response_length
     sample.loss_mask = loss_mask[len(loss_mask) - response_length :]
     sample.status = Sample.Status.COMPLETED
     return None

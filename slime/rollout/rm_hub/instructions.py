@@ -1,14 +1,15 @@
-"""Verifiable instructions: one small function per instruction id, each asking whether a response obeys it.
+"""Verifiable instructions: one small check per instruction id, each asking whether a response obeys it.
 
-A function takes the response and the instruction's keyword arguments. The table at the end is the whole
+A check takes the response and the instruction's keyword arguments. The table at the end is the whole
 registry; nothing is downloaded and no language model is asked.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 _PARAGRAPH_RULE = re.compile(r"\s?\*\*\*\s?")
@@ -16,6 +17,13 @@ _PARAGRAPH_RULE = re.compile(r"\s?\*\*\*\s?")
 _BULLET = re.compile(r"^[^\S\n]*(?:\*[^*].*|[-•+]\s.*)$", re.MULTILINE)
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])")
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_RELATIONS: dict[str, Callable[[int, int], bool]] = {
+    "at least": operator.ge,
+    "at most": operator.le,
+    "less than": operator.lt,
+    "exactly": operator.eq,
+    "equal to": operator.eq,
+}
 
 
 def words_of(text: str) -> list[str]:
@@ -27,53 +35,19 @@ def sentences_of(text: str) -> list[str]:
 
 
 def _compare(count: int, relation: str | None, threshold: int) -> bool:
-    if relation in (None, "at least"):
-        return count >= threshold
-    if relation == "less than":
-        return count < threshold
-    if relation == "at most":
-        return count <= threshold
-    if relation in ("exactly", "equal to"):
-        return count == threshold
-    raise ValueError(f"relation {relation!r} is not one of: at least, at most, less than, exactly")
+    if (relation or "at least") not in _RELATIONS:
+        raise ValueError(f"relation {relation!r} is not one of: {', '.join(_RELATIONS)}")
+    return _RELATIONS[relation or "at least"](count, threshold)
 
 
-def _has_word(text: str, word: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
-
-
-# -- keywords
-def _keywords_exist(text: str, keywords: Sequence[str]) -> bool:
-    return all(re.search(re.escape(word), text, re.IGNORECASE) for word in keywords)
-
-
-def _keyword_frequency(text: str, keyword: str, frequency: int, relation: str | None = None) -> bool:
-    return _compare(len(re.findall(re.escape(keyword), text, re.IGNORECASE)), relation, frequency)
-
-
-def _no_forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(_has_word(text, word) for word in forbidden_words)
-
-
-def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str | None = None) -> bool:
-    return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-# -- length
-def _number_sentences(text: str, num_sentences: int, relation: str | None = None) -> bool:
-    return _compare(len(sentences_of(text)), relation, num_sentences)
-
-
-def _number_words(text: str, num_words: int, relation: str | None = None) -> bool:
-    return _compare(len(words_of(text)), relation, num_words)
+def _count(text: str, word: str) -> int:
+    return len(re.findall(re.escape(word), text, re.IGNORECASE))
 
 
 def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
     """Paragraphs are divided by ***; an empty one is allowed only at the ends."""
     parts = [part.strip() for part in _PARAGRAPH_RULE.split(text)]
-    if any(not part for part in parts[1:-1]):
-        return False
-    return sum(bool(part) for part in parts) == num_paragraphs
+    return all(parts[1:-1]) and sum(bool(part) for part in parts) == num_paragraphs
 
 
 def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -84,27 +58,10 @@ def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int
     return bool(words) and words[0].lower() == first_word.lower()
 
 
-def _word_count_range(text: str, min_words: int, max_words: int) -> bool:
-    return min_words <= len(words_of(text)) <= max_words
-
-
-def _unique_word_count(text: str, N: int) -> bool:  # the data sets spell it so
-    return len({word.lower() for word in words_of(text)}) >= N
-
-
-# -- content
-def _placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
-
-
 def _postscript(text: str, postscript_marker: str) -> bool:
     letters = [re.escape(char) for char in postscript_marker if not char.isspace() and char != "."]
     pattern = r"^[^\S\n]*" + r"\.?\s?".join(letters)
     return re.search(pattern, text, re.IGNORECASE | re.MULTILINE) is not None
-
-
-def _number_of_numbers(text: str, N: int) -> bool:  # the data sets spell it so
-    return len(re.findall(r"(?<![\w.])-?\d+(?:[.,]\d+)*", text)) == N
 
 
 def _palindromes(text: str) -> bool:
@@ -113,22 +70,9 @@ def _palindromes(text: str) -> bool:
     return sum(word == word[::-1] for word in words) >= 10
 
 
-# -- format
-def _bullets(text: str, num_bullets: int) -> bool:
-    return len(_BULLET.findall(text)) == num_bullets
-
-
-def _constrained(text: str) -> bool:
-    return any(answer in text for answer in _CONSTRAINED)
-
-
 def _highlights(text: str, num_highlights: int) -> bool:
     found = re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)
     return sum(bool((double or single).strip()) for double, single in found) >= num_highlights
-
-
-def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", text)) >= num_sections
 
 
 def _json_only(text: str) -> bool:
@@ -140,75 +84,73 @@ def _json_only(text: str) -> bool:
     return True
 
 
-def _title(text: str) -> bool:
-    return any(title.strip() for title in re.findall(r"<<([^\n<>]+)>>", text))
-
-
 def _one_per_line(text: str) -> bool:
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return bool(lines) and all(len(line.split()) == 1 for line in lines)
 
 
-# -- combination
 def _two_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
-    if any(not part for part in parts[1:-1]):
-        return False
     answers = [part for part in parts if part]
-    return len(answers) == 2 and answers[0] != answers[1]
-
-
-def _repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-# -- start and end
-def _ends_with(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def _quoted(text: str) -> bool:
-    text = text.strip()
-    return len(text) > 1 and text[0] == '"' and text[-1] == '"'
-
-
-# -- case and punctuation
-def _capital_words(text: str, capital_frequency: int, capital_relation: str | None = None) -> bool:
-    return _compare(sum(word.isupper() for word in words_of(text)), capital_relation, capital_frequency)
-
-
-def _no_comma(text: str) -> bool:
-    return "," not in text
+    return all(parts[1:-1]) and len(answers) == 2 and answers[0] != answers[1]
 
 
 CHECKS: dict[str, Callable[..., Any]] = {
-    "keywords:existence": _keywords_exist,
-    "keywords:frequency": _keyword_frequency,
-    "keywords:forbidden_words": _no_forbidden_words,
-    "keywords:letter_frequency": _letter_frequency,
-    "length_constraints:number_sentences": _number_sentences,
-    "length_constraints:number_words": _number_words,
+    "keywords:existence": lambda text, keywords: all(_count(text, word) for word in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation=None: _compare(
+        _count(text, keyword), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(
+            re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words
+        )
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation=None: _compare(
+        text.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation=None: _compare(
+        len(sentences_of(text)), relation, num_sentences
+    ),
+    "length_constraints:number_words": lambda text, num_words, relation=None: _compare(
+        len(words_of(text)), relation, num_words
+    ),
     "length_constraints:number_paragraphs": _number_paragraphs,
     "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
-    "count:word_count_range": _word_count_range,
-    "count:unique_word_count": _unique_word_count,
-    "count:numbers": _number_of_numbers,
+    "count:word_count_range": lambda text, min_words, max_words: (
+        min_words <= len(words_of(text)) <= max_words
+    ),
+    "count:unique_word_count": lambda text, N: len({word.lower() for word in words_of(text)}) >= N,
+    "count:numbers": lambda text, N: len(re.findall(r"(?<![\w.])-?\d+(?:[.,]\d+)*", text)) == N,
     "words:palindrome": _palindromes,
-    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
+    ),
     "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": _bullets,
-    "detectable_format:constrained_response": _constrained,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        len(_BULLET.findall(text)) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda text: any(answer in text for answer in _CONSTRAINED),
     "detectable_format:number_highlighted_sections": _highlights,
-    "detectable_format:multiple_sections": _sections,
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", text)) >= num_sections
+    ),
     "detectable_format:json_format": _json_only,
-    "detectable_format:title": _title,
+    "detectable_format:title": lambda text: any(
+        title.strip() for title in re.findall(r"<<([^\n<>]+)>>", text)
+    ),
     "format:newline": _one_per_line,
     "combination:two_responses": _two_responses,
-    "combination:repeat_prompt": _repeats_prompt,
-    "startend:end_checker": _ends_with,
-    "startend:quotation": _quoted,
-    "change_case:capital_word_frequency": _capital_words,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: re.fullmatch(r'".*"', text.strip(), re.DOTALL) is not None,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation=None: _compare(
+        sum(word.isupper() for word in words_of(text)), capital_relation, capital_frequency
+    ),
     "change_case:english_capital": str.isupper,
     "change_case:english_lowercase": str.islower,
-    "punctuation:no_comma": _no_comma,
+    "punctuation:no_comma": lambda text: "," not in text,
 }

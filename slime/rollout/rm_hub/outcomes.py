@@ -38,8 +38,6 @@ def store(sample: Sample, outcome: Any) -> None:
 
 def judge(args: PluginArgs, value: Any, *, evaluation: bool = False) -> Any:
     """The value as a score (a number, or a dict whose chosen key is one), or why it is none."""
-    if type(value) is float and math.isfinite(value):  # most rewards
-        return value
     if isinstance(value, RewardFailure):
         return value
     if isinstance(value, dict):
@@ -59,29 +57,19 @@ def _judge_dict(args: PluginArgs, value: dict[str, Any], evaluation: bool) -> An
             f"the reward is a dict with keys {sorted(map(str, value))} but --reward-key is not set: "
             "name the key to train on"
         )
-    if key == WEIGHTED_REWARD_KEY and args.reward_weights:
-        weighted = _with_weighted_sum(value, args.reward_weights)
-        if isinstance(weighted, RewardFailure):
-            return weighted
-        value = weighted
-    if key not in value:
+    weights = args.reward_weights if key == WEIGHTED_REWARD_KEY else None
+    if not weights and key not in value:
         return invalid(f"reward dict has no {flag} {key!r}; its keys are {sorted(map(str, value))}")
-    number = _plain_number(value[key])
-    if not is_score(number):
-        return invalid(f"reward[{key!r}] is {_describe(value[key])}, not a finite number")
-    return {**value, key: number}
-
-
-def _with_weighted_sum(value: dict[str, Any], weights: dict[str, float]) -> dict[str, Any] | RewardFailure:
-    """The components as plain numbers, with their weighted sum as one more entry."""
-    components = {name: _plain_number(value[name]) for name in weights if name in value}
-    bad = next((name for name, number in components.items() if not is_score(number)), None)
-    if bad is not None:
-        return invalid(f"reward[{bad!r}] is {_describe(value[bad])}, not a finite number")
+    names = [name for name in weights if name in value] if weights else [key]
+    numbers = {name: _plain_number(value[name]) for name in names}
+    for name, number in numbers.items():
+        if not is_score(number):
+            return invalid(f"reward[{name!r}] is {_describe(value[name])}, not a finite number")
     try:
-        return {**value, **components, WEIGHTED_REWARD_KEY: combine_rewards(components, weights)}
+        weighted = {key: combine_rewards(numbers, weights)} if weights else {}
     except ValueError as error:
         return invalid(str(error))
+    return {**value, **numbers, **weighted}
 
 
 def _plain_number(value: Any) -> Any:

@@ -66,19 +66,14 @@ def main() -> None:
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent_pid)
     sys.path[0] = os.getcwd()  # the script's own folder would shadow top-level names (`math_utils`, `worker`)
-    _limit_memory()
-    _Worker(Connection(fd)).serve()
-
-
-def _limit_memory() -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # `ulimit -v`: nobody may take more than that
     most = _MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_LIMIT_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    _Worker(Connection(fd)).serve()
 
 
 def _die_with(parent_pid: int) -> None:
-    # A check stuck inside a C call holds the interpreter, so no watching
-    # thread would run: the kernel must do it.
+    # A check stuck inside a C call holds the interpreter: only the kernel can end it.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -137,8 +132,7 @@ class _Worker:
     def _run(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline_s: float, cpu_s: float
     ) -> None:
-        # Second line of defence, for a parent that cannot kill: the
-        # default action of SIGALRM ends the process.
+        # Second line of defence, for a parent that cannot kill: by default SIGALRM ends the process.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
         kind, value = _outcome(self._budget, function, arguments, cpu_s)
