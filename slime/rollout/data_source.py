@@ -79,9 +79,7 @@ class RolloutDataSource(DataSource):
         return groups
 
     def add_samples(self, samples: list[Group]) -> None:
-        raise NotImplementedError(
-            f"{type(self).__name__} has no buffer to take groups back; use RolloutDataSourceWithBuffer."
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no buffer; use RolloutDataSourceWithBuffer.")
 
     def settle(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
         self.journal.consumed(groups, outcome, reason)
@@ -128,9 +126,8 @@ class RolloutDataSource(DataSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. A state without `format` (older runs) has no buffer."""
         if state.get("format", STATE_FORMAT) > STATE_FORMAT:
-            raise ValueError(
-                f"data source state has format {state['format']}; this version reads up to {STATE_FORMAT}."
-            )
+            found = f"data source state has format {state['format']}"
+            raise ValueError(f"{found}; this version reads up to {STATE_FORMAT}.")
         if self.dataset is not None and (saved := state.get("num_prompts", len(self))) != len(self):
             now = f"--prompt-data has {len(self)} prompts now, the saved run had {saved}"
             logger.warning("%s: the rest of the epoch has another order", now)
@@ -246,9 +243,8 @@ def state_path(folder: str, rollout_id: int) -> Path:
 def build_dataset(args: PluginArgs) -> Dataset:
     """Read the training prompts that the flags describe."""
     if args.prompt_data is None:
-        raise ValueError(
-            f"--prompt-data is not set: name a {ENDINGS} file, or give --disable-rollout-global-dataset."
-        )
+        hint = f"name a {ENDINGS} file, or give --disable-rollout-global-dataset"
+        raise ValueError(f"--prompt-data is not set: {hint}.")
     needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
     return Dataset(
         args.prompt_data,

@@ -35,9 +35,8 @@ async def evaluate(args: PluginArgs, run_group: RunGroup) -> RolloutFnEvalOutput
             metrics[f"eval/{config.name}/reward_failures"] = num_failed
         versions = {version for sample in result["samples"] for version, _, _ in sample.version_spans}
         if len(versions) > 1:
-            logger.warning(
-                "evaluation %s overlapped a weight push: its tokens are of %s", config.name, sorted(versions)
-            )
+            what = f"its tokens are of {sorted(versions)}"
+            logger.warning("evaluation %s overlapped a weight push: %s", config.name, what)
             metrics[f"eval/{config.name}/weight_versions"] = len(versions)
     return RolloutFnEvalOutput(data=data, metrics=metrics or None)
 

@@ -13,7 +13,6 @@ Generation and training still overlap in train_async.py.
 """
 
 import asyncio
-import heapq
 import inspect
 import math
 from typing import Any
@@ -60,13 +59,10 @@ class AsyncRolloutWorker:
         self._plan = push_plan(args)
         self.num_kept = 0  # of the batch being collected; set by the collector
         self.version: int | None = None  # the engines' version at the start of the rollout
-        self._started_at: dict[int, int | None] = {}  # ticket number -> weight version at its start
         self._newest: int | None = None  # the newest version seen: a push may come between two rollouts
         self.num_issued = 0  # over all rollouts
-        self.num_in_flight = 0
-        self._done: list[int] = []  # a heap of ticket numbers; some may be forgotten already
         self._collecting = self._paused = False
-        self._news = asyncio.Event()
+        self.news = asyncio.Event()  # a group is done
         self._failure: Exception | None = None  # of the data source, while nobody was collecting
 
     # -- admission
@@ -87,7 +83,8 @@ class AsyncRolloutWorker:
         if args.deterministic_mode:
             return allowed  # the semaphore in front of the engines limits requests
         running = sglang_rollout.GenerateState(args).semaphore.limit
-        return min(allowed, math.ceil(running / args.n_samples_per_prompt) - self.num_in_flight)
+        in_flight = sum(not ticket.task.done() for ticket in self.tickets.values())
+        return min(allowed, math.ceil(running / args.n_samples_per_prompt) - in_flight)
 
     def restore_held(self) -> None:
         """Start the groups that the pool held at the checkpoint; they are not counted as issued."""
@@ -112,15 +109,11 @@ class AsyncRolloutWorker:
         with scope.entered():  # the task inherits it, so this group can be aborted alone
             params = sglang_rollout.GenerateState(self.args).sampling_params
             task = asyncio.ensure_future(sglang_rollout.start_group(self.args, group, params))
-        self.tickets[number] = Ticket(number, origin, task, scope)
-        self.num_in_flight += 1
-        self._started_at[number] = self._newest
-        task.add_done_callback(lambda task: self._on_done(number, task))
+        self.tickets[number] = Ticket(number, origin, task, scope, self._newest)
+        task.add_done_callback(self._on_done)
 
-    def _on_done(self, number: int, task: asyncio.Task[Group]) -> None:
-        self.num_in_flight -= 1
-        heapq.heappush(self._done, number)
-        self._news.set()
+    def _on_done(self, task: asyncio.Task[Group]) -> None:
+        self.news.set()
         if not task.cancelled() and task.exception() is None:
             self._see(newest_version(task.result()))
         if not self._collecting:  # the collector fills when it has decided
@@ -133,9 +126,6 @@ class AsyncRolloutWorker:
         if version is not None:
             self._newest = max(version, self._newest or 0)
 
-    def forget(self, number: int) -> None:
-        del self.tickets[number], self._started_at[number]
-
     # -- consumption
 
     async def open_for(self, rollout_id: int) -> None:
@@ -147,29 +137,12 @@ class AsyncRolloutWorker:
         self._see(self.version)
         self._collecting = True
 
-    async def next_done(self) -> Ticket:
-        """Return the oldest finished ticket; in deterministic mode wait for the oldest of all."""
-        while True:
-            self._news.clear()
-            if self.args.deterministic_mode:
-                oldest = next(iter(self.tickets.values()), None)
-                if oldest is not None and oldest.task.done():
-                    return oldest
-            while self._done and not self.args.deterministic_mode:
-                number = heapq.heappop(self._done)
-                if number in self.tickets:
-                    return self.tickets[number]
-            if not self.tickets:
-                raise RunStopped("the data source gave no groups: let get_samples continue with a new epoch.")
-            with waits.waiting("a group of the pool", owner="rollout"):
-                await self._news.wait()
-
     def expired(self) -> list[Ticket]:
         """Return groups in flight whose first tokens are already too old."""
         return [
             ticket
-            for number, ticket in self.tickets.items()
-            if not ticket.task.done() and self.is_stale(self._started_at[number])
+            for ticket in self.tickets.values()
+            if not ticket.task.done() and self.is_stale(ticket.version)
         ]
 
     def is_stale(self, version: int | None) -> bool:
@@ -245,10 +218,8 @@ def _check(args: PluginArgs, data_source: Any) -> None:
     """Refuse settings that contradict a pool that never stops."""
     state_dict = getattr(data_source, "state_dict", None)
     if state_dict is not None and "held" not in inspect.signature(state_dict).parameters:
-        raise ValueError(
-            f"the state_dict of data source {type(data_source).__name__} takes no `held`: groups in flight "
-            "would be missing from checkpoints. Add the parameter (groups to put first in the buffer)."
-        )
+        what = f"the state_dict of data source {type(data_source).__name__} takes no `held`"
+        raise ValueError(f"{what} (groups to put first in the buffer): checkpoints would miss them.")
     for name in ("colocate", "partial_rollout"):  # a pool neither gives up the device nor aborts anything
         if getattr(args, name):
             flag = f"--{name.replace('_', '-')}"
@@ -259,7 +230,7 @@ class PoolCollector(Collector):
     """Collects one batch from the pool: like the default rollout, with a bound on age."""
 
     def __init__(self, worker: AsyncRolloutWorker, rollout_id: int):
-        super().__init__(worker.args, rollout_id, worker.data_source, worker.tickets)
+        super().__init__(worker.args, rollout_id, worker.data_source, worker.tickets, worker.news)
         self.worker = worker
 
     async def collect(self) -> None:
@@ -273,7 +244,9 @@ class PoolCollector(Collector):
                 self._on_stale(ticket)
             while len(self.kept) < self.target:
                 worker.fill()
-                self._decide(await worker.next_done())
+                if not self._tickets:
+                    raise RunStopped("the data source gave no groups: let get_samples continue.")
+                self._decide(await self._next_done())
                 worker.num_kept = len(self.kept)
             if self.rollout_id >= last_rollout_id(self.args):
                 self._give_back(await self._end_all())  # no rollout will use it
@@ -306,11 +279,8 @@ class PoolCollector(Collector):
             cause = f"{describe(ticket.origin)} was too old for --max-weight-staleness {attempts} times"
             self._drop(ticket, ticket.origin, "stale", cause)
         else:
-            self._forget(ticket)
+            del self._tickets[ticket.number]
             self._give_back([begin_again(_from_prompt(ticket.origin))])
-
-    def _forget(self, ticket: Ticket) -> None:
-        self.worker.forget(ticket.number)
 
     async def _end_all(self) -> list[Group]:
         tickets = list(self.worker.tickets.values())

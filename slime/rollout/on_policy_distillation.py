@@ -64,8 +64,6 @@ def response_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
     wanted = sample.tokens[len(entries) - sample.response_length :]
     for position, (entry, token) in enumerate(zip(tail, wanted, strict=True)):
         if entry[1] != token or entry[0] is None:
-            raise ValueError(
-                f"the teacher scored token {entry[1]} where response token {position} is {token}: it must "
-                "share the policy's tokenizer."
-            )
+            found = f"the teacher scored token {entry[1]} where response token {position} is {token}"
+            raise ValueError(f"{found}: it must share the policy's tokenizer.")
     return [float(entry[0]) for entry in tail]

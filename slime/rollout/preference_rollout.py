@@ -21,9 +21,7 @@ def generate_rollout(
 ) -> RolloutFnTrainOutput:
     """`--rollout-batch-size` pairs. One that cannot be compared is left out with its reason and replaced."""
     if evaluation:
-        raise ValueError(
-            "preference_rollout cannot evaluate: set --eval-function-path, or drop the evaluation flags."
-        )
+        raise ValueError("preference_rollout cannot evaluate: set --eval-function-path.")
     masks = MultiTurnLossMaskGenerator(load_tokenizer(args.hf_checkpoint), tokenizer_type=args.loss_mask_type)
 
     def paired(group: Group) -> Group | str:
@@ -51,10 +49,8 @@ def make_pair(args: PluginArgs, sample: Sample, masks: MultiTurnLossMaskGenerato
 
 def _conversation(sample: Sample, messages: Any, flag: str) -> Messages:
     if not isinstance(messages, list):
-        raise ValueError(
-            f"{describe(sample)}: {flag} must name a list of messages, found {type(messages).__name__}; "
-            "a pair is read with --input-key chosen --label-key rejected."
-        )
+        found = f"{flag} must name a list of messages, found {type(messages).__name__}"
+        raise ValueError(f"{describe(sample)}: {found}; --input-key chosen --label-key rejected.")
     return messages
 
 

@@ -117,12 +117,6 @@ def _reward_columns(path: str | None) -> ColumnsAsked | None:
 
 def _check_template(use: PromptUse, template: bool, multimodal_keys: Any, what: str) -> None:
     if use is PromptUse.CONVERSATION and template:
-        raise ValueError(
-            f"{what}: --apply-chat-template makes text of conversations, and supervised training needs the "
-            "messages; drop the flag, the template is applied there."
-        )
+        raise ValueError(f"{what}: supervised training needs messages; drop --apply-chat-template.")
     if use is PromptUse.ENGINE and multimodal_keys and not template:
-        raise ValueError(
-            f"{what}: --multimodal-keys makes messages of prompts, and engines continue text; add "
-            "--apply-chat-template."
-        )
+        raise ValueError(f"{what}: --multimodal-keys makes messages of prompts; add --apply-chat-template.")

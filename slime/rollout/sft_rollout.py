@@ -15,13 +15,9 @@ def generate_rollout(
 ) -> RolloutFnTrainOutput:
     """A batch of masked conversations; one without a trained token is left out and replaced."""
     if evaluation:
-        raise ValueError(
-            "sft_rollout cannot evaluate: set --eval-function-path, or drop the evaluation flags."
-        )
+        raise ValueError("sft_rollout cannot evaluate: set --eval-function-path.")
     if args.n_samples_per_prompt != 1:
-        raise ValueError(
-            f"--n-samples-per-prompt is {args.n_samples_per_prompt}: supervised data has one answer, use 1."
-        )
+        raise ValueError(f"--n-samples-per-prompt is {args.n_samples_per_prompt}: supervised data needs 1.")
     masks = MultiTurnLossMaskGenerator(load_tokenizer(args.hf_checkpoint), tokenizer_type=args.loss_mask_type)
 
     def masked(group: Group) -> Group | str:

@@ -105,9 +105,8 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
         # Not our abort: the engine ended its requests, for example for a weight push. Continue from there.
         idle = 0 if answer.ids else idle + 1
         if idle > MAX_IDLE_RESUBMITS:
-            raise GroupFailed(
-                f"the engine aborted {describe(sample)} {idle} times without a token: {answer.finish_detail}"
-            )
+            cause = f"{idle} times without a token: {answer.finish_detail}"
+            raise GroupFailed(f"the engine aborted {describe(sample)} {cause}")
         if idle:
             await asyncio.sleep(min(1.0, 0.05 * 2**idle))
 
@@ -193,10 +192,8 @@ async def _within_deadline(args: PluginArgs, path: str, call: Awaitable[Any]) ->
     except TimeoutError:
         if not deadline.expired():
             raise  # a timeout of the function's own
-        raise GroupFailed(
-            f"{name} did not return within --timeouts custom-generate={limit_s:g}: give what it waits for a "
-            "timeout, or raise the limit if its episodes take longer."
-        ) from None
+        late = f"did not return within --timeouts custom-generate={limit_s:g}"
+        raise GroupFailed(f"{name} {late}: give what it waits for a timeout, or raise the limit.") from None
 
 
 async def _score(args: PluginArgs, samples: Sequence[Sample], evaluation: bool) -> None:
@@ -255,9 +252,8 @@ async def _generate_with_retries(
                 raise
             cause = f"generating {describe(origin)} failed ({type(error).__name__}: {error})"
             if attempt == allowed:
-                raise GroupFailed(
-                    f"{cause}; {attempt} attempts were made (--limits group-attempts)."
-                ) from error
+                made_all = f"{attempt} attempts were made (--limits group-attempts)"
+                raise GroupFailed(f"{cause}; {made_all}.") from error
             logger.warning("attempt %d of %d: %s", attempt, allowed, cause)
             entry = copy_group(origin)[0]
     raise AssertionError("the last attempt either returns or raises")

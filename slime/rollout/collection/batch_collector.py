@@ -5,12 +5,10 @@ with the tokens it has.
 """
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from slime.arguments import PluginArgs
-from slime.liveness import waits
 from slime.rollout.collection.collector import Collector, Ticket
 from slime.rollout.data_source import take_groups
 from slime.rollout.generation.scope import RequestScope, current_scope
@@ -33,12 +31,9 @@ class BatchCollector(Collector):
         start_group: Callable[[Group], Coroutine[Any, Any, Group]],
         abort_requests: Callable[[], Coroutine[Any, Any, None]],
     ):
-        super().__init__(args, rollout_id, data_source, tickets={})
+        super().__init__(args, rollout_id, data_source, tickets={}, news=asyncio.Event())
         self.start_group, self.abort_requests = start_group, abort_requests
         self._scope = current_scope() or RequestScope()
-        self._done: asyncio.Queue[Ticket] = asyncio.Queue()
-        self._waiting: dict[int, Ticket] = {}  # done before an earlier one (deterministic mode)
-        self._next_number = 0
 
     async def collect(self) -> None:
         async with self._accounted():
@@ -49,42 +44,22 @@ class BatchCollector(Collector):
                         self.counts["issued"] += 1
                         with scope.entered():  # the task inherits it
                             task = asyncio.ensure_future(self.start_group(group))
-                        self._tickets[number] = ticket = Ticket(number, origin, task, scope)
-                        task.add_done_callback(functools.partial(self._on_done, ticket))
+                        self._tickets[number] = Ticket(number, origin, task, scope)
+                        task.add_done_callback(lambda _: self._news.set())
                 self._decide(await self._next_done())
             self._give_back(await self._drain())
 
     def _take_groups(self) -> list[Group]:
         groups = take_groups(self.data_source, self.args, self.args.over_sampling_batch_size or self.target)
         if not groups:
-            raise RunStopped(
-                f"the data source gave no groups: {self._remaining} of --rollout-batch-size {self.target} "
-                "are there. Let get_samples continue with a new epoch, or lower --num-rollout."
-            )
+            there = f"{self._remaining} of --rollout-batch-size {self.target} are there"
+            hint = "Let get_samples continue with a new epoch, or lower --num-rollout."
+            raise RunStopped(f"the data source gave no groups: {there}. {hint}")
         return groups
-
-    def _on_done(self, ticket: Ticket, task: asyncio.Task[Group]) -> None:
-        self._done.put_nowait(ticket)
-
-    async def _next_done(self) -> Ticket:
-        """Return the next group to decide: the first to finish, or in deterministic mode the first issued."""
-        in_flight = len(self._tickets) - len(self._waiting)
-        with waits.waiting(f"a group ({in_flight} in flight, {len(self.kept)} kept)", owner="rollout"):
-            while not self.args.deterministic_mode or self._next_number not in self._waiting:
-                ticket = await self._done.get()
-                failed = not ticket.task.cancelled() and ticket.task.exception() is not None
-                if failed or not self.args.deterministic_mode:
-                    return ticket  # a failed one stops the run, so it does not wait for its turn
-                self._waiting[ticket.number] = ticket
-        self._next_number += 1
-        return self._waiting.pop(self._next_number - 1)
-
-    def _forget(self, ticket: Ticket) -> None:
-        del self._tickets[ticket.number]
 
     async def _drain(self) -> list[Group]:
         """End what is in flight, and return it for the data source; wait only for work that is kept."""
-        tickets = [self._tickets[number] for number in sorted(self._tickets)]
+        tickets = list(self._tickets.values())
         running = [t.task for t in tickets if not t.task.done()]
         if self._keeps_work and running:
             await self.abort_requests()
@@ -128,8 +103,9 @@ class BatchCollector(Collector):
         return self._resumable(group, ticket.origin) if self._keeps_work else ticket.origin
 
     async def _end_all(self) -> list[Group]:
-        tickets = [self._tickets.pop(number) for number in sorted(self._tickets)]
-        await _cancel([t.task for t in tickets])
+        tickets = list(self._tickets.values())
+        self._tickets.clear()
+        await _cancel([ticket.task for ticket in tickets])
         return [ticket.origin for ticket in tickets]
 
 

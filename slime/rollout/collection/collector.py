@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.catalog.limits import limit
+from slime.liveness import waits
 from slime.liveness.loop_watch import loop_watch
 from slime.rollout import ledger
 from slime.rollout.collection.waste import Waste, teaches_nothing
@@ -73,6 +74,7 @@ class Ticket:
     origin: Group
     task: asyncio.Task[Group]
     scope: RequestScope  # its requests
+    version: int | None = None  # the newest weights when it started, where that counts
 
 
 class Collector(abc.ABC):
@@ -84,6 +86,7 @@ class Collector(abc.ABC):
         rollout_id: int,
         data_source: Any,
         tickets: dict[int, Ticket],
+        news: asyncio.Event,
     ):
         self.args, self.rollout_id, self.data_source = args, rollout_id, data_source
         self.target = args.rollout_batch_size
@@ -92,6 +95,7 @@ class Collector(abc.ABC):
         self.counts: Counter[str] = Counter()
         self.waste = Waste()
         self._tickets = tickets  # issued and not decided, by order of issue
+        self._news = news  # set when one of them is done
         self._drops = MetricGatherer()
         self._failed_in_a_row = 0
 
@@ -121,10 +125,6 @@ class Collector(abc.ABC):
         """Start groups and decide about finished ones until the batch is full."""
 
     @abc.abstractmethod
-    def _forget(self, ticket: Ticket) -> None:
-        """Remove a decided group from what is in flight."""
-
-    @abc.abstractmethod
     async def _end_all(self) -> list[Group]:
         """End all work in flight; return the groups for the data source."""
 
@@ -132,6 +132,20 @@ class Collector(abc.ABC):
     def _remaining(self) -> int:
         """Return how many groups can still end up in the batch."""
         return len(self.kept) + len(self._tickets)
+
+    async def _next_done(self) -> Ticket:
+        """Return the oldest finished group; in deterministic mode wait for the oldest of all."""
+        while True:
+            self._news.clear()
+            for ticket in self._tickets.values():
+                if ticket.task.done():
+                    return ticket
+                if self.args.deterministic_mode:
+                    break
+            in_flight = sum(not ticket.task.done() for ticket in self._tickets.values())
+            what = f"a group ({in_flight} in flight, {len(self.kept)} kept)"
+            with waits.waiting(what, owner="rollout"):
+                await self._news.wait()
 
     def _decide(self, ticket: Ticket) -> None:
         error = ticket.task.exception()
@@ -162,7 +176,7 @@ class Collector(abc.ABC):
         drops = should_drop_dynamic_filter_output(
             output, remaining_batch_size=self._remaining, target_data_size=self.target
         )
-        self._forget(ticket)
+        del self._tickets[ticket.number]
         if drops:
             self._drops.on_dynamic_filter_drop(output.reason)
             self.waste.whole("zero_variance" if alike else "filtered", group, ticket.scope)
@@ -182,11 +196,10 @@ class Collector(abc.ABC):
         if rest == 0 and batches & (batches - 1) == 0:
             logger.warning("rollout %d: the filter has dropped %d groups so far", self.rollout_id, dropped)
         if not self.kept and dropped >= max(MAX_DROPPED, MAX_DROPPED_BATCHES * self.target):
+            name = f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path}"
             raise RunStopped(
-                f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path} dropped all of "
-                f"{dropped} groups of rollout {self.rollout_id} ({self._drops.reasons()}): no batch will be "
-                f"full. Look at the answers (`{as_typed('samples', 'RUN')}`), make the task easier, or the "
-                "filter milder."
+                f"{name} dropped all of {dropped} groups of rollout {self.rollout_id} "
+                f"({self._drops.reasons()}): see `{as_typed('samples', 'RUN')}`."
             )
 
     def _verdict(self, samples: list[Sample]) -> DynamicFilterOutput:
@@ -213,7 +226,7 @@ class Collector(abc.ABC):
 
     def _drop(self, ticket: Ticket, group: Group, reason: str, cause: str) -> None:
         logger.warning("dropped: %s", cause)
-        self._forget(ticket)
+        del self._tickets[ticket.number]
         self.counts["failed"] += 1
         self._settle([group], "failed", reason)
 
@@ -236,7 +249,7 @@ class Collector(abc.ABC):
         if attempts >= allowed:
             raise GroupFailed(f"{cause}; {attempts} attempts were made (--limits group-attempts).{hint}")
         logger.warning("generated again (attempt %d of %d): %s", attempts + 1, allowed, cause)
-        self._forget(ticket)
+        del self._tickets[ticket.number]
         self._give_back([begin_again(group)])
 
     def _resumable(self, group: Group, origin: Group) -> Group:

@@ -43,9 +43,8 @@ def fill_batch(
             _settle(data_source, [row], "filtered", made)
             # A whole epoch without one usable row will not get better in the next.
             if not groups and 0 < len(data_source) <= skipped.total():
-                raise ValueError(
-                    f"--prompt-data: none of {len(data_source)} {what} can be trained on: {dict(skipped)}."
-                )
+                rows = f"none of {len(data_source)} {what}"
+                raise ValueError(f"--prompt-data: {rows} can be trained on: {dict(skipped)}.")
     if skipped:
         logger.warning("rollout %d: %s left out: %s", rollout_id, what, dict(skipped))
     _settle(data_source, groups, "trained")

@@ -31,10 +31,8 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
     value = output.item() if hasattr(output, "item") else output  # of numpy or torch
     if not isinstance(value, (bool, int, float)):  # a text or a coroutine would count as true
         name = f"{fn.__module__}.{fn.__qualname__}"
-        raise ValueError(
-            f"dynamic sampling filter {name} returned {value!r:.80}: return DynamicFilterOutput(keep=...) or "
-            "a bool"
-        )
+        wanted = "return DynamicFilterOutput(keep=...) or a bool"
+        raise ValueError(f"dynamic sampling filter {name} returned {value!r:.80}: {wanted}")
     return DynamicFilterOutput(keep=bool(value))
 
 

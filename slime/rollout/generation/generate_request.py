@@ -97,9 +97,9 @@ def token_budget(
             continue
         room = limit - len(sample.tokens)
         if room <= 0 and sample.response_length == 0:
+            found = f"the prompt of {describe(sample)} has {len(sample.tokens)} tokens, {name} is {limit}"
             raise PromptError(
-                f"the prompt of {describe(sample)} has {len(sample.tokens)} tokens, {name} is {limit}: no "
-                f"room for an answer; filter such prompts with --rollout-max-prompt-len {limit - 1} or less."
+                f"{found}: filter such prompts with --rollout-max-prompt-len {limit - 1} or less."
             )
         budgets.append(room)
     return max(0, min(budgets)) if budgets else None
@@ -137,8 +137,7 @@ def wrong_images(request: GenerateRequest, answer: Generation) -> str | None:
     expected = request.num_prompt_tokens
     if expected is not None and answer.prompt_tokens and answer.prompt_tokens != expected:
         return (
-            f"it read {answer.prompt_tokens} tokens where our processor makes {expected} of text and images: "
-            "their processors differ"
+            f"it read {answer.prompt_tokens} prompt tokens where our processor makes {expected}: they differ"
         )
     found = request.forbidden_ids.intersection(answer.ids) if request.forbidden_ids else ()
     return f"it holds the image token {min(found)}, for which there is no image" if found else None
@@ -157,10 +156,8 @@ def build_request(
         raise PromptError(f"the prompt of {describe(sample)} is empty: there is nothing to continue.")
     wrong = wrong_token_id(sample.tokens, args.vocab_size)
     if wrong is not None:  # it would crash some engines
-        raise PromptError(
-            f"{describe(sample)} has token id {wrong}, the model's vocabulary has {args.vocab_size} ids: "
-            "the tokenizer of --hf-checkpoint and the model do not belong together."
-        )
+        found = f"{describe(sample)} has token id {wrong}, the model's vocabulary has {args.vocab_size} ids"
+        raise PromptError(f"{found}: the tokenizer of --hf-checkpoint and the model do not belong together.")
     can_tell = is_trained() and not args.allow_sampling_mismatch and engines_tell_nucleus(args)
     is_cut_off = is_cut(sampling_params, args.vocab_size) or sample.rollout_top_p_token_offsets is not None
     if can_tell and is_cut_off:

@@ -88,12 +88,8 @@ def refusal_of(args: PluginArgs, params: Mapping[str, Any]) -> str | None:
 
 @functools.cache
 def _warn_of_temperature(asked: float, computed: float) -> None:
-    logger.warning(
-        "a request of the generate function asks for temperature %g, but the trainer computes log-probs at "
-        "--rollout-temperature %g: those of engine and trainer will differ.",
-        asked,
-        computed,
-    )
+    what = f"a request of the generate function asks for temperature {asked:g}, but the trainer computes"
+    logger.warning("%s log-probs at --rollout-temperature %g: both will differ.", what, computed)
 
 
 class PolicyRequests:
@@ -176,11 +172,11 @@ class PolicyRequests:
         """Raise if a function got the ids that its tokens were drawn from and did not record them."""
         trained = any(sample.loss_mask or [1] * sample.response_length)
         if self.told_nucleus and trained and sample.rollout_top_p_token_offsets is None:
-            raise SamplingRefused(
-                f"the generate function was told which ids the tokens of {describe(sample)} were drawn from "
-                f"({top_p.REQUEST_FIELD}), but the sample does not carry them: pass the answer's meta_info "
-                "to sample.append_response_tokens."
+            told = (
+                f"the generate function was told which ids the tokens of {describe(sample)} were drawn from"
             )
+            hint = "pass the answer's meta_info to sample.append_response_tokens"
+            raise SamplingRefused(f"{told}, but the sample does not carry them: {hint}.")
 
     def _generates(self, url: str) -> bool:
         parts, paths = urlsplit(str(url)), (NATIVE_PATH, *OPENAI_PATHS)

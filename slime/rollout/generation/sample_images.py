@@ -6,17 +6,19 @@ of them, so that it travels to the trainer once.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.data.media import bare_messages
+from slime.rollout.prompt_groups import describe
 from slime.utils.media.image_tokens import collapse, encoder_of, images_key, runs_of
 from slime.utils.media.pictures import open_picture, picture_key, picture_url
 from slime.utils.processing_utils import load_processor, process_vision_info
 from slime.utils.types import Sample
 
+_MAX_URLS = 64
+_urls: dict[str, str] = {}  # of pictures by their keys, since the samples of a group send the same
 _PROBE = [{"role": "user", "content": "?"}]
 
 
@@ -93,10 +95,7 @@ def render_new(
         [*_PROBE, *bare_messages(messages)], add_generation_prompt=True, **options
     )
     if not after.startswith(before):
-        raise ValueError(
-            "the chat template writes a message otherwise once others follow it: observations cannot be "
-            "rendered alone; write their text in the generate function."
-        )
+        raise ValueError("the chat template writes a message otherwise once others follow it.")
     return after.removeprefix(before)
 
 
@@ -111,10 +110,8 @@ def wire_form(args: PluginArgs, sample: Sample) -> tuple[list[int], tuple[str, .
     encoder, spans = encoder_of(processor), sample.image_spans
     spans = runs_of(sample.tokens, encoder.image_token_id) if spans is None else spans
     if len(spans) != len(pictures):
-        raise ValueError(
-            f"sample {sample.index} (group {sample.group_index}) has {len(pictures)} images and tokens of "
-            f"{len(spans)}: set image_spans, or append images with append_with_images."
-        )
+        found = f"{describe(sample)} has {len(pictures)} images and tokens of {len(spans)}"
+        raise ValueError(f"{found}: set image_spans, or append images with append_with_images.")
     urls = tuple(_url(item) for item in pictures)
     return collapse(sample.tokens, spans, encoder.image_token_id), urls, frozenset((encoder.image_token_id,))
 
@@ -123,23 +120,9 @@ def _url(item: Any) -> str:
     if isinstance(item, str):
         return item
     picture = open_picture(item)
-    return _url_of(_Keyed(picture_key(picture), picture))
-
-
-class _Keyed:
-    """A picture that equals others with the same pixels."""
-
-    def __init__(self, key: str, picture: Any):
-        self.key, self.picture = key, picture
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keyed) and other.key == self.key
-
-
-@functools.lru_cache(maxsize=64)
-def _url_of(keyed: _Keyed) -> str:
-    """Remembered for a while: the samples of a group send the same picture."""
-    return picture_url(keyed.picture)
+    key = picture_key(picture)
+    if key not in _urls:
+        if len(_urls) >= _MAX_URLS:
+            _urls.clear()
+        _urls[key] = picture_url(picture)
+    return _urls[key]

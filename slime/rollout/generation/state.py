@@ -145,7 +145,5 @@ def get_model_url(args: PluginArgs, model_name: str = "default", endpoint: str =
     else:
         ip, port = args.sglang_router_ip, args.sglang_router_port
     if ip is None:
-        raise RuntimeError(
-            "no engine serves this run (router address is not set): generation is not possible."
-        )
+        raise RuntimeError("no engine serves this run (router address is not set).")
     return f"http://{ip}:{port}{endpoint}"

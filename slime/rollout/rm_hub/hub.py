@@ -57,9 +57,8 @@ async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
 async def _compare(args: PluginArgs, sample: Sample, name: str, reward: Reward, response: str) -> Any:
     """Score a response by a comparison in a worker process."""
     if reward.package is not None and importlib.util.find_spec(reward.package.replace("-", "_")) is None:
-        raise RewardConfigError(
-            f"--rm-type {name} needs the {reward.package} package: pip install 'slime[{reward.extra}]'"
-        )
+        hint = f"pip install 'slime[{reward.extra}]'"
+        raise RewardConfigError(f"--rm-type {name} needs the {reward.package} package: {hint}")
     missing = sample.label is None or (sample.label == "" and not reward.empty_label)
     if reward.needs_label and missing and reward.label_entry not in sample.metadata:
         return invalid(f"--rm-type {name} needs a label and sample {sample.index} has none: set --label-key")
@@ -74,10 +73,8 @@ def _reward_named(name: str) -> Reward:
     if name not in REWARDS:
         near = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RewardConfigError(
-            f"unknown --rm-type {name!r}: {hint}known types are {', '.join(sorted(REWARDS))}, "
-            f"each also with the prefix {BOXED!r}"
-        )
+        known = f"known types are {', '.join(sorted(REWARDS))}, each also with the prefix {BOXED!r}"
+        raise RewardConfigError(f"unknown --rm-type {name!r}: {hint}{known}")
     return REWARDS[name]
 
 
@@ -110,9 +107,8 @@ def rm_type_of(args: PluginArgs, sample: Sample) -> str:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     rm_type = (metadata.get("rm_type") or args.rm_type or "").strip()
     if not rm_type:
-        raise RewardConfigError(
-            f"sample {sample.index} has no reward: set --rm-type, --custom-rm-path or rm_type in its metadata"
-        )
+        hint = "set --rm-type, --custom-rm-path or rm_type in its metadata"
+        raise RewardConfigError(f"sample {sample.index} has no reward: {hint}")
     return rm_type
 
 

@@ -53,10 +53,8 @@ def _judge_dict(args: PluginArgs, value: dict[str, Any], evaluation: bool) -> An
     if not key:
         if args.custom_reward_post_process_path and not evaluation:
             return value  # that hook chooses what counts
-        raise RewardConfigError(
-            f"the reward is a dict with keys {sorted(map(str, value))} but --reward-key is not set: "
-            "name the key to train on"
-        )
+        found = f"the reward is a dict with keys {sorted(map(str, value))}"
+        raise RewardConfigError(f"{found} but --reward-key is not set: name the key to train on")
     weights = args.reward_weights if key == WEIGHTED_REWARD_KEY else None
     if not weights and key not in value:
         return invalid(f"reward dict has no {flag} {key!r}; its keys are {sorted(map(str, value))}")

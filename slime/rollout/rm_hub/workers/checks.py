@@ -37,12 +37,8 @@ async def check(
     sample.metadata[NOT_COMPARED_KEY] = reason
     _num_not_compared += 1
     if _num_not_compared & (_num_not_compared - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
-        logger.warning(
-            "sample %s: its answer is too large to be compared and counts as wrong (%s); %d so far",
-            sample.index,
-            reason,
-            _num_not_compared,
-        )
+        what = f"sample {sample.index}: its answer is too large to be compared and counts as wrong ({reason})"
+        logger.warning("%s; %d so far", what, _num_not_compared)
     return wrong
 
 
