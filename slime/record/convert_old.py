@@ -1,11 +1,8 @@
 """Converts a record that slime wrote before it used one codec (schemas 1 to 5) to the present tables.
 
 A run that resumes converts its record once, in one transaction; readers convert a copy in memory. The module
-can be deleted after the next release, together with `_OLDER` in slime.record.schema, the older file names in
-slime.cluster.checkpoints and tests/record/test_convert_old.py.
-
-Stored samples and batches that are damaged are left out: the run generates them again. The numbers of a
-recorded sample that are damaged stay unknown: whoever reads them gets an error.
+can be deleted after the next release, together with `_OLDER` in slime.record.schema and its tests.
+Stored samples and batches that are damaged are left out: the run generates them again.
 """
 
 from __future__ import annotations
@@ -203,9 +200,6 @@ class _Reader:
     def text(self) -> str:
         return self.blob().decode("utf-8", "surrogatepass")
 
-    def shape(self) -> tuple[int, ...]:
-        return tuple([self.number("q") for _ in range(self.number("B"))])
-
     def value(self) -> Any:
         return _READERS[self.take(1)](self)
 
@@ -245,13 +239,15 @@ class _Reader:
         return np.frombuffer(self.blob(), stored).copy()
 
     def array(self) -> np.ndarray[Any, Any]:
-        dtype, shape = np.dtype(self.text()), self.shape()
+        dtype = np.dtype(self.text())
+        shape = [self.number("q") for _ in range(self.number("B"))]
         return self.flat_array(dtype).reshape(shape)
 
     def tensor(self) -> Any:
         import torch  # only batches hold tensors
 
-        dtype, shape = getattr(torch, self.text()), self.shape()
+        dtype = getattr(torch, self.text())
+        shape = [self.number("q") for _ in range(self.number("B"))]
         try:
             stored = torch.empty(0, dtype=dtype).numpy().dtype
         except TypeError:  # numpy has no bfloat16

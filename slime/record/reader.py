@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from slime.record.additions import Advantage, read_advantage
 from slime.record.samples import Tokens, checksum, read_tokens
-from slime.record.schema import READ_ERRORS, RECORD_FILE, Reader, unusable
+from slime.record.schema import RECORD_FILE, Reader
 from slime.record.texts import prompt_hash
 
 _COLUMNS = (
@@ -79,10 +79,9 @@ class Record(Reader):
     """A reader of the samples of one record."""
 
     def _ask_answers(self, query: str, values: Sequence[object]) -> list[Answer]:
-        try:
-            return [_answer(row) for row in self._ask(query, values)]
-        except (ValueError, TypeError) as error:
-            raise unusable(self._path, "read", error) from error
+        rows = self._ask(query, values)
+        with self._reading():
+            return [_answer(row) for row in rows]
 
     def rollouts(self, since: float = 0.0) -> list[RolloutRow]:
         """Return every rollout and evaluation that ended after a time, oldest first."""
@@ -109,10 +108,8 @@ class Record(Reader):
         )
         if there != [(num_groups, num_samples)]:
             return True
-        try:
+        with self._reading():
             return stored is not None and checksum(self._connection, row) != stored
-        except (*READ_ERRORS, TypeError, AttributeError) as error:
-            raise unusable(self._path, "read", error) from error
 
     def datasets(self, kind: str, rollout_id: int) -> list[str | None]:
         """Return the names of the datasets of an evaluation; for a rollout, which has no name, [None]."""
@@ -136,17 +133,13 @@ class Record(Reader):
 
     def tokens(self, row: int) -> Tokens:
         """Return the tokens of the sample with this `row`."""
-        try:
+        with self._reading():
             return read_tokens(self._connection, row)
-        except (sqlite3.Error, ValueError, TypeError) as error:
-            raise unusable(self._path, "read", error) from error
 
     def advantage(self, row: int) -> Advantage | None:
         """Return the advantage of the sample with this `row`; None: it is not in the record."""
-        try:
+        with self._reading():
             return read_advantage(self._connection, row)
-        except (sqlite3.Error, ValueError, TypeError) as error:
-            raise unusable(self._path, "read", error) from error
 
     def prompts_of_both(self, kind: str, early: int, late: int, limit: int) -> list[str]:
         """Return prompts that two rollouts (or evaluations) share, in the order of the first one."""

@@ -181,11 +181,17 @@ class Reader:
     def close(self) -> None:
         self._connection.close()
 
-    def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Report a damaged file that is found only now."""
         try:
-            return self._connection.execute(query, values).fetchall()
-        except (*READ_ERRORS, OverflowError) as error:  # a damaged file, found only now
+            yield
+        except (*READ_ERRORS, ValueError, TypeError, AttributeError) as error:
             raise unusable(self._path, "read", error) from error
+
+    def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with self._reading():
+            return self._connection.execute(query, values).fetchall()
 
 
 def _why_absent(path: Path) -> str:

@@ -58,25 +58,6 @@ _Item = _Rollout | _Work | AnyNote | threading.Event
 _Part = _Rollout | _Work | list[AnyNote]  # is written, or fails, as a whole
 
 
-class Missed:
-    """Counts what could not be written, over all starts of the run.
-
-    `steps`: training rollouts whose samples are not in the record.
-    """
-
-    def __init__(self, connection: sqlite3.Connection):
-        known = dict(connection.execute("SELECT key, value FROM meta").fetchall())
-        self.rollouts, self.events = int(known.get("missed_rollouts", 0)), int(known.get("missed_events", 0))
-        self.steps = set(json.loads(known.get("missed_steps", "[]")))
-
-    def write(self, connection: sqlite3.Connection) -> None:
-        """Store the counts as part of the caller's transaction."""
-        counts = {"missed_rollouts": self.rollouts, "missed_events": self.events}
-        for key, value in {**counts, "missed_steps": sorted(self.steps)}.items():
-            if value:
-                connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
-
-
 class RecordWriter:
     """Writes `record.db` on a thread of its own.
 
@@ -107,7 +88,10 @@ class RecordWriter:
         self._rollouts_waiting = 0
         self._news = threading.Condition()
         self._is_idle = False  # the thread waits for something to do, and nobody has woken it
-        self._missed = Missed(self._connection)
+        # What could not be written, over all starts of the run.
+        known = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
+        self._missed = {key: int(known.get(key, 0)) for key in ("missed_rollouts", "missed_events")}
+        self._missed_steps = set(json.loads(known.get("missed_steps", "[]")))  # without their samples
         self._locked_since: float | None = None  # by another process
         self._logged: set[type] = set()  # kinds of parts of which one could not be written
         self._closed = self._in_a_hurry = False  # the latter: write now, without gathering
@@ -268,23 +252,23 @@ class RecordWriter:
         is_first = type(part) not in self._logged
         self._logged.add(type(part))
         if isinstance(part, _Rollout):
-            self._missed.rollouts += 1
-            self._missed.steps |= {part.rollout_id} if part.kind == "train" else set()
+            self._missed["missed_rollouts"] += 1
+            self._missed_steps |= {part.rollout_id} if part.kind == "train" else set()
             what = f"the samples of {part.kind} {part.rollout_id}: not recorded"
         elif isinstance(part, _Work):
             what = f"{part.what}: not recorded"
         else:
-            self._missed.events += len(part)
+            self._missed["missed_events"] += len(part)
             what = f"{len(part)} events of rollout {part[-1].rollout}: not recorded, so that after a crash "
             what += f"more is made again than needed, and `{as_typed('ledger', 'audit')}` can prove nothing"
         with contextlib.suppress(sqlite3.Error), self._connection:  # so few bytes may still fit
-            self._missed.write(self._connection)
+            self._write_missed()
         if is_first:
             logger.warning("%s cannot be written (%s): %s; the run continues.", self._path, error, what)
 
     def _write_notes(self, notes: Sequence[AnyNote]) -> None:
         write_notes(self._connection, notes, self._start)
-        self._missed.write(self._connection)
+        self._write_missed()
         if self._committed is not None:
             done = [note.rollout for note in notes if note.event in ("committed", "resumed")]
             self._committed = done[-1] if done else self._committed
@@ -314,7 +298,15 @@ class RecordWriter:
         write_groups(connection, row, entries, rewards)
         values = (checksum(connection, row), row)
         connection.execute("UPDATE rollouts SET checksum = ? WHERE id = ?", values)
-        self._missed.write(connection)
+        self._write_missed()
+
+    def _write_missed(self) -> None:
+        """Store the counts as part of the caller's transaction."""
+        for key, value in {**self._missed, "missed_steps": sorted(self._missed_steps)}.items():
+            if value:
+                self._connection.execute(
+                    "INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value))
+                )
 
     def _prune(self) -> None:
         """Remove groups and samples of the oldest rollouts until the file fits. The newest one stays."""

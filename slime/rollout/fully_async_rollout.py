@@ -4,12 +4,11 @@
 
 A call takes the oldest finished groups out of the pool, which then fills itself again. Two rules bound the
 age of a trained token (--max-weight-staleness, in weight pushes): no more groups start than the rollouts
-within the bound can use, and a group that is too old nevertheless is generated again. Everything runs on the
-process's one event loop, and only that loop uses the data source while the pool is open.
+within the bound can use, and a group that is too old nevertheless is generated again. Only the event loop
+uses the data source while the pool is open.
 
-With --deterministic-mode nothing depends on timing: groups are decided in order of issue, as many start as
-the bound allows, and a rollout ends when all of them are finished, so that each has tokens of one version.
-Generation and training still overlap in train_async.py.
+With --deterministic-mode nothing depends on timing: groups are decided in order of issue, and a rollout ends
+when all of them are finished, so that each has tokens of one version.
 """
 
 import asyncio
@@ -91,26 +90,23 @@ class AsyncRolloutWorker:
         num_held = min(getattr(self.data_source, "num_held", 0), len(getattr(self.data_source, "buffer", ())))
         if num_held:
             self.data_source.num_held = 0
-            self._start_groups(num_held)
+            self._start(num_held)
 
     def fill(self) -> None:
         """Start groups until there is no room, returned ones from the buffer first."""
         if not self._paused and (room := self.room) > 0:
-            self._start_groups(room)
+            self._start(room)
 
-    def _start_groups(self, number: int) -> None:
-        for group in take_groups(self.data_source, self.args, number):
-            self._start(group)
-
-    def _start(self, group: Group) -> None:
-        number, self.num_issued = self.num_issued, self.num_issued + 1
-        origin, scope = copy_group(group), self._scope.child()
+    def _start(self, num_groups: int) -> None:
         set_current_rollout_id(self.rollout_id)
-        with scope.entered():  # the task inherits it, so this group can be aborted alone
-            params = sglang_rollout.GenerateState(self.args).sampling_params
-            task = asyncio.ensure_future(sglang_rollout.start_group(self.args, group, params))
-        self.tickets[number] = Ticket(number, origin, task, scope, self._newest)
-        task.add_done_callback(self._on_done)
+        for group in take_groups(self.data_source, self.args, num_groups):
+            number, self.num_issued = self.num_issued, self.num_issued + 1
+            origin, scope = copy_group(group), self._scope.child()
+            with scope.entered():  # the task inherits it, so this group can be aborted alone
+                params = sglang_rollout.GenerateState(self.args).sampling_params
+                task = asyncio.ensure_future(sglang_rollout.start_group(self.args, group, params))
+            self.tickets[number] = Ticket(number, origin, task, scope, self._newest)
+            task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[Group]) -> None:
         self.news.set()

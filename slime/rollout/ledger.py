@@ -83,14 +83,9 @@ class Ledger:
 
     # -- groups, as a journal (slime.rollout.journal)
 
-    def issued(self, groups: Sequence[Group], *, from_buffer: bool) -> None:
-        self._issued(groups, "buffer" if from_buffer else "new")
-
-    def issued_by_users_source(self, groups: Sequence[Group]) -> None:
-        """Report groups of a user's data source that keeps no journal."""
-        self._issued(groups, "own")
-
-    def _issued(self, groups: Sequence[Group], source: str) -> None:
+    def issued(self, groups: Sequence[Group], *, from_buffer: bool | None) -> None:
+        """Report groups that are handed out. `from_buffer` None: by a user's source that keeps no journal."""
+        source = {True: "buffer", False: "new", None: "own"}[from_buffer]
         for at, group in _numbered(groups):
             self._open[at[0]] = group
             self._note_group("issued", at, source)
@@ -207,7 +202,7 @@ class Ledger:
                 groups.setdefault(index, []).append(sample)
         for index, group in groups.items():
             if index not in self._open:
-                self._issued([list(group)], "own")
+                self.issued([list(group)], from_buffer=None)
             self.consumed([list(group)], "trained")
 
     def made(self, rollout_id: int, value: Mapping[str, Any]) -> None:
@@ -240,7 +235,7 @@ def follow(data_source: Any, ledger: Ledger) -> None:
 
     def get_and_report(num_samples: int) -> list[Group]:
         groups = check_groups(get_samples(num_samples))
-        ledger.issued_by_users_source(groups)
+        ledger.issued(groups, from_buffer=None)
         return groups
 
     def add_and_report(samples: list[Group]) -> None:

@@ -3,8 +3,7 @@
     --custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming
 
 Each event carries all that the request has made so far. The last one read is written onto the sample however
-the stream ends: by itself, by an abort, by a lost engine (generation then continues from there, elsewhere),
-or by a cancellation.
+the stream ends.
 """
 
 import asyncio

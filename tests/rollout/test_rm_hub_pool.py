@@ -55,7 +55,7 @@ def test_value_comes_back_and_the_worker_is_reused(pool):
 
 
 def test_no_process_exists_before_the_first_check(pool):
-    assert pool.worker_pids == []
+    assert [worker.process for worker in pool._workers] == [None]
 
 
 def test_pool_serves_a_second_event_loop(pool):

@@ -27,8 +27,7 @@ def oldest_version(group: Group) -> int | None:
 
 def newest_version(group: Group) -> int | None:
     """Return the largest version of its tokens; None if no token has one."""
-    spans = [span for sample in flatten_samples(group) for span in sample.version_spans]
-    numbers = [version_number(version) for version, _, _ in spans]
+    numbers = [version_number(span[0]) for sample in flatten_samples(group) for span in sample.version_spans]
     return max((number for number in numbers if number is not None), default=None)
 
 

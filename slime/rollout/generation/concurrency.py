@@ -1,7 +1,7 @@
 """Limits on requests and tokens in flight, and a controller that adapts the limit to the engines' load.
 
-The controller (--adaptive-concurrency, off by default) raises the limit step by step while requests wait here
-and none waits at the engines, and lowers it by a factor as soon as engines queue or retract requests.
+The controller (--adaptive-concurrency) raises the limit step by step while requests wait here and none waits
+at the engines, and lowers it by a factor as soon as engines queue or retract requests.
 """
 
 import asyncio

@@ -114,10 +114,7 @@ class _Parser:
         while (token := self.peek()) is not None and token not in ("+", "-", ")", "}", "]", ",", "=", "|"):
             if token == "/":
                 self.take()
-                divisor = self.signed()
-                if divisor == 0:
-                    raise ValueError("division by zero")
-                value = value / divisor
+                value = value / self._nonzero(self.signed())
             else:
                 if token == "*":
                     self.take()
@@ -167,7 +164,8 @@ class _Parser:
         if token == "\\frac":
             return self.argument() / self._nonzero(self.argument())
         if token == "\\sqrt":
-            return self._root()
+            degree = self._nonzero(self.atom()) if self.peek() == "[" else self._sympy.Integer(2)
+            return self.argument() ** (1 / degree)
         if token in _FUNCTIONS:
             return getattr(self._sympy, _FUNCTIONS[token])(self.argument())
         if len(token) == 1 and token.isascii() and token.isalpha():
@@ -180,12 +178,6 @@ class _Parser:
         if token is not None and token.isdigit() and len(token) > 1:
             self._tokens[self._at : self._at + 1] = [token[0], token[1:]]
         return self.atom()
-
-    def _root(self) -> Any:
-        degree = self._sympy.Integer(2)
-        if self.peek() == "[":
-            degree = self._nonzero(self.atom())
-        return self.argument() ** (1 / degree)
 
     def _nonzero(self, value: Any) -> Any:
         if value == 0:

@@ -156,10 +156,9 @@ async def _in_thread(name: str, call: Callable[[], Any]) -> Any:
             finally:
                 descriptors.check(name)  # in this thread: the loop cannot run without them
 
-    def start(work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name="reward-function", daemon=True).start()
-
-    return await async_utils.in_thread(start, in_turn)
+    return await async_utils.in_thread(
+        lambda work: threading.Thread(target=work, name="reward-function", daemon=True).start(), in_turn
+    )
 
 
 _thread_slots = threading.BoundedSemaphore(_MAX_REWARD_THREADS)

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.rollout.answers import without_special_tokens
 from slime.rollout.rm_hub import math_utils
+from slime.rollout.rm_hub.math_utils import last_boxed_only_string
 
 _TAIL_CHARS = 300  # the answer stands at the end; looking no further keeps the pattern cheap
 _ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
@@ -14,11 +15,6 @@ _PUNCTUATION = ".,;:!?*\"'`"
 _VARIABLE = re.compile(r"(?<![a-zA-Z])[a-z]$")  # no word, and no letter of a choice
 # Words that follow a number as its unit, and so say nothing about its value.
 _UNIT_WORDS = re.compile(rf"(?<![a-zA-Z\\])(?:{math_utils.UNITS})(?![a-zA-Z])")
-
-
-def last_boxed_only_string(string: str) -> str | None:
-    """The last complete `\\boxed{...}` with the command itself; None: none."""
-    return math_utils.last_boxed_only_string(string)
 
 
 def remove_boxed(s: str) -> str:

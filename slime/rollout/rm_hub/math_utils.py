@@ -31,6 +31,8 @@ _CONSTANT = re.compile(  # \mathrm{e}, which is no unit
     r"(?P<before>[a-zA-Z])?\\(?:mathrm|operatorname|text|rm)(?:\s*\{\s*(?P<in>[ei])\s*\}|\s+(?P<bare>[ei])(?![a-zA-Z]))"
 )
 _SCIENTIFIC = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,2})\s*")
+_INTEGER = re.compile(r"-?\d+")
+_FRACTION = re.compile(r"-?\\frac\{-?\d+\}\{-?\d+\}")
 UNITS = (
     "square units|square|units|unit|degrees|degree|dollars|dollar|cents|cent|percent|points|point|miles|mile|"
     "feet|foot|ft|inches|inch|meters|meter|cm|mm|km|hours|hour|hrs|minutes|minute|seconds|second|days|day|weeks|"
@@ -68,9 +70,7 @@ def extract_boxed_answer(solution: str) -> str | None:
     return remove_boxed(last_boxed_only_string(solution))
 
 
-def extract_answer(passage: str) -> str | None:
-    """The final answer of a passage: what it boxed last."""
-    return extract_boxed_answer(passage)
+extract_answer = extract_boxed_answer
 
 
 def common_signs(answer: str) -> str:
@@ -204,16 +204,8 @@ def _split_tuple(text: str) -> list[str]:
 def _elements_equal(given: str, truth: str) -> bool:
     if given == truth:
         return True
-    if _is_integer(truth) and not _is_integer(given):
+    if _INTEGER.fullmatch(truth) and not _INTEGER.fullmatch(given):
         return False
-    if _is_plain_fraction(truth) and _is_plain_fraction(given):
+    if _FRACTION.fullmatch(truth) and _FRACTION.fullmatch(given):
         return False  # both are written as fractions and differ: one is not reduced, or they are not equal
     return expressions_equal(given, truth)
-
-
-def _is_integer(text: str) -> bool:
-    return re.fullmatch(r"-?\d+", text) is not None
-
-
-def _is_plain_fraction(text: str) -> bool:
-    return re.fullmatch(r"-?\\frac\{-?\d+\}\{-?\d+\}", text) is not None

@@ -1,9 +1,7 @@
 """Runs reward checks in worker processes with a hard deadline; a check that hangs is killed.
 
-A symbolic comparison or a regular expression can run forever inside one C call, which no thread, signal
-handler or asyncio timeout interrupts. So each check runs in a worker process, which gets SIGKILL at the
-deadline and is replaced when the next check needs one. A process that does not start a check is replaced as
-well; that does not count as a wrong response.
+A symbolic comparison or a regular expression can run forever inside one C call, which only the end of its
+process interrupts. A process that does not start a check is replaced as well; that is no wrong response.
 """
 
 from __future__ import annotations
@@ -52,20 +50,15 @@ class CheckPool:
         self.deadline_s = deadline_s
         self._lock = threading.Lock()
         self._closed = False
-        self._workers: set[_Worker] = set()
+        self._started = False
         self._jobs: queue.SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._workers = [_Worker() for _ in range(num_workers)]
         # Each thread starts and owns one worker. The kernel kills a worker when the thread that started it
         # ends, so the threads last as long as the pool; as daemons they never delay our exit.
         self._threads = [
-            threading.Thread(target=self._serve, name=f"reward-check-{i}", daemon=True)
-            for i in range(num_workers)
+            threading.Thread(target=self._serve, args=(worker,), name="reward-check", daemon=True)
+            for worker in self._workers
         ]
-        self._started = False
-
-    @property
-    def worker_pids(self) -> list[int]:
-        with self._lock:
-            return sorted(worker.pid for worker in self._workers if worker.process.poll() is None)
 
     async def check(self, function: str, *arguments: Any) -> Any:
         """Return the function's value, or a failure: it gave up, was killed, raised, or its worker broke."""
@@ -91,50 +84,40 @@ class CheckPool:
             for worker in self._workers:
                 worker.end()  # its thread notices, answers and cleans up
 
-    def _serve(self) -> None:
-        worker: _Worker | None = None
+    def _serve(self, worker: _Worker) -> None:
         while (job := self._jobs.get()) is not None:
             future, function, arguments = job
             if not future.set_running_or_notify_cancel():
                 continue  # given up while it waited for a worker
             try:
-                if worker is None or worker.process.poll() is not None:
-                    self._drop(worker)
-                    worker = self._start_worker()
+                worker.start()
+                if self._closed:
+                    worker.end()
                 future.set_result(worker.run(function, arguments, self.deadline_s))
-            except (EOFError, OSError) as error:  # the worker died: out of memory, a crash, or `close`
-                how = worker.describe_end() if worker is not None else repr(error)
+            except (EOFError, OSError):  # the worker died: out of memory, a crash, or `close`
+                how = worker.describe_end()
                 if not self._closed:
-                    logger.warning(
-                        "a reward worker %s while it ran %s; another takes its place", how, function
-                    )
+                    logger.warning("a reward worker %s while it ran %s; another takes its place", how, job[1])
                 future.set_result(infra_error(f"reward check {function} lost its worker, which {how}"))
-                self._drop(worker)
-                worker = None
+                worker.kill()
             except Exception as error:  # arguments that cannot be pickled are the caller's mistake
                 future.set_exception(error)
-        self._drop(worker)
-
-    def _start_worker(self) -> _Worker:
-        worker = _Worker()
-        with self._lock:
-            self._workers.add(worker)
-            if self._closed:
-                worker.end()
-        return worker
-
-    def _drop(self, worker: _Worker | None) -> None:
-        if worker is not None:
-            with self._lock:
-                self._workers.discard(worker)
-            worker.kill()
+        worker.kill()
 
 
 class _Worker:
-    """One child process and our end of its pipe. Used by one thread at a time."""
+    """A child process, once it is started, and our end of its pipe. Used by one thread at a time."""
 
     def __init__(self) -> None:
-        ours, theirs = multiprocessing.Pipe()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pid = 0  # who runs the checks: the process, or a child that it forked
+
+    def start(self) -> None:
+        """Start the process, unless it runs."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        self.kill()
+        self._connection, theirs = multiprocessing.Pipe()
         search_path = os.pathsep.join([str(_PROJECT_ROOT), *(entry for entry in sys.path if entry)])
         self.process = children.start(
             [sys.executable, str(_WORKER), str(theirs.fileno()), str(os.getpid())],
@@ -142,12 +125,13 @@ class _Worker:
             env={**os.environ, **children.thread_environment(1), "PYTHONPATH": search_path},
         )
         theirs.close()
-        self._connection = ours
         self._loaded: set[str] = set()  # functions that it has imported
-        self.pid = self.process.pid  # who runs the checks: this process, or a child that it forked
+        self.pid = self.process.pid
 
     def describe_end(self) -> str:
         """What it printed is in our own output."""
+        if self.process is None:
+            return "did not start"
         try:
             code = self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -156,13 +140,16 @@ class _Worker:
         return f"(pid {self.pid}) {children.describe_exit(code)}{hint}"
 
     def end(self) -> None:
-        """End the worker at once, with all that it forked."""
-        children.kill_group(self.process)
+        """End the process at once, with all that it forked."""
+        if self.process is not None:
+            children.kill_group(self.process)
 
     def kill(self) -> None:
         self.end()
-        self.process.wait()
-        self._connection.close()
+        if self.process is not None:
+            self.process.wait()
+            self._connection.close()
+            self.process = None
 
     def run(self, function: str, arguments: tuple[Any, ...], deadline_s: float) -> Any:
         # Imports are slow and not the check's fault. A worker that has the function answers at once.

@@ -1,8 +1,7 @@
 """A reward check worker: a small process that runs one check at a time and answers over a pipe.
 
 Started by `pool.CheckPool` as a script, so that nothing heavy is imported: only what the checks themselves
-need. For each request it answers twice: ("ready", pid) once the function is imported (imports are slow and
-are not the check's fault), then the outcome, one of
+need. For each request it answers twice: ("ready", pid) once the function is imported, then one of
 
     ("ok", value)             what the check returned
     ("too large", reason)     the check gave the answer up: its size, depth or digits are beyond the limits
@@ -37,29 +36,28 @@ class _OutOfTime(BaseException):
     """No Exception, so that a check's own handlers let it pass."""
 
 
-class _Budget:
-    """Breaks a check off, wherever its Python code stands, once it has used up its CPU time.
+_running = False  # a check; a signal that comes late must not end anything else
+
+
+def _on_time_up(signum: int, frame: FrameType | None) -> None:
+    if _running:
+        raise _OutOfTime
+
+
+def _within_budget(function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
+    """Break a check off, wherever its Python code stands, once it has used up its CPU time.
 
     CPU time, not time on the clock: on a busy machine an answer is judged as on an idle one. What hangs
     inside one C call is not reached; the pool kills it at the deadline.
     """
-
-    def __init__(self) -> None:
-        self._running = False
-        signal.signal(signal.SIGPROF, self._on_time_up)
-
-    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
-        self._running = True
-        signal.setitimer(signal.ITIMER_PROF, seconds, _REMINDER_S)
-        try:
-            return function(*arguments)
-        finally:
-            self._running = False
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-    def _on_time_up(self, signum: int, frame: FrameType | None) -> None:
-        if self._running:
-            raise _OutOfTime
+    global _running
+    _running = True
+    signal.setitimer(signal.ITIMER_PROF, seconds, _REMINDER_S)
+    try:
+        return function(*arguments)
+    finally:
+        _running = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def main() -> None:
@@ -86,7 +84,7 @@ class _Worker:
 
     def __init__(self, connection: Connection):
         self._connection = connection
-        self._budget = _Budget()
+        signal.signal(signal.SIGPROF, _on_time_up)
         self._functions: dict[str, Callable[..., Any]] = {}
         self._warm: set[str] = set()  # modules that had a warm-up
         self._is_child = False
@@ -135,7 +133,7 @@ class _Worker:
         # Second line of defence, for a parent that cannot kill: by default SIGALRM ends the process.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
-        kind, value = _outcome(self._budget, function, arguments, cpu_s)
+        kind, value = _outcome(function, arguments, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, 0)
         spent = kind == "exhausted" and self._is_child
         try:
@@ -146,14 +144,12 @@ class _Worker:
             os._exit(_SPENT)
 
 
-def _outcome(
-    budget: _Budget, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float
-) -> tuple[str, Any]:
+def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> tuple[str, Any]:
     from slime.rollout.rm_hub.workers import limits  # here: `main` first sets the search path
 
     try:
         with limits.noting() as notes:
-            value = budget.run(function, arguments, seconds)
+            value = _within_budget(function, arguments, seconds)
         return ("too large", notes[0]) if notes and not value else ("ok", value)
     except _OutOfTime:
         return "exhausted", f"it took more than {seconds:g} s of CPU time"
