@@ -8,7 +8,6 @@ from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
 from slime.arguments.groups.eval_config import EvalDatasetConfig
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.environments import SOURCE
-from slime.data.dataset import check_prompt_file
 from slime.data.prompt_rows import PromptFormat
 from slime.data.row_checks import PromptUse
 from slime.utils.column_rewards import ColumnsAsked, columns_asked, takes_columns
@@ -20,12 +19,6 @@ _SUPERVISED = "slime.rollout.sft_rollout.generate_rollout"
 _PREFERENCE = "slime.rollout.preference_rollout.generate_rollout"
 # Rows that are looked at before processes start; others are read while engines load their weights.
 EARLY_ROWS = 50_000
-
-
-def check_prompt_files(args: Args | PluginArgs) -> None:
-    """Refuse rows that no rollout could use, of training and evaluation, before any process starts."""
-    for _, path, fmt in prompt_files(args):
-        check_prompt_file(path, fmt, max_rows=EARLY_ROWS)
 
 
 def prompt_files(args: Args | PluginArgs) -> Iterator[tuple[str, str | list[str], PromptFormat]]:

@@ -11,12 +11,17 @@ from rollout_helpers import make_args
 from tiny_model import make_tiny_tokenizer
 
 from slime.data import jsonl
-from slime.data.dataset import Dataset
+from slime.data.dataset import Dataset, check_prompt_file
 from slime.rollout.data_source import RolloutDataSource
-from slime.rollout.prompt_formats import check_prompt_files
+from slime.rollout.prompt_formats import EARLY_ROWS, prompt_files
 
 GOOD = '{"input": "a", "label": "1"}'
 USER = {"role": "user", "content": "hi"}
+
+
+def check_prompt_files(args):
+    for _, path, fmt in prompt_files(args):
+        check_prompt_file(path, fmt, max_rows=EARLY_ROWS)
 
 
 def load(path, **options):

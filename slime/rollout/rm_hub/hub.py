@@ -40,7 +40,12 @@ async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
         return await call_custom(args, path, sample, **kwargs)
     rm_type = rm_type_of(args, sample)
     name = rm_type.removeprefix(BOXED)
-    reward = _reward_named(name)
+    if name not in REWARDS:
+        near = difflib.get_close_matches(name, REWARDS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        known = f"known types are {', '.join(sorted(REWARDS))}, each also with the prefix {BOXED!r}"
+        raise RewardConfigError(f"unknown --rm-type {name!r}: {hint}{known}")
+    reward = REWARDS[name]
     sample.metadata.pop(NOT_COMPARED_KEY, None)  # of an earlier answer
     response = answer_text(args, sample)
     if rm_type != name and not reward.reads_box:
@@ -67,15 +72,6 @@ async def _compare(args: PluginArgs, sample: Sample, name: str, reward: Reward, 
         # The other entries may be large, or of a kind that the worker does not know.
         truth.append({entry: sample.metadata[entry] for entry in reward.metadata if entry in sample.metadata})
     return await check(args, sample, reward.function, response, *truth, wrong=copy.copy(reward.wrong))
-
-
-def _reward_named(name: str) -> Reward:
-    if name not in REWARDS:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        known = f"known types are {', '.join(sorted(REWARDS))}, each also with the prefix {BOXED!r}"
-        raise RewardConfigError(f"unknown --rm-type {name!r}: {hint}{known}")
-    return REWARDS[name]
 
 
 async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
