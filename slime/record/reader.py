@@ -18,6 +18,7 @@ _COLUMNS = (
     "r.kind, r.rollout_id, g.dataset, g.group_index, g.prompt, g.label, g.outcome, g.reason, "
     "s.sample_index, s.status, s.reward, s.reward_parts, s.failure, s.response, s.num_tokens, s.id"
 )
+_MOST = (1 << 63) - 1  # what SQLite can hold
 Kind = Literal["train", "eval"]  # of a rollout
 _JOINED = "samples s JOIN groups g ON g.id = s.group_row JOIN rollouts r ON r.id = g.rollout"
 
@@ -178,9 +179,10 @@ def open_record(run_dir: str | Path) -> Record:
 
 
 def _conditions(select: Select) -> tuple[str, list[object]]:
+    step = select.rollout_id
     wanted = {
         "r.kind": select.kind,
-        "r.rollout_id": select.rollout_id,
+        "r.rollout_id": None if step is None else max(-1, min(step, _MOST)),
         "g.dataset": select.dataset,
         "g.outcome": select.outcome,
     }

@@ -1,10 +1,8 @@
 """The one writer of a run's record: a thread that writes what the run hands over, in order.
 
-A transaction costs more than most of what is in it, so the thread gathers for `GATHER_S` and then writes
-everything at once; a killed process loses at most that. Finished samples whose batch is complete by then are
-not stored separately. The run waits for the disk only when several rollouts are queued. A write that fails (a
-full disk) is retried in smaller parts. The first failure of each kind is logged and the run continues; the
-number of entries that could not be written is stored in the file as soon as writing works again.
+The thread gathers for `GATHER_S` and then writes everything at once; a killed process loses at most that.
+Finished samples whose batch is complete by then are not stored separately. A write that fails (a full disk)
+is retried in smaller parts; the run continues, and the file says how much could not be written.
 """
 
 from __future__ import annotations

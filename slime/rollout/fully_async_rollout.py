@@ -40,8 +40,6 @@ from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped
 
-__all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
-
 
 class AsyncRolloutWorker:
     """The pool of groups in flight or done. It lives on the event loop.

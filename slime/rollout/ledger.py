@@ -1,8 +1,7 @@
 """Reports every event of groups and samples to the record of the run, and restores finished samples.
 
 After a crash `recall` returns samples as they were generated and scored, so that only unfinished ones are
-generated again. The data source reports through its journal, and the rollout through `recall` and `finished`.
-The rollout manager reports whatever else a user's rollout function returns.
+generated again. The rollout manager reports whatever else a user's rollout function returns.
 """
 
 from __future__ import annotations

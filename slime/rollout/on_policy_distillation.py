@@ -17,7 +17,6 @@ from slime.utils.types import Sample
 
 async def reward_func(args: PluginArgs, sample: Sample, **kwargs: Any) -> float | RewardFailure:
     """Asks the teacher at --rm-url once per sample and keeps its log-probs on the sample."""
-    del kwargs
     if not args.rm_url:
         raise ValueError("--opd-type engine needs --rm-url: the /generate address of the teacher.")
     payload = {
@@ -40,7 +39,6 @@ async def reward_func(args: PluginArgs, sample: Sample, **kwargs: Any) -> float 
 
 async def zero_reward(args: PluginArgs, sample: Sample, **kwargs: Any) -> float:
     """The reward where the trainer holds the teacher: none of its own, only the distance to the teacher."""
-    del args, sample, kwargs
     return 0.0
 
 
@@ -48,9 +46,7 @@ def post_process_rewards(
     args: PluginArgs, samples: Sequence[Sample], **kwargs: Any
 ) -> tuple[list[float], list[float]]:
     """(raw, trained) rewards of 0 for each sample, for --custom-reward-post-process-path."""
-    del args, kwargs
-    zeros = [0.0] * len(samples)
-    return zeros, list(zeros)
+    return [0.0] * len(samples), [0.0] * len(samples)
 
 
 def response_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:

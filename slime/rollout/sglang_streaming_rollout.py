@@ -25,8 +25,6 @@ from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample
 from slime.wire.protocol import GenerateRequest, Generation
 
-__all__ = ["generate_streaming"]
-
 logger = logging.getLogger(__name__)
 
 MAX_BREAKS = 60  # streams that end without a token, one after another

@@ -41,9 +41,11 @@ async def first_to_end(
 
     A spare replaces an entry that fails; when too few are left, the error is raised.
     """
-    parent = current_scope() or RequestScope()
-    started = [_start(parent, place, entry, start) for place, entry in enumerate(group)]
-    started += [_start(parent, None, entry, start) for entry in make_spares(group, num_spares)]
+    parent, started = current_scope() or RequestScope(), []
+    for number, entry in enumerate([*group, *make_spares(group, num_spares)]):
+        place, scope = number if number < len(group) else None, parent.child()
+        with scope.entered():  # the task inherits it, so it can be aborted alone
+            started.append(_Started(place, asyncio.ensure_future(start(entry, place is None)), scope))
     try:
         chosen = await _wait_for(started, len(group))
     except BaseException:
@@ -62,17 +64,6 @@ def make_spares(group: Group, number: int) -> Group:
             sample.session_id = uuid4().hex
         spares.append(entry)
     return spares
-
-
-def _start(
-    parent: RequestScope,
-    place: int | None,
-    entry: Entry,
-    start: Callable[[Entry, bool], Coroutine[Any, Any, Entry]],
-) -> _Started:
-    scope = parent.child()
-    with scope.entered():  # the task inherits it, so it can be aborted alone
-        return _Started(place, asyncio.ensure_future(start(entry, place is None)), scope)
 
 
 async def _wait_for(started: list[_Started], wanted: int) -> list[_Started]:

@@ -1,7 +1,7 @@
 """Counts generated work that was never trained on, by cause: in samples, tokens and request seconds.
 
-Each group is counted once, when it is decided. Tokens are what engines returned, also for aborted requests;
-seconds are summed over concurrent requests. Finished groups of the buffer or the ledger cost nothing here.
+Each group is counted once, when it is decided. Seconds are summed over concurrent requests. Finished groups
+of the buffer or the ledger cost nothing here.
 """
 
 from collections import Counter

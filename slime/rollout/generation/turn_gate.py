@@ -1,8 +1,7 @@
 """A gate that each request of a generate call passes; it closes when the rollout ends.
 
-A call that generates through sessions (`slime.agent.session`) may outlive its rollout: with --partial-rollout
-it waits at its gate, with tools and messages as they are, and resumes when a later rollout of this process
-issues the sample again. After a restart nothing waits, and the sample starts again from its prompt.
+With --partial-rollout a call that generates through sessions (`slime.agent.session`) waits at its gate and
+resumes when a later rollout of this process issues the sample again.
 """
 
 from __future__ import annotations

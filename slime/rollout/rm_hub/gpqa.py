@@ -113,10 +113,7 @@ def _at_the_end(answer: str, letter: str) -> list[str]:
 
 def _letter_of_choice_text(answer: str, choices: dict[str, str]) -> str | None:
     """The one choice whose text the last line repeats; two candidates are no answer."""
-    lines = [line for line in answer.splitlines() if line.strip()]
-    if not lines:
-        return None
-    last = _plain(lines[-1])
+    last = _plain((answer.strip().splitlines() or [""])[-1])
     matching = [letter for letter, text in choices.items() if _plain(text) and _plain(text) in last]
     return matching[0] if len(matching) == 1 else None
 
