@@ -28,7 +28,8 @@ def _lines(source: str, file: TextIO) -> Iterator[str]:
     for number in itertools.count(1):
         line = file.readline(_MAX_LINE_CHARACTERS)
         if len(line) == _MAX_LINE_CHARACTERS:
-            raise ValueError(f"{source}, line {number}: too long; write one JSON object per line.")
+            found = f"{source}, line {number}: longer than {_MAX_LINE_CHARACTERS} characters"
+            raise ValueError(f"{found}; write one JSON object per line.")
         if not line:
             return
         yield line

@@ -136,11 +136,10 @@ def wrong_images(request: GenerateRequest, answer: Generation) -> str | None:
     """Return a complaint if the engine counts other image tokens than we do, or generated one."""
     expected = request.num_prompt_tokens
     if expected is not None and answer.prompt_tokens and answer.prompt_tokens != expected:
-        return (
-            f"it read {answer.prompt_tokens} prompt tokens where our processor makes {expected}: they differ"
-        )
-    found = request.forbidden_ids.intersection(answer.ids) if request.forbidden_ids else ()
-    return f"it holds the image token {min(found)}, for which there is no image" if found else None
+        found = f"it read {answer.prompt_tokens} tokens where our processor makes {expected}"
+        return f"{found} of text and images: their processors differ"
+    forbidden = request.forbidden_ids.intersection(answer.ids)
+    return f"it holds the image token {min(forbidden)}, for which there is no image" if forbidden else None
 
 
 def build_request(
