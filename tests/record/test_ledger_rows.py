@@ -296,7 +296,7 @@ def test_a_full_disk_is_told_once_and_the_audit_says_that_nothing_can_be_proven(
 
     world.writer._write_notes = full
     ledger.issued([group_of(0)], from_buffer=False)
-    while world.writer._missed.events == 0 and world.writer._thread.is_alive():
+    while world.writer._missed["missed_events"] == 0 and world.writer._thread.is_alive():
         pass
     ledger.issued([group_of(1)], from_buffer=False)
     assert "could not be written" in "\n".join(world.audit().violations)
