@@ -173,7 +173,7 @@ class Balancer:
         payload = _json_object(body) if self._middlewares else None
         if payload is None or payload.get("stream"):
             deliver = functools.partial(_pass_on, request)
-            told = await self._send_somewhere(self._errand(path, body, headers, deliver))
+            told = await self._send_somewhere(path, body, headers, deliver)
             if isinstance(told, web.StreamResponse):
                 return told
             headers = {"Content-Type": told.kind, **_signed(told.url)}
@@ -181,27 +181,24 @@ class Balancer:
         routed = await chain(self._middlewares, self._forward)(RouterRequest(f"/{path}", payload, headers))
         return web.json_response(routed.payload, status=routed.status)
 
-    def _errand(self, path: str, body: bytes, headers: dict[str, str], deliver: _Delivery) -> _Errand:
-        return _Errand(path, body, headers, deliver, time.monotonic() + self._no_engine_timeout_s)
-
     async def _forward(self, request: RouterRequest) -> RouterAnswer:
         """What the innermost middleware calls."""
         body = json.dumps(request.payload).encode()
         headers = {**request.headers, "Content-Type": "application/json"}
-        errand = self._errand(request.path.lstrip("/"), body, headers, _read)
-        answer = await self._send_somewhere(errand)
+        answer = await self._send_somewhere(request.path.lstrip("/"), body, headers, _read)
         assert isinstance(answer, _Answer), "there is no client who reads the answer piece by piece"
         try:
             return RouterAnswer(answer.status, json.loads(answer.body))
         except ValueError:
             return RouterAnswer(answer.status, {"error": answer.body.decode(errors="replace")})
 
-    async def _send_somewhere(self, errand: _Errand) -> _Told:
-        if errand.path not in ENDPOINTS:
-            return _Answer.error(
-                404, f"/{errand.path[:100]} is not forwarded to engines; /generate is, for example"
-            )
-        session, tried = errand.headers.get(SESSION_HEADER), set[str]()
+    async def _send_somewhere(
+        self, path: str, body: bytes, headers: dict[str, str], deliver: _Delivery
+    ) -> _Told:
+        if path not in ENDPOINTS:
+            return _Answer.error(404, f"/{path[:100]} is not forwarded to engines; /generate is, for example")
+        errand = _Errand(path, body, headers, deliver, time.monotonic() + self._no_engine_timeout_s)
+        session, tried = headers.get(SESSION_HEADER), set[str]()
         failed: _Answer | None = None
         is_suspect = False
         while True:

@@ -158,18 +158,13 @@ class ExternalServer:
         ask: a look that found it there must not take back what another one saw meanwhile.
         """
         if self._in_use and self._answers and time.monotonic() - self._last_look > _LOOK_INTERVAL_S:
-            if not self._connects():
+            parts = urlsplit(self.url)
+            try:
+                socket.create_connection((parts.hostname, parts.port), _LOOK_TIMEOUT_S).close()
+            except OSError:
                 self._answers = False
             self._last_look = time.monotonic()
         return self._in_use and self._answers
-
-    def _connects(self) -> bool:
-        parts = urlsplit(self.url)
-        try:
-            socket.create_connection((parts.hostname, parts.port), _LOOK_TIMEOUT_S).close()
-        except OSError:
-            return False
-        return True
 
     def signs(self) -> None:
         """Return None: its process belongs to its owner and may be on another machine."""

@@ -123,11 +123,6 @@ def quantize_named(
         yield name + SCALE_SUFFIX, scale
 
 
-def engine_format(folder: str | Path, served: Mapping[str, Any] | None) -> Fp8Format | None:
-    """How engines hold the policy: as they were told to serve it, else as their checkpoint does."""
-    return Fp8Format.from_config(served) if served is not None else checkpoint_format(folder)
-
-
 def checkpoint_format(folder: str | Path) -> Fp8Format | None:
     """How the checkpoint in a folder holds its weights; None: not quantised, or its config is not at hand.
 

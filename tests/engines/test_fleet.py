@@ -146,7 +146,7 @@ def test_the_others_go_on_when_a_machine_is_lost(make):
     for server in fleet.servers:
         server.launch = lost
     fleet.kill(1)
-    eventually(lambda: 1 in fleet.fleet._out)
+    eventually(lambda: fleet.servers[1] in fleet.fleet._out)
     with fleet.fleet.frozen() as there:
         assert there == [urls[0]] and not fleet.fleet.failure.done()
     fleet.kill(0)

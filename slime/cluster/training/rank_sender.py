@@ -30,7 +30,7 @@ from slime.weight_sync.base import (
     WeightBundle,
     nothing_after_writing,
 )
-from slime.weight_sync.fp8 import engine_format, quantize_named, served_config
+from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, served_config
 from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.post_write import PostWrite
 from slime.weight_sync.stage_turns import StagePlace, StageTurns
@@ -69,7 +69,9 @@ class RankSender:
         path = args.custom_update_weight_post_write_path
         self._post_write = PostWrite(load_function(path), plugin_args, engine_urls, rank) if path else None
         self._quantization = served_config(self._policy_path) if args.rollout_quantization == "fp8" else None
-        self._fp8 = engine_format(self._policy_path, self._quantization)
+        # As they were told to serve it, else as their checkpoint holds it.
+        served = self._quantization
+        self._fp8 = Fp8Format.from_config(served) if served else checkpoint_format(self._policy_path)
         self._dither_seed = args.seed if args.fp8_rounding == "stochastic" else None
         self._live_sender: LiveSender | None = None
         self._turns: StageTurns | None = None  # None: what is sent live goes from every rank at once

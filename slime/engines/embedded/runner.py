@@ -89,11 +89,8 @@ class ModelRunner:
         self.context_len: int = self.config.max_position_embeddings
         probe = self._probe()
         self.kv_shapes = probe.shapes
-        self.paged = (
-            probe.plain
-            and self.vision is None
-            and (self.device.type == "cuda" and is_installed("triton") if paged is None else paged)
-        )
+        can_read_pages = self.device.type == "cuda" and is_installed("triton")
+        self.paged = probe.plain and self.vision is None and (can_read_pages if paged is None else paged)
         self.max_running = max_running
         if self.paged and self.device.type == "cuda":
             from slime.engines.embedded.decode_kernels import rms_norm  # late: needs Triton
