@@ -54,9 +54,7 @@ class CudaIpcSender:
         if self._turn >= _NUM_BUFFERS:
             self._wait(slot)  # the engine has copied what lay in this buffer
         self._turn += 1
-        flat = self._buffers[slot]
-        if flat is None or flat.numel() < nbytes:
-            flat = self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=bucket[0][1].device)
+        flat = self._buffer(slot, nbytes, bucket[0][1].device)
         for entry, (_, tensor) in zip(entries, bucket, strict=True):
             entry.view(flat).copy_(tensor)
         if flat.is_cuda:
@@ -77,6 +75,12 @@ class CudaIpcSender:
         texts: list[str] | None = [""] * len(target.gpu_ids) if place == 0 else None
         dist.gather_object(text, texts, dst=target.gpu_ids[0], group=self._groups[target.gpu_ids])
         return texts
+
+    def _buffer(self, slot: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        held = self._buffers[slot]
+        if held is None or held.numel() < nbytes:
+            held = self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return held
 
     def _post(self, posts: list[tuple[Target, list[str]]]) -> None:
         for target, texts in posts:

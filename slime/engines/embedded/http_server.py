@@ -27,7 +27,7 @@ from slime.engines.embedded.openai_api import OpenAIApi
 from slime.engines.embedded.openai_requests import OpenAIReader
 from slime.engines.embedded.request_images import ImageReader
 from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.update_groups import GroupPlace, UpdateGroups, read_bucket
+from slime.engines.embedded.update_groups import UpdateGroups, read_bucket
 from slime.engines.embedded.weight_update import (
     BadWeights,
     DiskSource,
@@ -315,9 +315,7 @@ class Server:
         return _updated(version, count, nbytes, None)
 
     async def join_group(self, body: dict[str, Any]) -> Any:
-        place = GroupPlace.from_json(body)
-        await asyncio.to_thread(self.groups.join, place)
-        return {"success": True, "message": f"rank {place.rank} of {place.name}"}
+        return {"success": True, "message": await asyncio.to_thread(self.groups.join, body)}
 
     async def leave_group(self, body: dict[str, Any]) -> Any:
         name = text_of(body, "group_name")

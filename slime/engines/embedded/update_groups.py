@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,33 +27,6 @@ _BACKENDS = ("gloo", "nccl")
 Bucket = list[tuple[str, torch.dtype, tuple[int, ...]]]  # name, dtype and shape of each tensor
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlace:
-    """Where the group meets, and which of its ranks this engine is (it has one; rank 0 sends)."""
-
-    name: str
-    address: str
-    port: int
-    rank: int
-    world_size: int
-    backend: str
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> GroupPlace:
-        """Reads the fields under SGLang's names."""
-        name, address = text_of(body, "group_name"), text_of(body, "master_address")
-        numbers: list[Any] = [body.get(key) for key in ("master_port", "rank_offset", "world_size")]
-        port, rank, world_size = numbers
-        if not all(type(n) is int and 0 < n < 1 << 16 for n in numbers) or rank >= world_size:
-            raise BadRequest(
-                f"master_port, rank_offset and world_size are {shown(numbers)}: expected positive integers "
-                "below 65536, rank_offset < world_size"
-            )
-        if body.get("backend") not in _BACKENDS:
-            raise BadRequest(f"backend is {shown(body.get('backend'))}: expected one of {_BACKENDS}")
-        return cls(name, address, port, rank, world_size, body["backend"])
-
-
 class UpdateGroups:
     """The groups that stand, by name. Methods block; they are called beside the engine's thread."""
 
@@ -62,26 +34,31 @@ class UpdateGroups:
         self._device = device
         self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
 
-    def join(self, place: GroupPlace) -> None:
-        """Returns when all ranks have met."""
-        if place.name in self._groups:
-            raise BadRequest(f"{place.name} is a group of this engine already")
-        if place.address == LOOPBACK:
+    def join(self, body: Mapping[str, Any]) -> str:
+        """Join the group that a body describes under SGLang's names; returns when all ranks have met."""
+        name, address = text_of(body, "group_name"), text_of(body, "master_address")
+        numbers: list[Any] = [body.get(key) for key in ("master_port", "rank_offset", "world_size")]
+        port, rank, world_size = numbers  # this engine has one rank; rank 0 sends
+        if not all(type(n) is int and 0 < n < 1 << 16 for n in numbers) or rank >= world_size:
+            raise BadRequest(
+                f"master_port, rank_offset and world_size are {shown(numbers)}: expected positive integers "
+                "below 65536, rank_offset < world_size"
+            )
+        backend = body.get("backend")
+        if backend not in _BACKENDS:
+            raise BadRequest(f"backend is {shown(backend)}: expected one of {_BACKENDS}")
+        if name in self._groups:
+            raise BadRequest(f"{name} is a group of this engine already")
+        if address == LOOPBACK:
             stay_on_loopback()
         try:
-            store = TCPStore(
-                place.address, place.port, place.world_size, False, _TIMEOUT, wait_for_workers=False
-            )
-            with reaching(place.address):
-                group = group_beside_the_default(
-                    store, place.rank, place.world_size, place.backend, place.name, _TIMEOUT
-                )
+            store = TCPStore(address, port, world_size, False, _TIMEOUT, wait_for_workers=False)
+            with reaching(address):
+                group = group_beside_the_default(store, rank, world_size, backend, name, _TIMEOUT)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise BadWeights(
-                f"{place.name} at {place.address}:{place.port} cannot be joined: {error}"
-            ) from error
-        device = self._device if place.backend == "nccl" else torch.device("cpu")
-        self._groups[place.name] = (group, device)
+            raise BadWeights(f"{name} at {address}:{port} cannot be joined: {error}") from error
+        self._groups[name] = (group, self._device if backend == "nccl" else torch.device("cpu"))
+        return f"rank {rank} of {name}"
 
     def leave(self, name: str) -> None:
         group, _ = self._held(name)
