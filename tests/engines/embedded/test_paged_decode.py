@@ -70,7 +70,7 @@ def test_recorded_passes_make_the_tokens_of_padded_ones(folder, device, max_tota
     plain = make_engine(folder, device=device, paged=False, max_total_tokens=max_total_tokens)
     paged = make_engine(folder, device=device, paged=True, max_total_tokens=max_total_tokens)
     assert_same(run_all(paged, 20), run_all(plain, 20))
-    assert paged.runner._graphs is not None and 4 in paged.runner._graphs._recorded
+    assert paged.runner._graphs is not None and 4 in paged.runner._graphs._replays
     assert plain.runner._graphs is None
 
 
