@@ -70,8 +70,7 @@ class NpmHarness(BaseHarness):
 
     async def install_cli(self, sandbox: Sandbox) -> None:
         """Install the program unless it exists: from a tarball of this machine, or by name from npm."""
-        code, _, _ = await sandbox.exec(f"command -v {self.command}")
-        if code == 0:
+        if (await sandbox.exec(f"command -v {self.command}"))[0] == 0:
             return
         node, package = os.environ.get("SLIME_AGENT_NODE_TARBALL"), self.package
         if node and (await sandbox.exec("command -v npm"))[0] != 0:

@@ -101,8 +101,5 @@ class LiveText:
         """Yield what was not sent yet, once the whole response is parsed."""
         for kind, whole in (("thought", parsed.reasoning), ("text", parsed.text)):
             shown = self.shown[kind]
-            for seen in (shown, shown.strip()):
-                if whole.startswith(seen):
-                    if len(whole) > len(seen):
-                        yield from self._emit(kind, whole[len(seen) :])
-                    break
+            seen = next((one for one in (shown, shown.strip()) if whole.startswith(one)), whole)
+            yield from self._emit(kind, whole[len(seen) :])

@@ -77,21 +77,18 @@ class TextGymnasium:
         if isinstance(space, self._spaces.Text):
             return action.strip()
         if isinstance(space, self._spaces.Discrete):
-            return self._read_discrete(action, int(space.start), int(space.n))
+            if not self._actions:
+                numbers = [int(number) for number in re.findall(r"-?\d+", action)]
+                return next((one for one in reversed(numbers) if 0 <= one - space.start < space.n), None)
+            places = {name: action.lower().rfind(name.lower()) for name in self._actions}
+            name = max(places, key=lambda one: (places[one], len(one)))
+            return int(space.start) + self._actions.index(name) if places[name] >= 0 else None
         if isinstance(space, self._spaces.Box):
             import numpy as np
 
-            numbers = [float(number) for number in _NUMBER.findall(action)]
+            found = [float(number) for number in _NUMBER.findall(action)]
             size = int(np.prod(space.shape)) or 1
-            if len(numbers) < size:
+            if len(found) < size:
                 return None
-            return np.array(numbers[-size:], dtype=space.dtype).reshape(space.shape)
+            return np.array(found[-size:], dtype=space.dtype).reshape(space.shape)
         raise EnvironmentFailure(f"actions of {type(space).__name__} cannot be read from text")
-
-    def _read_discrete(self, action: str, start: int, count: int) -> int | None:
-        if self._actions:
-            places = {name: action.lower().rfind(name.lower()) for name in self._actions}
-            name = max(places, key=lambda one: (places[one], len(one)))
-            return start + self._actions.index(name) if places[name] >= 0 else None
-        numbers = [int(number) for number in re.findall(r"-?\d+", action)]
-        return next((number for number in reversed(numbers) if start <= number < start + count), None)

@@ -161,8 +161,7 @@ class Seat:
     def text_since(self, start: int) -> str:
         """Return what the policy wrote in the turn that started at `start` of the response."""
         sample = self.sample
-        prompt_length = len(sample.tokens) - sample.response_length
-        return self.voice.action(sample.tokens[prompt_length + start :])
+        return self.voice.action(sample.tokens[len(sample.tokens) - sample.response_length + start :])
 
 
 def fingerprint(observation: Observation) -> str:

@@ -81,18 +81,16 @@ class TextArena:
 
     def _start(self, textarena: Any, seed: int) -> Any:
         """Start the game with the requested number of players, or the first of 1, 2, 3, ... it accepts."""
-        counts = [self._asked_players] if self._asked_players else [1, 2, 3, 4, 5, 6]
         refusal: Exception | None = None
-        for count in counts:
+        counts = [self._asked_players] if self._asked_players else range(1, 7)
+        for self._players in counts:
             raw = textarena.make(f"{self._task}-raw", **self._game_options)
             game = textarena.wrappers.ActionFormattingWrapper(env=raw)
             try:
-                game.reset(num_players=count, seed=seed)
+                game.reset(num_players=self._players, seed=seed)
+                return game
             except (AssertionError, ValueError) as error:
                 refusal = error
-                continue
-            self._players = count
-            return game
         raise EnvironmentFailure(f"the game cannot start: {refusal}")
 
     def _act(self, action: str) -> bool:
@@ -100,18 +98,15 @@ class TextArena:
             done, _ = self._game.step(action=action)
         return bool(done)
 
-    def _observe(self) -> tuple[int, str]:
-        with self._own_randomness():
-            player, messages = self._game.get_observation()
-        lines = [text if sender < 0 else f"[Player {sender}] {text}" for sender, text, *_ in messages]
-        return int(player), "\n".join(lines).strip() or "Your turn."
-
     def _next_observation(self) -> Observation | None:
         """Let the other side move until it is the policy's turn; None: the game is over."""
         for _ in range(MAX_OPPONENT_MOVES):
-            player, text = self._observe()
+            with self._own_randomness():
+                player, messages = self._game.get_observation()
+            lines = [said if sender < 0 else f"[Player {sender}] {said}" for sender, said, *_ in messages]
+            text = "\n".join(lines).strip() or "Your turn."
             if self._seat is None:
-                return Observation(text, player=player)
+                return Observation(text, player=int(player))
             if player == self._seat:
                 return Observation(text)
             if self._act(self._move(text, self._generator)):

@@ -123,7 +123,9 @@ class Agent:
                     job = self.by_fd[fd]
                     self.feed(job) if fd == job.stdin else self.collect(job, fd)
             self.reap()
-            self.check_time()
+            for job in list(self.jobs.values()):
+                if job.reason is None and time.monotonic() >= job.deadline:
+                    self.end(job, "time")
             self.watch()
 
     def patience(self) -> int | None:
@@ -307,12 +309,6 @@ class Agent:
         self.reply({**header, "cut": job.seen > len(out) + len(err)}, out + err)
 
     # -- limits
-
-    def check_time(self) -> None:
-        now = time.monotonic()
-        for job in list(self.jobs.values()):
-            if job.reason is None and now >= job.deadline:
-                self.end(job, "time")
 
     def end(self, job: Job, reason: str) -> None:
         """Kill a command and all it started; everything in the sandbox if that keeps growing."""

@@ -240,16 +240,13 @@ class LocalSandbox:
             await self.close()
             raise SandboxDied("the sandbox did not reply; it was ended") from None
         except asyncio.CancelledError:
-            self._cancel(number)
+            self._cancelled.add(number)
+            if self.is_open and self._process is not None and self._process.stdin is not None:
+                head = json.dumps({"op": "kill", "id": number}).encode()
+                self._process.stdin.write(struct.pack(">II", len(head), 0) + head)
             raise
         finally:
             self._waiting.pop(number, None)
-
-    def _cancel(self, number: str) -> None:
-        self._cancelled.add(number)
-        if self.is_open and self._process is not None and self._process.stdin is not None:
-            head = json.dumps({"op": "kill", "id": number}).encode()
-            self._process.stdin.write(struct.pack(">II", len(head), 0) + head)
 
     async def _send(self, data: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None, "the sandbox is started"

@@ -18,6 +18,7 @@ _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(math, name) for name in ("sqrt", "log", "log2", "log10", "exp", "sin", "cos", "tan")},
@@ -58,28 +59,20 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         value = _value(node.operand)
         return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.BinOp):
-        return _bounded(_binary(node.op, _value(node.left), _value(node.right)))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and left and math.log10(abs(left)) * abs(right) > _MAX_DIGITS:
+            raise ToolError(f"the result has more than {_MAX_DIGITS} digits")
+        value = _BINARY[type(node.op)](left, right)
+        if isinstance(value, complex):
+            raise ToolError("the result is not a real number")
+        return _bounded(value)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
         if node.keywords:
             raise ToolError(f"{node.func.id} takes no named arguments")
         return _bounded(_FUNCTIONS[node.func.id](*map(_value, node.args)))
     known = f"numbers, + - * / // % **, {', '.join([*_NAMES, *_FUNCTIONS])}"
     raise ToolError(f"{ast.unparse(node)[:60]!r} is not arithmetic; known are {known}")
-
-
-def _binary(op: ast.operator, left: Any, right: Any) -> Any:
-    if isinstance(op, ast.Pow):
-        digits = math.log10(abs(left) or 1) * abs(right) if left else 0
-        if digits > _MAX_DIGITS:
-            raise ToolError(f"the result has more than {_MAX_DIGITS} digits")
-        value = left**right
-        if isinstance(value, complex):
-            raise ToolError("the result is not a real number")
-        return value
-    if type(op) not in _BINARY:
-        raise ToolError(f"the operator {type(op).__name__} is not arithmetic")
-    return _BINARY[type(op)](left, right)
 
 
 def _bounded(value: Any) -> Any:
