@@ -56,12 +56,13 @@ def config_of(task: str, options: Mapping[str, Any]) -> Any:
         "runtime": {"type": "subprocess"},
         "harness": {"id": "null" if own == "bash" else own},
     }
-    kind = concrete_type(environment_class(task, options.get("id", "")), EnvConfig, origin=Env)
+    given = json.loads(json.dumps(dict(options)))  # plain dicts
+    kind = concrete_type(environment_class(task, given.get("id", "")), EnvConfig, origin=Env)
     if kind is not SingleAgentEnvConfig:
         raise ValueError(f"--env verifiers:{task}: environments of several agents are not trained.")
-    taskset = {**options.get("taskset", {}), "id": task}
-    agent |= options.get("agent", {})
-    return SingleAgentEnvConfig.model_validate({**options, "taskset": taskset, "agent": agent})
+    taskset = {**given.get("taskset", {}), "id": task}
+    agent |= given.get("agent", {})
+    return SingleAgentEnvConfig.model_validate({**given, "taskset": taskset, "agent": agent})
 
 
 class Served:
