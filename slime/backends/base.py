@@ -193,7 +193,10 @@ class NonFiniteStepError(RunStopped, ArithmeticError):
 
 
 class TrainBackend(Protocol):
-    """One per rank; every method is called by all ranks together."""
+    """One per rank; every method is called by all ranks together.
+
+    `shared.trainer_base.TrainerBase` says what each method does.
+    """
 
     layout: Layout
     device: torch.device
@@ -201,9 +204,7 @@ class TrainBackend(Protocol):
 
     def load(self, path: str | Path) -> dict[str, Any]: ...
 
-    def save(self, path: str | Path) -> dict[str, Any]:
-        """Write a checkpoint. With --async-save it only copies the state, see `finish_save`."""
-        ...
+    def save(self, path: str | Path) -> dict[str, Any]: ...
 
     def finish_save(self, *, wait: bool) -> bool: ...
 
@@ -228,11 +229,9 @@ class TrainBackend(Protocol):
         place: StepPlace | None = None,  # None: outside of a run
     ) -> StepStats: ...
 
-    def expect_steps(self, num_steps: int) -> None:
-        """Optimizer steps of the run, where its data decides them (--num-epoch), for schedules."""
+    def expect_steps(self, num_steps: int) -> None: ...
 
-    def change_setting(self, name: str, value: float) -> None:
-        """Change a setting of the actor from the next step on: `lr` or `rollout_temperature`."""
+    def change_setting(self, name: str, value: float) -> None: ...
 
     def reset_optimizer(self) -> None: ...
 
@@ -249,17 +248,11 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """Export the adapters alone, under peft's names; only where flags allow adapters."""
-        ...
+    def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]: ...
 
-    def adapter_config(self) -> dict[str, Any]:
-        """Return the adapter config for engines, in peft's format."""
-        ...
+    def adapter_config(self) -> dict[str, Any]: ...
 
-    def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write a folder that `from_pretrained` reads; it appears whole or not at all."""
-        ...
+    def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None: ...
 
     def copy_weights(self, src: str, dst: str) -> None: ...
 

@@ -102,6 +102,7 @@ class TrainerBase(ABC):
         return critic_settings(args)
 
     def expect_steps(self, num_steps: int) -> None:
+        """Set the optimizer steps of the run, where its data decides them (--num-epoch), for schedules."""
         for model in (self, self.critic):
             if model is not None:
                 model.decay_steps = model.decay_steps or num_steps
@@ -314,7 +315,8 @@ class TrainerBase(ABC):
     def save(self, path: str | Path) -> dict[str, Any]:
         """Write weights, optimizer (unless --no-save-optim), schedule position and random state into `path`.
 
-        A critic has a folder of its own in it, and so have copies that move. Returns the manifest.
+        A critic has a folder of its own in it, and so have copies that move. Returns the manifest. With
+        --async-save the state is only copied, see `finish_save`.
         """
         path, with_optimizer = Path(path), not self.args.no_save_optim
         if self.critic is not None:
