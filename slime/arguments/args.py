@@ -70,17 +70,13 @@ class Args(Flags):
         """A copy with other values. Rules are not run again: give every value that the change implies."""
         unknown = sorted(set(changes) - set(vars(self)))
         if unknown:
-            raise ValueError(
-                f"args has no {', '.join(unknown)}: replace() changes flags, it does not invent them"
-            )
+            raise ValueError(f"args has no {', '.join(unknown)}: replace() only changes flags")
         sources = self.sources | dict.fromkeys(changes, "derived: replaced in code")
         return Args(self.to_dict() | changes, sources, self._warnings)
 
     def __setattr__(self, name: str, value: Never) -> NoReturn:
-        raise AttributeError(
-            f"args.{name} cannot be set: arguments are fixed after parsing. Use args.replace({name}=...) for "
-            "a copy."
-        )
+        instead = f"Use args.replace({name}=...) for a copy."
+        raise AttributeError(f"args.{name} cannot be set: arguments are fixed after parsing. {instead}")
 
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"args.{name} cannot be deleted: arguments are fixed after parsing.")
@@ -94,11 +90,8 @@ class Args(Flags):
     __hash__ = None  # type: ignore[assignment]  # how Python says that objects have no hash
 
     def __repr__(self) -> str:
-        changed = (
-            f"{k}={v!r}"
-            for k, v in self.to_dict(hide_secrets=True).items()
-            if self._sources.get(k) != "default"
-        )
+        shown = self.to_dict(hide_secrets=True).items()
+        changed = (f"{k}={v!r}" for k, v in shown if self._sources.get(k) != "default")
         return f"Args({', '.join(changed)})"
 
 

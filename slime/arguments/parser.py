@@ -6,8 +6,9 @@ import logging
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from slime.arguments.all_flags import all_specs
 from slime.arguments.args import Args
 from slime.arguments.core.draft import COMMAND_LINE, DEFAULT, SYNCHRONOUS, Draft, Refusals, Refused
 from slime.arguments.core.files import read_yaml_mapping
-from slime.arguments.core.flag import FlagSpec, convert, option_of
+from slime.arguments.core.flag import FlagSpec, convert, name_of, option_of
 from slime.arguments.core.unbuilt import (
     PLUGIN_FLAGS,
     SYNONYMS,
@@ -28,15 +29,15 @@ from slime.arguments.core.unbuilt import (
 )
 from slime.arguments.groups.roles import apply_critic, read_roles, without_idle
 from slime.arguments.passthrough.megatron_flags import (
+    NEEDS_MEGATRON,
     is_megatron_flag,
     megatron_fields,
     read_megatron_flags,
-    read_megatron_value,
     why_missing,
 )
-from slime.arguments.passthrough.program import split_flags, yaml_words
+from slime.arguments.passthrough.program import split_flags, yaml_flag
 from slime.arguments.passthrough.router_flags import PREFIX as ROUTER_PREFIX
-from slime.arguments.passthrough.sglang_flags import PREFIX, need_python, read_server_flags
+from slime.arguments.passthrough.sglang_flags import PREFIX, need_python, server_flags
 from slime.arguments.rules import apply_rules
 from slime.arguments.show import render_config, render_help
 from slime.catalog.backends import BACKENDS
@@ -90,28 +91,26 @@ def _read_all(
 ) -> Draft:
     """Values as given, from the command line and from files, before any rule."""
     ours = set(known_options(parser))
-    words, idle = split_flags(renamed(words), lambda o: why_idle(o) is not None and o not in ours)
-    words, unbuilt = split_flags(words, lambda o: is_unbuilt(o.removeprefix("--")) and o not in ours)
-    for option, values in unbuilt.items():
+    words, others = split_flags(renamed(words), lambda option: None if option in ours else _owner(option))
+    for option, values in others["unbuilt"].items():
         if not is_neutral(option, values):
             refusals.add("Command line", why_unbuilt(option))
-    words, kept = split_flags(words, lambda o: o.removeprefix("--") in PLUGIN_FLAGS and o not in ours)
-    words, server_flags = split_flags(words, lambda o: o.startswith(PREFIX) and o not in ours)
-    words, router_flags = split_flags(words, lambda o: o.startswith(ROUTER_PREFIX) and o not in ours)
-    words, megatron_flags = split_flags(words, lambda o: is_megatron_flag(o) and o not in ours)
     given = {}
     with refusals.collect("Command line", alone=True):
         given = _parse_command_line(parser, words, refusals)
     draft = Draft(all_specs(), training_loop=training_loop)
-    draft.set("megatron_config", {}, DEFAULT)
+    for name, value in (("megatron_config", {}), ("critic_overrides", {}), ("sglang_options", [])):
+        draft.set(name, value, DEFAULT)
     for name, flag in custom.items():
         draft.set(name, flag.default, DEFAULT)
-    for option, values in kept.items():
-        draft.set(option.removeprefix("--").replace("-", "_"), values[0] if values else True, COMMAND_LINE)
-    draft.set("router_options", router_flags, DEFAULT)  # as written; the rules make one list of words of them
+    for option, values in others["plug-in"].items():
+        draft.set(name_of(option), values[0] if values else True, COMMAND_LINE)
     if given.get("config"):
         with refusals.collect("--config", alone=True):
-            server_flags = _apply_config_file(draft, given["config"], custom, refusals) | server_flags
+            content = read_yaml_mapping(given["config"], "--config")
+            in_file = _read_settings(draft, content, given["config"], custom, refusals)
+            for owner, flags in in_file.items():
+                others[owner] = flags | others[owner]
     for name, value in given.items():
         if name in all_specs() and all_specs()[name].info.rows is not None:
             value = functools.reduce(operator.or_, value, draft.values[name])  # files, then words in order
@@ -119,20 +118,33 @@ def _read_all(
     if draft.custom_config_path:
         with refusals.collect("--custom-config-path"):
             _apply_custom_config(draft, draft.custom_config_path)
-    draft.set("critic_overrides", {}, DEFAULT)
     if draft.megatron_config_path:
         with refusals.collect("--megatron-config-path"):
-            _apply_roles(draft, draft.megatron_config_path, custom)
-    with refusals.collect("Command line"):
-        _require_custom(draft, custom)
-    draft.idle += [f"{option} is set, but {why_idle(option)}." for option in idle]
+            _apply_roles(draft, draft.megatron_config_path, custom, others)
+    for name, flag in custom.items():
+        if flag.required and not draft.was_given(name):
+            refusals.add("Command line", f"{flag.action.option_strings[0]} is required.")
+    draft.set("router_options", others["router"], DEFAULT)  # the rules make one list of words of them
+    draft.idle += [f"{option} is set, but {why_idle(option)}." for option in others["idle"]]
     with refusals.collect("Flags of SGLang"):
-        _apply_server_flags(draft, server_flags)
+        _apply_server_flags(draft, others["sglang"])
     with refusals.collect("Flags of Megatron"):
-        _apply_megatron_flags(
-            draft, {option.replace("_", "-"): given for option, given in megatron_flags.items()}
-        )
+        _apply_megatron_flags(draft, others["megatron"])
     return draft
+
+
+def _owner(option: str) -> str | None:
+    """Say whose flag an option is that slime does not declare; None: it is unknown."""
+    name = option.removeprefix("--")
+    if why_idle(option) is not None:
+        return "idle"
+    if is_unbuilt(name):
+        return "unbuilt"
+    if name in PLUGIN_FLAGS:
+        return "plug-in"
+    if option.startswith((PREFIX, ROUTER_PREFIX)):
+        return "sglang" if option.startswith(PREFIX) else "router"
+    return "megatron" if is_megatron_flag(option) else None
 
 
 @dataclass(frozen=True)
@@ -153,11 +165,8 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose mistakes are ValueErrors, so that one place decides how a user sees them."""
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(
-            r"^argument (--[\w-]+)[^:]*: ignored explicit argument",
-            r"\1 is a switch and takes no value:",
-            message,
-        )
+        no_value = r"^argument (--[\w-]+)[^:]*: ignored explicit argument"
+        message = re.sub(no_value, r"\1 is a switch and takes no value:", message)
         raise ValueError(message.removeprefix("argument "))
 
     def format_help(self, words: Sequence[str] = ()) -> str:
@@ -208,7 +217,7 @@ def _take_over(action: argparse.Action) -> CustomFlag:
     flag = CustomFlag(action, None, action.required)
     default = None if action.default is argparse.SUPPRESS else flag.read(action.default)
     action.required, action.default = False, argparse.SUPPRESS
-    return CustomFlag(action, default, flag.required)
+    return replace(flag, default=default)
 
 
 def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec, refusals: Refusals) -> None:
@@ -267,10 +276,7 @@ def _explain_unknown(words: list[str], argv: list[str], options: list[str]) -> l
         return [_explain_unknown_flag(flag, options) for flag in flags]
     before = argv[: argv.index(words[0])][-1:]
     if before and before[0] in options:
-        return [
-            f"unexpected {words[0]!r} after {before[0]}, which takes no value (the --no- form turns a switch "
-            "off)."
-        ]
+        return [f"unexpected {words[0]!r} after {before[0]}, which takes no value."]
     return [f"unexpected {words[0]!r}: every setting is a flag that starts with --."]
 
 
@@ -280,113 +286,73 @@ def _explain_unknown_flag(flag: str, options: list[str]) -> str:
     if name in SYNONYMS:
         return f"unknown flag {flag}; it is called --{SYNONYMS[name]} here."
     near = get_close_matches("--" + name, options, n=1, cutoff=0.85)
-    if near:
-        return f"unknown flag {flag}; did you mean {near[0]}?"
-    install = "" if megatron_fields() else " (Flags of Megatron's need it: pip install 'slime[megatron]'.)"
-    return f"unknown flag {flag}; `{as_typed('train', '--help')}` lists all flags.{install}"
+    hint = f"did you mean {near[0]}?" if near else f"`{as_typed('train', '--help')}` lists all flags."
+    install = "" if near or megatron_fields() else f" ({NEEDS_MEGATRON})"
+    return f"unknown flag {flag}; {hint}{install}"
 
 
 def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
     """Flags of SGLang's own; giving one means SGLang unless another engine was asked for."""
-    draft.set("sglang_options", [], DEFAULT)
-    if not found:
-        return
-    first = next(iter(found))
     for option in found:
         near = get_close_matches(option.replace("_", "-"), _OWN_SGLANG_OPTIONS, n=1, cutoff=0.9)
         if near:
             raise ValueError(_explain_unknown_flag(option, near))
+    first = next(iter(found), None)
+    if first is None:
+        return
     engine = draft.rollout_engine
     if engine in ENGINES and not ENGINES[engine].takes_sglang_flags:
-        raise ValueError(
-            f"{first} is set, but --rollout-engine {engine} starts no SGLang; remove one of them."
-        )
-    values, words, told = read_server_flags(found, need_python(draft.sglang_python, first))
-    for note in told:
-        draft.warn(note)
+        raise ValueError(f"{first} is set, but --rollout-engine {engine} starts no SGLang; remove one.")
+    values, words, notes = server_flags(need_python(draft.sglang_python, first)).read(found)
+    draft.warnings += notes
     for name, value in values.items():
-        draft.set(name, value, COMMAND_LINE)
+        draft.set(f"sglang_{name}", value, COMMAND_LINE)
     draft.set("sglang_options", words, COMMAND_LINE)
 
 
 def _apply_megatron_flags(draft: Draft, found: dict[str, list[str]]) -> None:
-    """Fields of Megatron's configuration; they join those of a file."""
+    """Fields of Megatron's configuration."""
     if not found:
         return
     if draft.was_given("train_backend") and not BACKENDS[draft.train_backend].takes_megatron_flags:
-        raise Refused(
-            [
-                f"{option} is a flag of Megatron's, but --train-backend is {draft.train_backend}; use "
-                "--train-backend megatron."
-                for option in found
-            ]
-        )
+        backend = f"--train-backend is {draft.train_backend}; use --train-backend megatron."
+        raise Refused([f"{option} is a flag of Megatron's, but {backend}" for option in found])
     if not megatron_fields():
-        raise ValueError(why_missing(list(found), ""))
-    values = draft.megatron_config | read_megatron_flags(found)
-    draft.set("megatron_config", values, COMMAND_LINE)
+        raise ValueError(why_missing(list(found)))
+    draft.set("megatron_config", draft.megatron_config | read_megatron_flags(found), COMMAND_LINE)
 
 
-def _apply_config_file(
-    draft: Draft, path: str, custom: dict[str, CustomFlag], refusals: Refusals
-) -> dict[str, list[str]]:
-    """Sets what the file says; returns SGLang's own flags in it, as words."""
-    server_flags: dict[str, list[str]] = {}
-    without_megatron: list[str] = []
-    content = read_yaml_mapping(path, "--config")
-    _refuse_groups(content, path, custom)
-    for key, name, value in _renamed_items(content):
-        option = option_of(name)
-        ours = name in all_specs() or name in custom
-        if not ours and is_megatron_flag(option) and not megatron_fields():
-            without_megatron.append(str(key))
-        elif not ours and name.startswith("sglang_") and not why_idle(name):
-            words = yaml_words(value)
-            if words is not None:
-                server_flags[option] = words
-        else:
+def _read_settings(
+    draft: Draft, content: dict[str, Any], path: str, custom: dict[str, CustomFlag], refusals: Refusals
+) -> dict[str, dict[str, list[str]]]:
+    """Set what a file says; return the flags of other programs in it by their owner, as words."""
+    others: dict[str, dict[str, list[str]]] = defaultdict(dict)
+    for key, value in content.items():
+        for name, new in renamed_key(name_of(str(key)), value).items():
+            option = option_of(name)
+            owner = None if name in all_specs() or name in custom else _owner(option)
+            if owner in ("idle", "sglang", "router", "megatron"):
+                others[owner] |= yaml_flag(option, new, negates=owner == "megatron")
+                continue
             with refusals.collect("--config", unread=option):
-                _apply_key(draft, str(key), name, value, path, custom)
-    if without_megatron:
-        refusals.add("--config", why_missing(without_megatron, f"{path}: "))
-    return server_flags
+                _apply_key(draft, str(key), name, new, path, custom)
+    return others
 
 
-def _renamed_items(content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield each key of a file as written, under the name that its flag has here, and its value."""
-    for key, value in content.items():
-        for name, new in renamed_key(str(key).replace("-", "_").removeprefix("__"), value).items():
-            yield str(key), name, new
-
-
-def _refuse_groups(content: dict[str, Any], path: str, custom: dict[str, CustomFlag]) -> None:
-    """Settings below headings, as other programs have them: every key in them would seem to be missing."""
-    groups = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        spec = all_specs().get(name)
-        if spec is not None:
-            takes_object = spec.kind is dict
-        else:
-            others = name.startswith(("sglang_", "router_")) or is_megatron_flag(option_of(name))
-            takes_object = name in custom or others
-        if isinstance(value, dict) and value and not takes_object:
-            groups[str(key)] = next(iter(value.items()))
-    if groups:
-        example = "; ".join(f"`{key}: {value}`" for key, value in list(groups.values())[:3])
-        raise ValueError(
-            f"{path}: {', '.join(map(repr, groups))} {'hold' if len(groups) > 1 else 'holds'} keys of their "
-            f"own, but keys are flat here: write {example} and so on at the left margin, without headings."
-        )
-
-
-def _apply_roles(draft: Draft, path: str, custom: dict[str, CustomFlag]) -> None:
+def _apply_roles(
+    draft: Draft, path: str, custom: dict[str, CustomFlag], others: dict[str, dict[str, list[str]]]
+) -> None:
     roles = read_roles(path)
-    critic = Draft(all_specs())
+    critic, refusals = Draft(all_specs()), Refusals()
     critic.set("megatron_config", {}, DEFAULT)
     for role, target in (("actor", draft), ("critic", critic)):
-        for name, value in without_idle(roles.get(role, {}), draft, path).items():
-            _apply_key(target, name, name, value, path, custom)
+        settings = without_idle(roles.get(role, {}), draft, path)
+        found = _read_settings(target, settings, path, custom, refusals)
+        if role == "critic":
+            _apply_megatron_flags(critic, found.pop("megatron", {}))
+        for owner, flags in found.items():
+            others[owner] |= flags
+    refusals.raise_all()
     if "critic" in roles:
         apply_critic(draft, critic, path)
 
@@ -395,64 +361,43 @@ def _apply_key(
     draft: Draft, key: str, name: str, value: Any, path: str, custom: dict[str, CustomFlag]
 ) -> None:
     """One key of --config; ValueError says what is wrong with it."""
-    source, option = f"file {path}", option_of(name)
     if name in custom:
-        draft.set(name, custom[name].read(value), source)
-    elif name not in all_specs() and why_idle(name):
-        draft.idle.append(f"{key} in {path} is set, but {why_idle(name)}.")
-    elif name not in all_specs() and name.startswith("router_"):
-        words = yaml_words(value)
-        if words is not None:
-            draft.set("router_options", {option: words} | draft.router_options, source)
-    elif name not in all_specs() and is_megatron_flag(option):
-        fields = draft.megatron_config | read_megatron_value(name, value, path)
-        draft.set("megatron_config", fields, source)
-    else:
-        spec, inverted = _find_key(key, name, path)
-        if value is not None:
-            value = read_file_value(spec, value, f"{key} in {path}")
-            if spec.info.rows is not None:
-                value = draft.values[spec.name] | value
-            draft.set(spec.name, not value if inverted else value, source)
+        draft.set(name, custom[name].read(value), f"file {path}")
+        return
+    spec, inverted = _find_key(key, name, path)
+    if value is not None:
+        value = read_file_value(spec, value, f"{key} in {path}")
+        if spec.info.rows is not None:
+            value = draft.values[spec.name] | value
+        draft.set(spec.name, not value if inverted else value, f"file {path}")
 
 
 def _find_key(key: str, name: str, path: str) -> tuple[FlagSpec, bool]:
     """The flag a key of a file means, and whether it is the `disable-...` spelling of it."""
-    specs = all_specs()
     if name in ("config", "print_config"):
         raise ValueError(f"{path}: {key} can only be given on the command line.")
-    if name in specs:
-        return specs[name], False
-    spellings = {name: (spec, False) for name, spec in specs.items()}
-    for spec in specs.values():
-        for option in spec.off_options:
-            spellings[option.removeprefix("--").replace("-", "_")] = (spec, True)
-        if spec.info.alias:
-            spellings[spec.info.alias.removeprefix("--").replace("-", "_")] = (spec, False)
+    spellings: dict[str, tuple[FlagSpec, bool]] = {}
+    for spec in all_specs().values():
+        spellings |= {name_of(option): (spec, True) for option in spec.off_options}
+        spellings |= {name_of(option): (spec, False) for option in spec.on_options}
     if name in spellings:
         return spellings[name]
-    if is_unbuilt(name.replace("_", "-")):
+    if is_unbuilt(option_of(name).removeprefix("--")):
         raise ValueError(f"{path}: {why_unbuilt(key)}")
-    known = SYNONYMS.get(name.replace("_", "-"))
-    near = [known] if known else get_close_matches(name, spellings, n=1)
-    hint = f"; it is called {known!r} here." if known else f"; did you mean {near[0]!r}?" if near else "."
-    install = (
-        "" if near or megatron_fields() else " (Keys of Megatron's need it: pip install 'slime[megatron]'.)"
-    )
-    raise ValueError(f"{path}: unknown key {key!r}{hint}{install}")
+    if known := SYNONYMS.get(name.replace("_", "-")):
+        raise ValueError(f"{path}: unknown key {key!r}; it is called {known!r} here.")
+    near = get_close_matches(name, spellings, n=1)
+    raise ValueError(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "."))
 
 
 def read_file_value(spec: FlagSpec, value: Any, where: str) -> Any:
     """A value of a YAML file as the flag's type."""
     try:
-        if not spec.many:
-            if isinstance(value, list):
-                raise ValueError("expected one value, found a list")
-            return convert(spec, value)
-        if not isinstance(value, list):
-            one = convert(spec, value)
-            return one if spec.one_or_many else [one]
-        return [convert(spec, item) for item in value]
+        if isinstance(value, list) and not spec.many:
+            raise ValueError("expected one value, found a list")
+        if spec.many and not spec.one_or_many and not isinstance(value, list):
+            value = [value]
+        return [convert(spec, item) for item in value] if isinstance(value, list) else convert(spec, value)
     except ValueError as error:
         raise ValueError(f"{where} is {value!r}: {error}") from None
 
@@ -466,14 +411,5 @@ def _apply_custom_config(draft: Draft, path: str) -> None:
         if name in all_specs() and value is not None:
             value = read_file_value(all_specs()[name], value, f"{key} in {path}")
         if name in draft and draft.sources[name] == COMMAND_LINE and draft.values[name] != value:
-            raise ValueError(
-                f"{key} is {value!r} in --custom-config-path {path} and {draft.values[name]!r} on the "
-                "command line; keep one of them."
-            )
+            raise ValueError(f"{path}: {key} differs from the command line; keep one of them.")
         draft.set(name, value, f"file {path}")
-
-
-def _require_custom(draft: Draft, custom: dict[str, CustomFlag]) -> None:
-    for name, flag in custom.items():
-        if flag.required and not draft.was_given(name):
-            raise ValueError(f"{flag.action.option_strings[0]} is required.")

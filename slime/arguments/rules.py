@@ -46,7 +46,6 @@ RULES: tuple[Rule, ...] = (
     rollout.sampling,
     rollout.context_length,
     rollout.over_sampling,
-    rollout.spare_samples,
     data.length_of_run,
     data.columns,
     algorithm.loss,

@@ -1,11 +1,9 @@
 """Settings as text: the help page and the listing of --print-config."""
 
 import argparse
-import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from slime.arguments.all_flags import all_specs
 from slime.arguments.args import Args
@@ -41,17 +39,14 @@ def render_help(prog: str, custom: Sequence[argparse.Action] = (), words: Sequen
 
 def _mentioning(words: Sequence[str]) -> list[FlagSpec]:
     """Return the flags whose name, subject or help has all words."""
-    texts = {
-        name: f"{name} {name.replace('_', '-')} {spec.option} {spec.group} {spec.info.help}".lower()
-        for name, spec in all_specs().items()
-    }
     plain = [word.lower().lstrip("-") for word in words]
-    found = [spec for name, spec in all_specs().items() if all(word in texts[name] for word in plain)]
+    found = []
+    for name, spec in all_specs().items():
+        text = f"{name} {name.replace('_', '-')} {spec.option} {spec.group} {spec.info.help}".lower()
+        if all(word in text for word in plain):
+            found.append(spec)
     if not found:
-        known = {word for text in texts.values() for word in re.findall(r"[a-z][a-z0-9-]{2,}", text)}
-        near = [close for word in plain for close in get_close_matches(word, sorted(known), n=1)]
-        hint = f" Did you mean {' '.join(near)}?" if near else " --help alone lists all."
-        raise ValueError(f"no flag mentions {' and '.join(words)}.{hint}")
+        raise ValueError(f"no flag mentions {' and '.join(words)}. --help alone lists all.")
     return found
 
 
@@ -71,7 +66,7 @@ def _entry(left: str, help: str, width: int) -> list[str]:
 def _value_name(spec: FlagSpec) -> str:
     if spec.kind is bool:
         return ""
-    name = spec.info.metavar or {int: "N", float: "X"}.get(spec.kind, "VALUE")
+    name = spec.metavar or {int: "N", float: "X"}.get(spec.kind, "VALUE")
     if spec.info.choices:
         name = "{" + ",".join(spec.info.choices) + "}"
     return f" {name}" + (" ..." if spec.many else "")

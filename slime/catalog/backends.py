@@ -1,6 +1,6 @@
 """Trainers: the rows of `--train-backend`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,11 +12,7 @@ class Backend:
 
     create: str
     help: str
-    flags: tuple[str, ...] = ()  # that no other trainer reads
-    # Why such a flag has no effect with another trainer, and the remedy.
-    flags_unread: str = field(default="", repr=False)
     takes_megatron_flags: bool = False  # fields of Megatron's configuration, and flags of its layout
-    splits_logits: bool = False  # under tensor parallelism no rank has the logits of the whole vocabulary
     has_pipeline: bool = False  # ranks divide into pipeline stages too, by rules of the trainer's own
     scores_split_samples: bool = False  # rm_loss works where context parallelism splits a sample
     reads_kept_checkpoints: bool = False  # also for a model beside the policy, such as the reference
@@ -33,18 +29,11 @@ class Backend:
     extra: str | None = None  # of slime, which installs it
 
 
+_REBUILT = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "mimo", "kimi_k2")
 BACKENDS: dict[str, Backend] = {
     "fsdp": Backend(
         "slime.backends.fsdp.create_backend",
         "any causal LM of transformers, sharded by PyTorch's FSDP",
-        flags=(
-            "fsdp_cpu_offload",
-            "router_aux_loss_coef",
-            "freeze_vision_tower",
-            "share_prefix",
-            "fp8_training",
-        ),
-        flags_unread="only the FSDP trainer reads it; remove it or use --train-backend fsdp",
         reads_kept_checkpoints=True,
         folder_per_machine=True,
         trains_transformers_model=True,
@@ -55,23 +44,12 @@ BACKENDS: dict[str, Backend] = {
         "slime.backends.megatron.create_backend",
         "model families rebuilt from Megatron-Core's modules",
         takes_megatron_flags=True,
-        splits_logits=True,
         has_pipeline=True,
         scores_split_samples=True,
         float32_on_cpu=True,
         weights_in_dtype=True,
         trains_heads=True,
-        families=(
-            "llama",
-            "qwen2",
-            "qwen3",
-            "qwen3_moe",
-            "glm4",
-            "glm4_moe",
-            "deepseek_v3",
-            "mimo",
-            "kimi_k2",
-        ),
+        families=_REBUILT,
         package="megatron.core",
         extra="megatron",
     ),

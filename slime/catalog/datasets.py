@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from slime.catalog.environments import ENVIRONMENTS, SOURCE, read_source
+from slime.catalog.environments import ENVIRONMENTS, SOURCE, EnvironmentFamily, read_source
 
 HUB = "hf:"
 
@@ -48,7 +48,6 @@ DATASET_FORMATS: dict[str, DatasetFormat] = {
 }
 _FILES = [ending for ending in DATASET_FORMATS if ending not in (HUB, SOURCE)]
 ENDINGS = f"{', '.join(_FILES[:-1])} or {_FILES[-1]}"  # as messages name them
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _HUB_NAME = re.compile(r"^hf:(?P<name>[^#:]+)(#(?P<config>[^:]*))?(:(?P<split>[^:]+))?$")
 
 
@@ -72,43 +71,28 @@ def hub_parts(source: str) -> tuple[str, str | None, str | None]:
     """`hf:openai/gsm8k#main:train` -> ("openai/gsm8k", "main", "train"); what is not written is None."""
     match = _HUB_NAME.match(source)
     if match is None:
-        raise ValueError(
-            f"{source}: a data set is written hf:OWNER/NAME#CONFIGURATION:SPLIT, the last two if it has "
-            "several; rows are chosen by @[0:100] at the end."
-        )
+        raise ValueError(f"{source}: a data set is written hf:OWNER/NAME#CONFIGURATION:SPLIT.")
     return match["name"], match["config"] or None, match["split"]
 
 
 def why_unreadable(source: str) -> str | None:
     """What is wrong with a source of prompts, with what to do instead; None: try it. Never opens it."""
-    if source.startswith(SOURCE):
-        return _why_no_items(source)
-    if source.startswith(HUB):
-        try:
-            hub_parts(source)
-        except ValueError as error:
-            return str(error).removesuffix(".").partition(": ")[2]
-        if importlib.util.find_spec("datasets") is None:
-            return "it needs the package datasets: pip install 'slime[hf]'"
-        return None
-    if format_of(source) is None:
-        hint = "write one JSON object per line to a .jsonl file"
-        if _ending(source) in _COMPRESSED:
-            hint = "it is compressed: unpack it first"
-        reason = f"it ends in {_ending(source)!r}: prompts come from {ENDINGS} files; {hint}"
-        return reason if is_url(source) or Path(source).expanduser().is_file() else _why_no_file(source)
-    return _why_no_url(source) if is_url(source) else _why_no_file(source)
-
-
-def _why_no_items(source: str) -> str | None:
+    row: DatasetFormat | EnvironmentFamily | None = format_of(source)
     try:
-        choices, _, _ = read_source(source)
+        if source.startswith(SOURCE):
+            row = ENVIRONMENTS[read_source(source)[0][0].family]
+        elif source.startswith(HUB):
+            hub_parts(source)
     except ValueError as error:
-        return str(error).removesuffix(".")
-    row = ENVIRONMENTS[choices[0].family]
-    if row.package is not None and importlib.util.find_spec(row.package) is None:
+        return str(error).removeprefix(f"{source}: ").removesuffix(".")
+    if source.startswith((SOURCE, HUB)):
+        if row is None or row.package is None or importlib.util.find_spec(row.package) is not None:
+            return None
         return f"it needs the package {row.package}: pip install 'slime[{row.extra}]'"
-    return None
+    why = _why_no_url(source) if is_url(source) else _why_no_file(source)
+    if row is None and (is_url(source) or Path(source).expanduser().is_file()):
+        return f"it ends in {_ending(source)!r}: prompts come from {ENDINGS} files"
+    return why
 
 
 def _why_no_url(source: str) -> str | None:
@@ -121,14 +105,6 @@ def _why_no_url(source: str) -> str | None:
     return None
 
 
-def _where_it_is_looked_for(path: Path) -> str:
-    here = Path.cwd()
-    above = next((folder for folder in here.parents if (folder / path).exists()), None)
-    return f"working directory: {here}" + (
-        f"; in {above} there is one: run the command there" if above else ""
-    )
-
-
 def _why_no_file(source: str) -> str | None:
     path = Path(source).expanduser()
     try:
@@ -137,14 +113,12 @@ def _why_no_file(source: str) -> str | None:
         if not path.exists():
             beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             near = difflib.get_close_matches(path.name, beside, n=1)
-            hint = f"did you mean {path.parent / near[0]}?" if near else _where_it_is_looked_for(path)
+            hint = f"did you mean {path.parent / near[0]}?" if near else f"working directory: {Path.cwd()}"
             return f"there is no such file ({hint})"
     except OSError as error:  # a folder on the way that may not be entered, a name that is too long
-        return f"it cannot be looked at ({error.strerror})"
+        return f"it cannot be read ({error.strerror})"
     if path.is_dir():
         return f"it is a folder; name a {ENDINGS} file in it, or write {HUB}{source} for a data set's folder"
     if not path.is_file():
-        return "it is a pipe, socket or device, which is read only once; write its rows to a .jsonl file"
-    if not os.access(path, os.R_OK):
-        return "this user may not read it"
-    return None
+        return "it is no regular file; write its rows to a .jsonl file"
+    return None if os.access(path, os.R_OK) else "this user may not read it"

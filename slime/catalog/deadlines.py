@@ -17,29 +17,19 @@ DEADLINES: dict[str, NamedNumber] = {
     "episode": NamedNumber(0, "one episode, which then ends with the turns it has; 0: no limit", ge=0),
     "engine-start": NamedNumber(300, "until a starting engine serves requests", gt=0),
     "engine-silence": NamedNumber(
-        10,
-        "without a heartbeat before an engine is replaced; 12 times as long while it computes; 0: never",
-        ge=0,
+        10, "without a heartbeat before an engine is replaced (x 12 while it computes); 0: never", ge=0
     ),
     "no-engine": NamedNumber(600, "without any live engine before the run stops", gt=0),
     "health-check": NamedNumber(30, "until a probe of --use-fault-tolerance counts as failed", gt=0),
-    "update-weight": NamedNumber(
-        600, "one request of a weight sync (a bucket, a load from disk); then the engine is evicted", gt=0
-    ),
+    "update-weight": NamedNumber(600, "one request of a weight sync; then the engine is evicted", gt=0),
     "host": NamedNumber(600, "for a host at the start: to give its devices, start a process, answer", gt=0),
     "collective": NamedNumber(600, "one collective of torch.distributed", gt=0),
     "worker-silence": NamedNumber(
-        60,
-        "without a heartbeat before a process of the run counts as lost; 12 times as long while it "
-        "computes; 0: never",
-        ge=0,
+        60, "without a heartbeat before a process counts as lost (x 12 while it computes); 0: never", ge=0
     ),
     "restart-wait": NamedNumber(600, "for a lost machine to be replaced; then the run ends", ge=0),
     "hang": NamedNumber(
-        1800,
-        "without any progress before the run ends with the stacks of its processes; 12 times as long while "
-        "a process computes; 0: never",
-        ge=0,
+        1800, "without progress before the run ends with stacks (x 12 while it computes); 0: never", ge=0
     ),
     "router-request": NamedNumber(14400, "one request through SGLang's own router", gt=0),
 }

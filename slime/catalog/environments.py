@@ -78,36 +78,27 @@ class Choice:
 def read_choices(text: str, flag: str = "--env") -> list[Choice]:
     """`reasoning_gym:chain_sum=2,gcd` -> two choices; tasks of one family are divided by commas (or `+`)."""
     family, colon, tasks = text.partition(":")
+    named = [name for name in ENVIRONMENTS if name != OWN]
     if not colon or not tasks.strip():
-        raise ValueError(
-            f"{flag} is {text!r}: write FAMILY:TASK with a family of {', '.join(_named())}, or module:Class."
-        )
-    if family not in _named():
+        known = ", ".join(named)
+        raise ValueError(f"{flag} is {text!r}: write FAMILY:TASK with a family of {known}, or module:Class.")
+    if family not in named:
         return [Choice(OWN, text.strip())]
     choices = [_read_choice(family, part, text, flag) for part in re.split("[,+]", tasks) if part.strip()]
-    names = [choice.task for choice in choices]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{flag} is {text!r}: {twice} is there twice; give it a weight instead: {twice}=2.")
+    if len({choice.task for choice in choices}) < len(choices):
+        raise ValueError(f"{flag} is {text!r}: a task is there twice; give it a weight instead: TASK=2.")
     return choices
 
 
-def _named() -> list[str]:
-    return [name for name in ENVIRONMENTS if name != OWN]
-
-
 def _read_choice(family: str, part: str, text: str, flag: str) -> Choice:
-    task, equals, weight = part.strip().partition("=")
-    task = task.removeprefix(f"{family}:")
+    match = re.fullmatch(rf"(?:{family}:)?([^=]+)(?:=([0-9.eE+-]+))?", part.strip())
     try:
-        number = float(weight) if equals else 1.0
+        weight = float(match[2] or 1) if match else 0.0
     except ValueError:
-        number = 0.0
-    if not task or not 0 < number < float("inf"):
-        raise ValueError(
-            f"{flag} is {text!r}: {part.strip()!r} is no TASK or TASK=WEIGHT with a weight above 0."
-        )
-    return Choice(family, task, number)
+        weight = 0.0
+    if match is None or not 0 < weight < float("inf"):
+        raise ValueError(f"{flag} is {text!r}: {part.strip()!r} is no TASK or TASK=WEIGHT above 0.")
+    return Choice(family, match[1], weight)
 
 
 def source_of(choices: list[Choice], split: str, count: int) -> str:

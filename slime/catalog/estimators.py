@@ -1,5 +1,6 @@
 """Advantage estimators: the rows of `--advantage-estimator`."""
 
+import functools
 from dataclasses import dataclass
 
 _ADVANTAGES = "slime.algorithms.advantages"
@@ -39,6 +40,7 @@ class Estimator:
         return self.baseline == "success_rate"
 
 
+_in_groups = functools.partial(Estimator, f"{_ADVANTAGES}.grpo")
 ESTIMATORS: dict[str, Estimator] = {
     "ppo": Estimator(
         f"{_ADVANTAGES}.ppo",
@@ -47,48 +49,20 @@ ESTIMATORS: dict[str, Estimator] = {
         uses_gamma=True,
         needs_values=True,
     ),
-    "grpo": Estimator(
-        f"{_ADVANTAGES}.grpo",
-        "reward against the mean of its group, over the group's std",
-        baseline="mean",
-        scale_rewards=True,
+    "grpo": _in_groups("reward against the mean of its group, over the group's std", "mean", True),
+    "gspo": _in_groups(
+        "as grpo, with one ratio per sample (the loss of that name)", "mean", True, policy_loss="gspo"
     ),
-    "gspo": Estimator(
-        f"{_ADVANTAGES}.grpo",
-        "as grpo, with one ratio per sample (the loss of that name)",
-        baseline="mean",
-        scale_rewards=True,
-        policy_loss="gspo",
+    "cispo": _in_groups(
+        "as grpo, with clipped weights that keep every gradient", "mean", True, policy_loss="cispo"
     ),
-    "cispo": Estimator(
-        f"{_ADVANTAGES}.grpo",
-        "as grpo, with clipped weights that keep every gradient (the loss of that name)",
-        baseline="mean",
-        scale_rewards=True,
-        policy_loss="cispo",
+    "dr_grpo": _in_groups(
+        "reward against the mean of its group; tokens over one constant", "mean", reduction="constant"
     ),
-    "dr_grpo": Estimator(
-        f"{_ADVANTAGES}.grpo",
-        "reward against the mean of its group; tokens over one constant",
-        baseline="mean",
-        reduction="constant",
-    ),
-    "rloo": Estimator(
-        f"{_ADVANTAGES}.grpo",
-        "reward against the mean of the other answers of its group",
-        baseline="leave_one_out",
-    ),
-    "remax": Estimator(f"{_ADVANTAGES}.grpo", "reward against that of one greedy answer", baseline="greedy"),
-    "opo": Estimator(
-        f"{_ADVANTAGES}.grpo",
-        "reward against the length-weighted mean of its group",
-        baseline="length_weighted",
-    ),
-    "maxrl": Estimator(
-        f"{_ADVANTAGES}.grpo",
-        "reward against the success rate of its group, over that rate",
-        baseline="success_rate",
-    ),
+    "rloo": _in_groups("reward against the mean of the other answers of its group", "leave_one_out"),
+    "remax": _in_groups("reward against that of one greedy answer", "greedy"),
+    "opo": _in_groups("reward against the length-weighted mean of its group", "length_weighted"),
+    "maxrl": _in_groups("reward against the success rate of its group, over that rate", "success_rate"),
     "reinforce_plus_plus": Estimator(
         f"{_ADVANTAGES}.reinforce_plus_plus",
         "discounted sum of reward and KL penalties",
@@ -98,7 +72,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": Estimator(
         f"{_ADVANTAGES}.reinforce_plus_plus_baseline",
         "reward against the mean of its group, less the KL penalty",
-        baseline="mean",
+        "mean",
         uses_kl_in_reward=True,
     ),
 }

@@ -71,13 +71,8 @@ def _dense(
 def _experts(
     dense: dict[str, Any], width: int, count: int, shared: int = 0, first: int = 0
 ) -> dict[str, Any]:
-    return dense | {
-        "moe_intermediate_size": width,
-        "num_experts": count,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": shared,
-        "first_k_dense_replace": first,
-    }
+    sizes = {"moe_intermediate_size": width, "num_experts": count, "num_experts_per_tok": 8}
+    return dense | sizes | {"n_shared_experts": shared, "first_k_dense_replace": first}
 
 
 _QWEN3 = 151_936

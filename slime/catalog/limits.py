@@ -5,9 +5,7 @@ from typing import Any
 from slime.catalog.named_numbers import NamedNumber
 
 LIMITS: dict[str, NamedNumber] = {
-    "group-attempts": NamedNumber(
-        3, "times one group is generated: after failures, or when it exceeds --max-weight-staleness", ge=1
-    ),
+    "group-attempts": NamedNumber(3, "times one group is generated: when it failed, or is too stale", ge=1),
     "reward-retries": NamedNumber(2, "retries of a reward that failed", ge=0),
     "reward-failures": NamedNumber(32, "samples in a row without a reward before the run stops", ge=1),
     "reward-workers": NamedNumber(1, "processes that check answers", ge=1),
@@ -16,17 +14,11 @@ LIMITS: dict[str, NamedNumber] = {
     "sandboxes": NamedNumber(32, "local sandboxes in use at a time", ge=1),
     "engine-restarts": NamedNumber(3, "engine deaths within ten minutes; one more stops the run", ge=0),
     "probe-failures": NamedNumber(
-        1, "failed probes of --use-fault-tolerance in a row before an engine is replaced", ge=1
+        1, "failed --use-fault-tolerance probes before an engine is replaced", ge=1
     ),
-    "embedded-requests": NamedNumber(
-        1024, "requests that one embedded engine decodes together; 1 with --deterministic-mode", ge=1
-    ),
-    "embedded-tokens": NamedNumber(
-        0, "tokens of KV cache of one embedded engine; 0: what fits into memory", ge=0
-    ),
-    "tracker-samples": NamedNumber(
-        16, "samples of each rollout and evaluation that trackers show as a table", ge=0, le=1000
-    ),
+    "embedded-requests": NamedNumber(1024, "requests that one embedded engine decodes together", ge=1),
+    "embedded-tokens": NamedNumber(0, "tokens of KV cache of one embedded engine; 0: what fits", ge=0),
+    "tracker-samples": NamedNumber(16, "samples of each rollout that trackers show", ge=0, le=1000),
 }
 
 

@@ -23,31 +23,23 @@ class Metric:
 
 
 _ROLLOUT = """
-rollout/raw_reward: mean of the rewards as the reward function gave them
-    = rises over tens of steps; flat at 0 or 1: nothing can be learnt
-rollout/rewards: mean of the rewards as they are trained on, after comparison within groups
-    = about 0 for grpo and its kin
+rollout/raw_reward: mean of the rewards as they were given = rises; flat at 0 or 1: nothing can be learnt
+rollout/rewards: mean of the rewards after comparison within groups = about 0 for grpo and its kin
 rollout/reward/<name>: mean of one entry of rewards that are dicts
-rollout/response_len/<stat>: tokens of the answers, without what is masked out of the loss
-    = mean well below --rollout-max-response-len; a steady rise is fine while the reward rises too
+rollout/response_len/<stat>: tokens of the answers, less masked ones = well below --rollout-max-response-len
 rollout/correct_samples: answers with reward 1 (--log-correct-samples)
 rollout/correct_response_len/<stat>: tokens of these
 rollout/correct_entropy: mean entropy of their tokens, where it is recorded (--use-rollout-entropy)
 rollout/response_lengths: mean length of the answers of the batch, masked tokens included
 rollout/total_lengths: mean length of prompt and answer
-rollout/truncated_ratio: share of answers that were cut at the limit
-    = below 0.1; above 0.5 raise --rollout-max-response-len
+rollout/truncated_ratio: share of answers that were cut at the limit = below 0.1
 rollout/truncated: the same over the batch that is trained on
-rollout/special_ending_ratio: share of answers that end in a special token; with a reward function of your own
-    = harmless, unless that function compares text as it is
-rollout/repetition_frac: share of answers whose end repeats itself (compresses more than tenfold)
-    = below 0.05; a rise is a model that loops
-rollout/zero_std/count_<reward>: groups in which all answers got this reward, which teach nothing
-    = few; most groups at 0: too hard, most at 1: too easy
+rollout/special_ending_ratio: share of answers that end in a special token, with a reward function of your own
+rollout/repetition_frac: share of answers whose end repeats itself = below 0.05; a rise is a model that loops
+rollout/zero_std/count_<reward>: groups in which all answers got this reward, which teach nothing = few
 rollout/groups/issued: prompt groups that were started
 rollout/groups/kept: groups that are in the batch = --rollout-batch-size
-rollout/groups/filtered: groups that a filter dropped
-    = issued = kept + filtered + failed + returned, over a run
+rollout/groups/filtered: groups that a filter dropped = issued = kept + filtered + failed + returned
 rollout/groups/returned: groups that went back to the buffer unfinished
 rollout/groups/failed: groups that failed for good; the log names the cause = 0
 rollout/groups/stale: groups older than --max-weight-staleness, which are made anew (fully asynchronous)
@@ -59,16 +51,14 @@ rollout/waste/<cause>/seconds: seconds of their requests, side by side ones adde
 rollout/waste/share: tokens of all these, as a share of those made = small; zero_variance is the usual one
 rollout/groups/samples_failed: samples without a result = 0
 rollout/groups/reward_<kind>: rewards that could not be computed, by the kind of failure = 0
-rollout/groups/of_one: groups with one answer left, whose advantage is 0
-    = 0; all of them in SFT, which compares nothing
+rollout/groups/of_one: groups with one answer left, whose advantage is 0 = 0; all of them in SFT
 rollout/groups/pool_before: groups in flight when the rollout began (fully asynchronous)
 rollout/groups/pool_after: groups in flight when it ended (fully asynchronous)
 rollout/dynamic_filter/drop_<reason>: groups that --dynamic-sampling-filter-path dropped, by its reason
 rollout/reward_failure/<kind>: samples whose reward failed = 0
 rollout/answers_not_compared: answers that were too large to compare, and count as wrong = 0
 rollout/error_cat/<category>: share of samples by the entry that --log-reward-category names
-rollout/prefix_cache_hit_rate: share of prompt tokens that engines had in their cache
-    = high where answers share a prompt or turns
+rollout/prefix_cache_hit_rate: share of prompt tokens that engines had in their cache = high in turns
 rollout/avg_cached_tokens_per_sample: the same as tokens per sample
 rollout/agent/turns: turns of the policy in an episode, on average (this and the next: runs with episodes)
 rollout/agent/tool_calls: tools that it called
@@ -87,16 +77,13 @@ rollout/canary/mean_abs_diff: mean difference of the log-probs that trainer and 
     = near 1e-5 in float32, below 0.1 in bfloat16; a jump is a push that did not arrive
 rollout/canary/max_abs_diff: the largest of them
 rollout/weight_version/<end>: oldest (min) and newest (max) weights that made tokens of the batch
-rollout/staleness/mean: how many pushes older than the weights that they train the tokens are, on average
-    = 0 in the synchronous loop, about 1 in the asynchronous
+rollout/staleness/mean: mean age of the trained tokens in pushes = 0; about 1 in the asynchronous loop
 rollout/staleness/max: the same of the oldest token = at most --max-weight-staleness
 rollout/staleness/<lag>: share of the tokens of that age: lag_0, lag_1, ..., lag_4_or_more
-rollout/versions_per_sample: how many versions of the weights wrote a sample, on average
-    = 1, unless weights change in mid-generation
+rollout/versions_per_sample: mean number of versions of the weights that wrote a sample = 1
 rollout/mixed_version_frac: share of samples that more than one version of the weights wrote
 rollout/num_samples: samples of the rollout
-rollout/log_probs: mean log-prob of the trained tokens under the policy before the update
-    = rises towards 0 as the policy gets surer
+rollout/log_probs: mean log-prob of the trained tokens under the policy before the update = rises towards 0
 rollout/rollout_log_probs: the same as the engine gave it = close to rollout/log_probs
 rollout/ref_log_probs: the same under the reference
 rollout/teacher_log_probs: the same under the teacher
@@ -106,8 +93,7 @@ rollout/opd_reverse_kl: mean distance to the teacher on the sampled tokens = fal
 rollout/advantages: mean advantage = about 0
 rollout/returns: mean return; what a critic learns
 rollout/values: mean value of the critic = follows rollout/returns
-rollout/explained_variance: share of the variance of returns that the critic explains
-    = rises towards 1; below 0 the critic hurts
+rollout/explained_variance: share of the variance of returns that the critic explains = rises towards 1
 rollout/<kind>/skipped_<reason>: rows of SFT conversations (sft) or preference pairs (pairs) left out = 0
 """
 
@@ -115,20 +101,16 @@ _TRAIN = """
 train/loss: what is minimised = says little in RL; falls in SFT, DPO and reward models
 train/pg_loss: the policy-gradient part of it = around 0
 train/kl_loss: KL to the reference, before its coefficient (--use-kl-loss) = grows slowly
-train/entropy_loss: mean entropy of the policy, in nats
-    = falls slowly; near 0 within few steps: collapse, see troubleshooting
-train/grad_norm: length of the gradient before it is cut at --clip-grad
-    = the same order for a whole run; 0: nothing to learn; spikes: a smaller --lr
+train/entropy_loss: mean entropy of the policy, in nats = falls slowly; near 0 within few steps: collapse
+train/grad_norm: length of the gradient before --clip-grad = the same order; 0: nothing to learn
 train/lr-pg_<group>: learning rate of a group of parameters
 train/global_batch_size: rollouts in the optimizer step
-train/pg_clipfrac: share of tokens that the clip kept from moving
-    = 0 with one step per rollout, else below 0.2
+train/pg_clipfrac: share of tokens that the clip kept from moving = 0 with one step per rollout, or below 0.2
 train/ppo_kl: mean log-prob of old minus new policy = about 0 in the first step on new samples
 train/ppo_kl_abs: the same without sign = below 0.1
 train/ois: mean ratio of new to old policy = about 1
 train/ratio_bounded: share of tokens whose log-ratio was beyond 20 = 0
-train/ess: effective sample size: the share of the tokens that the batch is worth, engine against trainer
-    = 0.9 and above
+train/ess: effective sample size, engine against trainer: which share of the tokens counts = above 0.9
 train/train_rollout_logprob_abs_diff: difference of the log-probs of trainer and engine, per token
     = below 0.001 in float32, about 0.01 in bfloat16; more: other weights or kernels
 train/staleness/<lag>: share of the tokens that weights of this age made, in pushes (lag_0: current)
@@ -180,15 +162,13 @@ eval/<dataset>/reward_failures: samples whose reward failed = 0
 eval/<dataset>/weight_versions: number of versions that answered = 1
 multi_turn/<part>/<stat>: tokens of whole responses (raw_response_length), those that others wrote in them
     (observation_length), and stretches that the policy wrote (round_number) (--log-multi-turn)
-passrate/pass@<k>: chance that one of k answers to a prompt is right (--log-passrate)
-    = pass@k rising with pass@1 is learning; pass@1 alone is sharpening
+passrate/pass@<k>: chance that one of k answers to a prompt is right (--log-passrate) = rises with pass@1
 """
 
 _PERF = """
 perf/step_time: seconds of one pass of the loop, all included
 perf/rollout_time: seconds of the rollout
-perf/train_wait_time: seconds in which the trainer waited for samples
-    = all of the rollout in the synchronous loop, little in the asynchronous
+perf/train_wait_time: seconds in which the trainer waited for samples = little in the asynchronous loop
 perf/train_time: seconds of training on the batch, all passes
 perf/actor_train_time: seconds of its forward, backward and optimizer steps
 perf/log_probs_time: seconds to compute log-probs of the old policy = absent with one step per rollout
@@ -201,7 +181,6 @@ perf/actor_train_tok_per_s: tokens trained per second, all ranks
 perf/tokens_per_gpu_per_sec: tokens generated per second of the rollout and GPU, or engine host
 perf/effective_tokens_per_gpu_per_sec: the same, without tokens that the model did not write
 perf/longest_sample_tokens_per_sec: length of the longest answer over the time of the rollout
-    = near the speed of one request: the batch waits for its longest answer
 perf/longest_effective_sample_tokens_per_sec: the same, without tokens that the model did not write
 perf/engine_forward_time: seconds that engines spent in forward passes (embedded engine)
 perf/non_generation_time/<stat>: seconds of a sample in tools and rewards = small beside rollout_time
@@ -220,8 +199,7 @@ perf/engines_evicted: engines that a push took out of rotation = 0
 perf/engines_missed: engines that a push did not reach = 0
 perf/save_model_time: seconds of a checkpoint
 perf/peer_copy_time: seconds of a copy of the trainer's state in shared memory (--peer-copies)
-perf/peak_memory_<phase>_gib: most device memory in use in a phase: rollout, offload, train, push
-    = below the device's memory by a few GiB
+perf/peak_memory_<phase>_gib: most device memory in a phase (rollout, offload, train, push) = GiB are left
 """
 
 _LINE = """

@@ -1,9 +1,11 @@
 """Numbers that share one flag: `--timeouts hang=60,host=30` sets two rows of one table."""
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +30,33 @@ def check_range(
     """Raise ValueError with the reason if the number is out of range."""
     if number != number:
         raise ValueError("not a number")
-    if gt is not None and not number > gt:
-        raise ValueError(f"must be greater than {gt:g}")
-    if ge is not None and not number >= ge:
-        raise ValueError(f"must be at least {ge:g}")
-    if lt is not None and not number < lt:
-        raise ValueError(f"must be less than {lt:g}")
-    if le is not None and not number <= le:
-        raise ValueError(f"must be at most {le:g}")
+    for bound, is_met, words in (
+        (gt, operator.gt, "greater than"),
+        (ge, operator.ge, "at least"),
+        (lt, operator.lt, "less than"),
+        (le, operator.le, "at most"),
+    ):
+        if bound is not None and not is_met(number, bound):
+            raise ValueError(f"must be {words} {bound:g}")
 
 
 def read_named_numbers(value: object, rows: Mapping[str, NamedNumber]) -> dict[str, float]:
     """Read `a=1,b=2`, or a mapping from a file. ValueError gives the reason, with the name that was meant."""
-    pairs: Iterable[tuple[str, object]]
+    pairs: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
-        pairs = [(str(name), number) for name, number in value.items()]
+        pairs = value.items()
     elif isinstance(value, str):
-        parts = [part.partition("=") for part in value.split(",") if part.strip()]
-        pairs = [(name.strip(), number.strip()) for name, _, number in parts]
+        pairs = [part.partition("=")[::2] for part in value.split(",") if part.strip()]
     else:
         raise ValueError("expected NAME=NUMBER,...")
     found: dict[str, float] = {}
     for written, number in pairs:
-        name = next((row for row in rows if _plain(row) == _plain(written)), None)
-        if name is None:
-            raise ValueError(f"there is no {written!r}; {_hint(written, rows)}")
+        name = str(written).strip().replace("_", "-").lower()
+        name = next((row for row in rows if row.replace("_", "-") == name), name)
+        if name not in rows:
+            near = get_close_matches(name, rows, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(rows)}"
+            raise ValueError(f"there is no {written!r}; {hint}")
         if name in found:
             raise ValueError(f"{name} is given twice")
         try:
@@ -63,23 +67,11 @@ def read_named_numbers(value: object, rows: Mapping[str, NamedNumber]) -> dict[s
     return found
 
 
-def _plain(name: str) -> str:
-    return name.strip().replace("_", "-").lower()
-
-
-def _number(value: object) -> float:
+def _number(value: Any) -> float:
     try:
-        if (
-            not isinstance(value, bool)
-            and isinstance(value, (int, float, str))
-            and math.isfinite(float(value))
-        ):
-            return float(value)
-    except ValueError:
-        pass
-    raise ValueError("expected a number")
-
-
-def _hint(name: str, rows: Mapping[str, NamedNumber]) -> str:
-    near = get_close_matches(_plain(name), rows, n=1)
-    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(rows)}"
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError("expected a number")
+    return number

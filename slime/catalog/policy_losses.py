@@ -17,8 +17,7 @@ class PolicyLoss:
     clips: bool = False  # reads --eps-clip and --eps-clip-high
     dual_clips: bool = False  # reads --eps-clip-c
     ratio_per_sample: bool = False  # defined as a mean over samples
-    # Needs the log-probs of the whole optimizer step before its first pass.
-    selects_by_covariance: bool = False
+    selects_by_covariance: bool = False  # needs the log-probs of the whole step before its first pass
     scales_with_advantage: bool = False  # where a token has none, it has no gradient
     args: tuple[str, ...] = ()  # names of --policy-loss-args that this loss reads
 

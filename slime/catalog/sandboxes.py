@@ -5,10 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class SandboxRow:
-    """One kind of box. `make`: the class, called with the image.
-
-    Example: `--sandbox e2b` needs the package e2b, which the extra `slime[e2b]` installs, and E2B_API_KEY.
-    """
+    """One kind of sandbox. `make`: the class, called with the image."""
 
     make: str
     help: str

@@ -13,16 +13,14 @@ class ToolFormat:
 
     `function(text, schemas)` takes an answer without its thoughts and returns what is text, the calls as
     `{"name", "input"}`, and whether a call was begun that cannot be read. A format is recognised by words
-    of the model's chat template: all of `marks`, none of `not_marks`.
+    of the model's chat template, all of `marks`.
     """
 
     function: str
     help: str
-    starts: tuple[str, ...] = field(
-        default=(), repr=False
-    )  # how a call begins: streamed text is held back from there
+    # How a call begins: streamed text is held back from there.
+    starts: tuple[str, ...] = field(default=(), repr=False)
     marks: tuple[str, ...] = field(default=(), repr=False)  # () : never recognised, only named
-    not_marks: tuple[str, ...] = field(default=(), repr=False)
     sglang_name: str | None = None  # what SGLang calls it
 
 
@@ -70,16 +68,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         marks=('"parameters": dictionary of argument name',),
         sglang_name="llama3",
     ),
-    "plain": ToolFormat(
-        f"{_PARSING}.formats.parse_plain", "no tool calls: everything is text", sglang_name=None
-    ),
+    "plain": ToolFormat(f"{_PARSING}.formats.parse_plain", "no tool calls: everything is text"),
 }
 
 
 def recognised(chat_template: str) -> str:
     """The format that a template teaches its model; "plain" where it teaches none that is known."""
-    for name, row in TOOL_FORMATS.items():
-        has = row.marks and all(mark in chat_template for mark in row.marks)
-        if has and not any(mark in chat_template for mark in row.not_marks):
-            return name
-    return "plain"
+    found = (n for n, row in TOOL_FORMATS.items() if row.marks and all(m in chat_template for m in row.marks))
+    return next(found, "plain")

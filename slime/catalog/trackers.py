@@ -50,7 +50,6 @@ TRACKERS: dict[str, TrackerRow] = {
         "trackio",
         "trackio",
         "a local database of all runs, or a Hugging Face Space; `trackio show` opens the page",
-        (),
     ),
     "mlflow": TrackerRow(
         f"{_SERVICES}.MLflow",
@@ -58,7 +57,6 @@ TRACKERS: dict[str, TrackerRow] = {
         "mlflow",
         "mlflow",
         "an MLflow server, or a database in RUN/mlflow",
-        (),
     ),
 }
 
@@ -78,5 +76,4 @@ def tracker_options(args: object) -> dict[str, object]:
 def missing_package(name: str) -> str:
     """Return the error for a tracker whose package is not installed."""
     row = TRACKERS[name]
-    install = f"pip install 'slime[{row.extra}]'"
-    return f"--use-{name} needs the package {row.package}, which is not installed: {install}"
+    return f"--use-{name} needs the package {row.package}: pip install 'slime[{row.extra}]'"

@@ -23,14 +23,11 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 _BOTH_WAYS = (
     "tokens of one of its images see each other in both directions, which packed training does not do"
 )
+_TEXT_ALONE = "transformers builds its text model alone here, without the tower"
 _REFUSED = {
-    "gemma3": _BOTH_WAYS,
-    "gemma3n": _BOTH_WAYS,
-    "gemma4": _BOTH_WAYS,
-    "paligemma": _BOTH_WAYS,
+    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "paligemma"), _BOTH_WAYS),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _TEXT_ALONE),
     "qwen3_vl_moe": "its experts are not built with the tower",
-    "qwen3_5": "transformers builds its text model alone here, without the tower",
-    "qwen3_5_moe": "transformers builds its text model alone here, without the tower",
 }
 
 
@@ -38,7 +35,5 @@ def why_no_images(model_type: str | None) -> str | None:
     """Why such a model is not given images; None: it is."""
     if model_type in VISION_FAMILIES:
         return None
-    known = f"images are trained with {', '.join(VISION_FAMILIES)}"
-    if model_type in _REFUSED:
-        return f"{model_type}: {_REFUSED[model_type]}; {known}"
-    return f"{model_type} is no vision-language family that is known here; {known}"
+    why = _REFUSED.get(model_type or "", "it is no vision-language family that is known here")
+    return f"{model_type}: {why}; images are trained with {', '.join(VISION_FAMILIES)}"

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from slime.arguments import Args
-from slime.catalog.checks import CHECKS, MODEL_FILES, PLUGINS, PREDICT, CheckRow
 from slime.preflight.findings import Finding, Report, error_of
 from slime.utils.machine.own_command import as_typed
 from slime.utils.misc import load_function
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """One check. Example: the tokenizer is checked where the model's files were found to be there."""
+
+    group: str
+    subject: str  # of the errors that it raises
+    check: str  # a function in this folder, of the settings, that yields findings
+    needs: tuple[str, ...] = ()  # checks that must have found no error
+    skip: str | None = None  # value of --skip-preflight that leaves it out
+
+
+PLUGINS, FILES, TOKENIZER, ROWS = "plug-in functions", "model files", "tokenizer", "prompt rows"
+CHECKS = {
+    PLUGINS: CheckRow("settings", "plug-ins", "settings.check_plugin_functions"),
+    "packages": CheckRow("packages", "packages", "packages.check_packages"),
+    FILES: CheckRow("model", "--hf-checkpoint", "models.check_model_files"),
+    "weights": CheckRow("model", "--hf-checkpoint", "models.check_weights", (FILES,)),
+    TOKENIZER: CheckRow("model", "--hf-checkpoint", "models.check_tokenizer", (FILES,)),
+    "megatron folders": CheckRow("model", "checkpoint", "stored.check_megatron_folders", (FILES,)),
+    "served model": CheckRow("model", "--rollout-engine", "stored.check_served", (FILES,)),
+    "hub login": CheckRow("model", "--push-to-hub", "stored.check_hub_login"),
+    ROWS: CheckRow("data", "--prompt-data", "prompts.check_rows"),
+    "prompt lengths": CheckRow(
+        "data", "--prompt-data", "prompts.check_lengths", (TOKENIZER, ROWS), "lengths"
+    ),
+    # Not ROWS: without rows it checks less.
+    "reward": CheckRow("reward", "reward", "reward.check_reward", (PLUGINS, TOKENIZER), "reward"),
+    "machine": CheckRow("machine", "machine", "machine.check_machine", (), "machine"),
+}
 
 
 def preflight(args: Args, *, overlapped: bool = False) -> Report:
@@ -32,8 +62,8 @@ def preflight(args: Args, *, overlapped: bool = False) -> Report:
         if PLUGINS in failed and args.custom_rm_path:
             args = args.replace(custom_rm_path=None)  # reported already
     plan = None
-    if MODEL_FILES not in failed:
-        plan, found = load_function(PREDICT)(args)
+    if FILES not in failed:
+        plan, found = load_function("slime.preflight.machine.predict")(args)
         findings += [replace(finding, group="machine") for finding in found]
     return Report(tuple(findings), plan)
 
@@ -41,27 +71,17 @@ def preflight(args: Args, *, overlapped: bool = False) -> Report:
 def check_loop(args: Args, *, overlapped: bool) -> Iterator[Finding]:
     """Report flags that only the other loop obeys."""
     if overlapped and args.colocate:
-        yield Finding(
-            "error",
-            "--colocate",
-            "it makes engines and trainer take turns, so nothing can overlap: use train.py "
-            f"({as_typed('train')})",
-            "settings",
-        )
+        text = f"it makes engines and trainer take turns: use train.py ({as_typed('train')})"
+        yield Finding("error", "--colocate", text, "settings")
     if not overlapped and args.update_weights_interval != 1:
-        yield Finding(
-            "error",
-            "--update-weights-interval",
-            f"it needs train_async.py ({as_typed('train-async')}): here engines get weights after every "
-            "rollout",
-            "settings",
-        )
+        text = f"it needs train_async.py ({as_typed('train-async')})"
+        yield Finding("error", "--update-weights-interval", text, "settings")
 
 
 def _guarded(row: CheckRow, args: Args) -> Iterator[Finding]:
     """Yield the findings of a check. A defect of the check itself is a warning: the run can start."""
     try:
-        yield from load_function(row.check)(args)
+        yield from load_function(f"slime.preflight.{row.check}")(args)
     except (ValueError, FileNotFoundError) as error:
         yield error_of(row.subject, error)
     except Exception as error:  # of a library, of a template, of ours

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -67,12 +66,10 @@ class Report:
 
     def lines(self) -> list[str]:
         """The name of each group, and below it what was found."""
-        return list(self._lines())
-
-    def _lines(self) -> Iterator[str]:
+        found = []
         for group, findings in self.groups().items():
-            yield f"{group}:"
-            yield from (f"  {finding.kind}: {finding}".replace("\n", "\n    ") for finding in findings)
+            found += [f"{group}:", *(f"  {f.kind}: {f}".replace("\n", "\n    ") for f in findings)]
+        return found
 
 
 def error_of(subject: str, error: Exception) -> Finding:

@@ -36,68 +36,40 @@ def check_machine(args: Args) -> Iterator[Finding]:
 
 
 def _check_devices(args: Args) -> Iterator[Finding]:
-    gpus = min(device_count(), args.num_gpus_per_node or 0)
+    gpus, cores = min(device_count(), args.num_gpus_per_node or 0), num_cores()
     ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * (args.actor_num_gpus_per_node or 0)
     none_of_ours = args.debug_train_only or args.rollout_external_engine_addrs
     engines = 0 if none_of_ours else args.engine_topology.num_gpus
     wanted = max(ranks, engines) if args.colocate else ranks + engines
-    cores = num_cores()
+    text = f"{ranks} for the trainer and {engines} for engines are {wanted}"
     if gpus and wanted > gpus:
-        yield Finding(
-            "error",
-            "--actor-num-gpus-per-node",
-            f"{ranks} for the trainer and {engines} for engines are {wanted} GPUs; this machine shows "
-            f"{gpus}: lower them or --rollout-num-gpus, or share with --colocate.",
+        text += (
+            f" GPUs; this machine shows {gpus}: lower them or --rollout-num-gpus, or share with --colocate."
         )
+        yield Finding("error", "--actor-num-gpus-per-node", text)
     elif not gpus and wanted > max(_MANY_PROCESSES, _PROCESSES_PER_CORE * cores):
-        yield Finding(
-            "error",
-            "--actor-num-gpus-per-node",
-            f"this machine shows no GPU, so {ranks} for the trainer and {engines} for engines are {wanted} "
-            f"processes on {cores} core(s): no step would end; lower them and --rollout-num-gpus.",
-        )
+        text += f" processes on {cores} core(s) of a machine without GPUs: lower them and --rollout-num-gpus."
+        yield Finding("error", "--actor-num-gpus-per-node", text)
 
 
 def _check_router(args: Args) -> Iterator[Finding]:
-    """A router that others run must be there, reach our engines, and have none of others."""
+    """A router that others run must be there, and have no engines of others."""
     host, port = args.sglang_router_ip, args.sglang_router_port
     if host is None or args.debug_train_only:
         return
-    flag, where = "--sglang-router-ip", f"http://{host}:{port}/workers"
     try:
-        with urllib.request.urlopen(where, timeout=_ROUTER_PATIENCE_S) as answer:
+        with urllib.request.urlopen(f"http://{host}:{port}/workers", timeout=_ROUTER_PATIENCE_S) as answer:
             workers = json.load(answer)["workers"]
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
         text = f"no router answers at {host}:{port} (GET /workers: {error}): start it, or leave the flag out"
-        yield Finding("error", flag, f"{text} and slime starts one.")
+        yield Finding("error", "--sglang-router-ip", f"{text} and slime starts one.")
         return
     ours = {read_address(address) for address in args.rollout_external_engine_addrs or ()}
     others = sorted({w["url"] for w in workers if w.get("is_healthy", True)} - ours)
     if others:
-        text = (
-            f"the router at {host}:{port} has engines already ({', '.join(others[:3])}), whose answers would "
-        )
-        yield Finding("error", flag, f"{text}mix with those of this run's weights: take them out.")
-    if args.runtime != "ray" and not ours and not _is_here(host):
-        text = f"{host} is another machine, and engines of --runtime local listen on this one alone: use "
-        yield Finding("error", flag, f"{text}--runtime ray, or a router on this machine.")
-
-
-def _is_here(host: str) -> bool:
-    try:
-        found = {str(row[4][0]) for row in socket.getaddrinfo(host.strip("[]"), None)}
-    except OSError:
-        return False
-    return any(address.startswith("127.") or address == "::1" or _can_bind(address) for address in found)
-
-
-def _can_bind(address: str) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+        has = f"the router at {host}:{port} has engines already ({', '.join(others[:3])})"
+        text = f"{has}, whose answers would mix with those of this run's weights: take them out."
+        yield Finding("error", "--sglang-router-ip", text)
 
 
 def _check_port(args: Args) -> Iterator[Finding]:
@@ -113,20 +85,15 @@ def _check_port(args: Args) -> Iterator[Finding]:
             yield Finding("error", "--sglang-router-port", text)
 
 
-def plan_of(args: Args) -> RunPlan | None:
-    """What a run costs on this machine; None where the model's configuration is missing or unknown."""
-    try:
-        return plan_run(args, Device.here(), usual_length(args)) if args.hf_checkpoint is not None else None
-    except ValueError:
-        return None
-
-
 def predict(args: Args) -> tuple[RunPlan | None, list[Finding]]:
     """Predict memory and time of a step; None where the model's configuration is missing or unknown."""
-    plan = plan_of(args)
-    if plan is None or "machine" in args.skip_preflight:
-        return plan, []
-    return plan, [*check_memory(args, plan)]
+    if args.hf_checkpoint is None:
+        return None, []
+    try:
+        plan = plan_run(args, Device.here(), usual_length(args))
+    except ValueError:
+        return None, []
+    return plan, [] if "machine" in args.skip_preflight else [*check_memory(args, plan)]
 
 
 def check_memory(args: Args, plan: RunPlan) -> Iterator[Finding]:
@@ -139,8 +106,8 @@ def check_memory(args: Args, plan: RunPlan) -> Iterator[Finding]:
         engines = args.engine_topology.num_gpus
         total = sum(plan.trainer.values()) * ranks + sum(plan.engine.values()) * engines
         if total > device.room:
-            has = f"this machine has {device.room / 2**30:.1f}"
-            text = f"all processes together need about {total / 2**30:.1f} GiB, {has}."
+            need, has = f"{total / 2**30:.1f} GiB", f"{device.room / 2**30:.1f}"
+            text = f"all processes together need about {need}, this machine has {has}."
             yield Finding("warning", COST, text)
     yield from check_copies(plan)
 
@@ -149,9 +116,12 @@ def check_copies(plan: RunPlan) -> Iterator[Finding]:
     """Whether both copies of --peer-copies find their place."""
     free = shutil.disk_usage(shm.FOLDER).free
     if plan.copies > free:
-        text = f"two copies of the trainer's state need about {plan.copies / 2**30:.2f} GiB of {shm.FOLDER}, "
-        text += (
-            f"which has {free / 2**30:.2f} GiB left: enlarge it (docker: --shm-size), or leave the flag out."
+        need, left = (
+            f"{plan.copies / 2**30:.2f} GiB of {shm.FOLDER}",
+            f"which has {free / 2**30:.2f} GiB left",
+        )
+        text = (
+            f"two copies of the trainer's state need about {need}, {left}: enlarge it (docker: --shm-size)."
         )
         yield Finding("warning", "--peer-copies", text)
 
@@ -160,9 +130,8 @@ def _check_room(args: Args) -> Iterator[Finding]:
     for flag, folder in (("--run-dir", args.run_dir), ("--save", args.save)):
         if folder is None:
             continue
-        there = next(
-            path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists()
-        )
+        path = Path(folder).absolute()
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
         if not there.is_dir():
             yield Finding("error", flag, f"{there} is a file; give a folder.")
             continue
@@ -171,26 +140,17 @@ def _check_room(args: Args) -> Iterator[Finding]:
         free = shutil.disk_usage(there).free
         if free < _LITTLE_DISK:
             yield Finding("warning", flag, f"the disk of {there} has {free / 2**20:.0f} MiB left.")
-    size = weights_bytes(args.hf_checkpoint)
+    needed = _SETS * weights_bytes(args.hf_checkpoint)
     free = shutil.disk_usage(shm.FOLDER).free
-    if (
-        size
-        and not args.debug_train_only
-        and free < _SETS * size
-        and args.update_weight_transport in ("auto", "shared_memory")
-    ):
-        yield Finding(
-            "warning",
-            "--update-weight-transport",
+    shared = args.update_weight_transport in ("auto", "shared_memory") and not args.debug_train_only
+    if shared and free < needed:
+        text = (
             f"weights may travel through {shm.FOLDER}, which has {free / 2**30:.2g} GiB left and needs "
-            f"{_SETS * size / 2**30:.2g} for two versions of them: enlarge it (docker: --shm-size), or use "
-            "disk.",
+            f"{needed / 2**30:.2g} for two versions: enlarge it (docker: --shm-size), or use disk."
         )
+        yield Finding("warning", "--update-weight-transport", text)
 
 
 def weights_bytes(model: str | None) -> int:
     """Bytes of the weight files in a local model folder; 0: not known."""
-    folder = Path(model) if model else None
-    return (
-        sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
-    )
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if model else 0

@@ -33,17 +33,17 @@ def check_model_files(args: Args) -> Iterator[Finding]:
     models = {FLAG: args.hf_checkpoint, "--ref-load": args.ref_load, "--critic-load": args.critic_load}
     models |= {"--opd-teacher-load": args.opd_teacher_load}
     models |= {f"model_path of {model.name}": model.model_path for model in args.engine_topology.models}
-    found = False
+    wrong = []
     for flag, model in models.items():
-        if model is None or (flag != FLAG and model == args.hf_checkpoint):
-            continue
         policy = flag == FLAG
+        if model is None or (not policy and model == args.hf_checkpoint):
+            continue
         try:
             check_model(flag, model, tokenizer=policy and makes_prompts(args), whole=policy)
-            found |= policy
         except ValueError as error:
+            wrong.append(flag)
             yield error_of(flag, error)
-    if found and args.hf_checkpoint is not None:
+    if FLAG not in wrong and args.hf_checkpoint is not None:
         problems = list(_check_config(args.hf_checkpoint))
         yield from problems or _check_families(args)
 
@@ -74,12 +74,9 @@ def check_weights(args: Args) -> Iterator[Finding]:
         return  # engines may have them from elsewhere
     files = model_files(folder)
     if not files and not any(folder.glob("*.bin*")):
-        yield Finding(
-            "error", FLAG, f"{folder} holds no weights: no *.safetensors and no *.bin file is there."
-        )
+        yield Finding("error", FLAG, f"{folder} holds no weights: no *.safetensors and no *.bin file.")
     for file in files:
-        why = why_not_whole(file)
-        if why is not None:
+        if why := why_not_whole(file):
             yield Finding("error", FLAG, f"{file}: {why}.")
 
 
@@ -93,30 +90,31 @@ def makes_prompts(args: Args) -> bool:
 def _check_config(model: str) -> Iterator[Finding]:
     """Checks that a local folder has a configuration of an architecture that this transformers knows."""
     config = read_config(model)
-    if not config:
-        return
+    if config and (why := _why_unknown(model, config)):
+        yield Finding("error", FLAG, why)
+
+
+def _why_unknown(model: str, config: dict[str, Any]) -> str | None:
     from transformers import AutoConfig, __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
     if not kind:
-        text = f"{model}/config.json names no model_type; it is no configuration of a language model."
-        yield Finding("error", FLAG, text)
-    elif kind not in CONFIG_MAPPING and kind not in COMPUTED_AS and "auto_map" not in config:
+        return f"{model}/config.json names no model_type; it is no configuration of a language model."
+    if "auto_map" in config:
+        return None
+    if kind not in CONFIG_MAPPING:
         text = f"{model}: transformers {__version__} knows no model_type {kind!r}; install a newer one."
-        yield Finding("error", FLAG, text)
-    elif kind in CONFIG_MAPPING and "auto_map" not in config:
-        try:
-            AutoConfig.from_pretrained(model)
-        except Exception as error:  # what a value that no model can have raises is up to the model
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            text = f"{model}/config.json is refused by transformers ({said}); correct it, or copy it again."
-            yield Finding("error", FLAG, text)
-        else:
-            why = _why_impossible({**config, **(config.get("text_config") or {})})
-            if why is not None:
-                text = f"{model}/config.json: {why}; no model is like that: correct it, or copy it again."
-                yield Finding("error", FLAG, text)
+        return None if kind in COMPUTED_AS else text
+    try:
+        AutoConfig.from_pretrained(model)
+    except Exception as error:  # what a value that no model can have raises is up to the model
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"{model}/config.json is refused by transformers ({said}); correct it, or copy it again."
+    why = _why_impossible({**config, **(config.get("text_config") or {})})
+    return (
+        f"{model}/config.json: {why}; no model is like that: correct it, or copy it again." if why else None
+    )
 
 
 def _why_impossible(config: Mapping[str, Any]) -> str | None:
@@ -135,16 +133,19 @@ def check_tokenizer(args: Args) -> Iterator[Finding]:
     """The tokenizer against the model's vocabulary, and against what the prompts need of it."""
     if args.hf_checkpoint is None or not makes_prompts(args):
         return
-    tokenizer = _load(args.hf_checkpoint)
+    try:
+        tokenizer = load_tokenizer(args.hf_checkpoint)
+    except Exception as error:  # tokenizer files that are damaged raise anything
+        why = f"its tokenizer cannot be loaded ({type(error).__name__}: {error}); copy its files again."
+        raise ValueError(f"{FLAG} {args.hf_checkpoint}: {why}") from error
     yield from _check_vocabulary(args.hf_checkpoint, tokenizer)
     if needs_template(args) and not getattr(tokenizer, "chat_template", None):
-        yield Finding(
-            "error",
-            "--apply-chat-template",
+        text = (
             f"the tokenizer of {args.hf_checkpoint} has no chat template, which makes text of messages; use "
             "an instruction-tuned model, put a chat_template.jinja into the folder, or leave the flag out "
-            "and write prompts as text.",
+            "and write prompts as text."
         )
+        yield Finding("error", "--apply-chat-template", text)
     if args.custom_generate_function_path is not None:
         yield from template_notes(tokenizer)
         yield from _check_tools(args.custom_generate_function_path, args.hf_checkpoint, tokenizer)
@@ -155,13 +156,12 @@ def _check_tools(path: str, model: str, tokenizer: Any) -> Iterator[Finding]:
     if not getattr(tokenizer, "chat_template", None) or not _hands_out_tools(path):
         return
     if "tools" in load_function(TEMPLATE_REPORT)(tokenizer).refuses:
-        yield Finding(
-            "error",
-            "--custom-generate-function-path",
+        text = (
             f"{path} gives tools to a session, and the chat template of {model} has no place for tools; use "
             "a model whose template has one, put such a chat_template.jinja into the folder, or describe the "
-            "tools in a system message.",
+            "tools in a system message."
         )
+        yield Finding("error", "--custom-generate-function-path", text)
 
 
 def _hands_out_tools(path: str) -> bool:
@@ -185,14 +185,11 @@ def template_notes(tokenizer: Any) -> Iterator[Finding]:
     if not getattr(tokenizer, "chat_template", None):
         return
     report = load_function(TEMPLATE_REPORT)(tokenizer)
+    text = "it has the prefix property: the turns of a session are one sample"
     if not report.extends:
-        text = (
-            "new messages cannot be rendered behind an answer; every turn of a session is a sample of its own"
-        )
+        text = "new messages cannot be rendered behind an answer; every turn of a session is a sample"
     elif report.forks:
         text = f"a session forks at {' and '.join(report.forks)}, which the template leaves out then"
-    else:
-        text = "it has the prefix property: the turns of a session are one sample"
     refused = f"; it does not take {' or '.join(report.refuses)}" if report.refuses else ""
     yield Finding("note", "chat template", f"{text}{refused}.")
 
@@ -215,13 +212,3 @@ def needs_template(args: Args) -> bool:
     if args.apply_chat_template or is_conversation(args):
         return True
     return any(dataset.apply_chat_template for dataset in args.eval_datasets)
-
-
-def _load(model: str) -> Any:
-    try:
-        return load_tokenizer(model)
-    except Exception as error:  # tokenizer files that are damaged raise anything
-        raise ValueError(
-            f"{FLAG} {model}: its tokenizer cannot be loaded ({type(error).__name__}: {error}); copy the "
-            "tokenizer's files again."
-        ) from error

@@ -24,9 +24,10 @@ def check_packages(args: Args) -> Iterator[Finding]:
     """One error for each that is missing, with the command that installs it, or that cannot work here."""
     if sys.flags.optimize > 1:
         yield Finding("error", "transformers", f"{NEEDS_DOCSTRINGS}.")
-    for flag, module, install in _needed(args):
+    for flag, module, extra in _needed(args):
         if not is_installed(module):
-            yield Finding("error", flag, f"needs the package {module}, which is not installed: {install}")
+            text = f"needs the package {module}, which is not installed: pip install 'slime[{extra}]'"
+            yield Finding("error", flag, text)
     row = None if args.custom_rm_path else find_reward(args.rm_type)
     protection = SANDBOXES[args.sandbox].protection
     if row is not None and row.runs_programs and protection is not None:
@@ -36,34 +37,24 @@ def check_packages(args: Args) -> Iterator[Finding]:
             yield Finding("error", "--sandbox", f"{error}")
 
 
-def _needed(args: Args) -> Iterator[tuple[str, str, str]]:
+def _needed(args: Args) -> Iterator[tuple[str, str, str | None]]:
+    """Yield flag, module and the extra of slime that installs it."""
+    for name in chosen_trackers(args):
+        yield f"--use-{name}", TRACKERS[name].package, TRACKERS[name].extra
     trainer = BACKENDS[args.train_backend]
-    for on, flag, module, extra in (
-        *(
-            (True, f"--use-{name}", TRACKERS[name].package, TRACKERS[name].extra)
-            for name in chosen_trackers(args)
-        ),
-        (args.runtime == "ray", "--runtime ray", "ray", "ray"),
-        (args.lora_rank > 0 and trainer.trains_transformers_model, "--lora-rank", "peft", "lora"),
-        (args.update_weight_mode == "delta", "--update-weight-mode delta", "zstandard", "delta"),
-    ):
-        if on:
-            yield flag, module, f"pip install 'slime[{extra}]'"
-    if trainer.package:
-        yield (
-            f"--train-backend {args.train_backend}",
-            trainer.package,
-            f"pip install 'slime[{trainer.extra}]'",
-        )
-    row = None if args.custom_rm_path else find_reward(args.rm_type)
-    if row is not None and row.package:
-        yield f"--rm-type {args.rm_type}", row.package.replace("-", "_"), f"pip install 'slime[{row.extra}]'"
-    box = SANDBOXES[args.sandbox]
-    if box.package is not None:
-        yield f"--sandbox {args.sandbox}", box.package, f"pip install 'slime[{box.extra}]'"
+    if args.runtime == "ray":
+        yield "--runtime ray", "ray", "ray"
+    if args.lora_rank > 0 and trainer.trains_transformers_model:
+        yield "--lora-rank", "peft", "lora"
+    if args.update_weight_mode == "delta":
+        yield "--update-weight-mode delta", "zstandard", "delta"
     files = [args.prompt_data, *(dataset.path for dataset in args.eval_datasets)]
     names = [name for file in files if file for name in ([file] if isinstance(file, str) else file)]
-    for fmt in {format_of(name.partition("@[")[0]) for name in names}:
-        if fmt is None or fmt.package is None:
-            continue
-        yield "--prompt-data", fmt.package, f"pip install 'slime[{fmt.extra}]'"
+    for flag, row in (
+        (f"--train-backend {args.train_backend}", trainer),
+        (f"--rm-type {args.rm_type}", None if args.custom_rm_path else find_reward(args.rm_type)),
+        (f"--sandbox {args.sandbox}", SANDBOXES[args.sandbox]),
+        *(("--prompt-data", row) for row in {format_of(name.partition("@[")[0]) for name in names}),
+    ):
+        if row is not None and row.package is not None:
+            yield flag, row.package.replace("-", "_"), row.extra

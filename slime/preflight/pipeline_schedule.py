@@ -12,12 +12,18 @@ Unit = tuple[str, int, int]  # forward or backward ("f", "b"), chunk of the stag
 
 def stage_order(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Unit]:
     """The passes of one stage in order: fill the pipeline, one forward and one backward in turn, drain."""
-    total, later = micro_batches * chunks, stages - stage - 1
-    warm = min(later if chunks == 1 else 2 * later + (chunks - 1) * stages, total)
+    total = micro_batches * chunks
+    warm = min(_warm_up(stage, stages, chunks), total)
     units = [_unit("f", k, stages, chunks) for k in range(warm)]
     for k in range(total - warm):
         units += [_unit("f", warm + k, stages, chunks), _unit("b", k, stages, chunks)]
     return units + [_unit("b", k, stages, chunks) for k in range(total - warm, total)]
+
+
+def _warm_up(stage: int, stages: int, chunks: int) -> int:
+    """Forward passes of a stage before its first backward pass."""
+    later = stages - stage - 1
+    return later if chunks == 1 else 2 * later + (chunks - 1) * stages
 
 
 def _unit(kind: str, k: int, stages: int, chunks: int) -> Unit:
@@ -34,14 +40,10 @@ def run_count(stages: int, chunks: int, micro_batches: int) -> int:
     return micro_batches if chunks == 1 else -(-micro_batches // stages) * stages
 
 
-@functools.cache
 def most_kept(stage: int, stages: int, chunks: int, micro_batches: int) -> float:
     """Micro-batches whose activations a stage keeps at once, counted in whole stages."""
-    kept = most = 0
-    for kind, _, _ in stage_order(stage, stages, chunks, run_count(stages, chunks, micro_batches)):
-        kept += 1 if kind == "f" else -1
-        most = max(most, kept)
-    return most / chunks
+    total = run_count(stages, chunks, micro_batches) * chunks
+    return min(_warm_up(stage, stages, chunks) + 1, total) / chunks
 
 
 @functools.cache

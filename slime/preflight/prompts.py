@@ -14,7 +14,7 @@ from slime.data.dataset import check_prompt_file, prompt_lengths
 from slime.data.prompt_rows import PromptFormat, row_to_sample
 from slime.data.prompt_sources import read_rows
 from slime.data.row_checks import PromptUse
-from slime.preflight.findings import Finding, error_of
+from slime.preflight.findings import Finding, Kind, error_of
 from slime.rollout.prompt_formats import EARLY_ROWS, prompt_files, training_format
 from slime.utils.models.model_config import context_of
 from slime.utils.processing_utils import load_tokenizer
@@ -46,12 +46,8 @@ def check_rows(args: Args) -> Iterator[Finding]:
 def _few_rows(path: str | list[str], batch: int) -> Iterator[Finding]:
     rows = sum(1 for _ in itertools.islice(read_rows(path), batch))
     if rows < batch:
-        yield Finding(
-            "warning",
-            "--rollout-batch-size",
-            f"a step takes {batch} prompts, and the data has {rows} prompts: every step has some of them "
-            "more than once; use fewer, or more data.",
-        )
+        text = f"a step takes {batch} prompts, and the data has {rows} prompts, so some come more than once."
+        yield Finding("warning", "--rollout-batch-size", text)
 
 
 def _missing_keys(place: object, row: dict[str, object], fmt: PromptFormat) -> Iterator[Finding]:
@@ -83,9 +79,6 @@ class PromptLengths:
     tokens: tuple[int, ...]
     whole: bool
 
-    def above(self, limit: int) -> int:
-        return sum(length > limit for length in self.tokens)
-
 
 def usual_length(args: Args) -> float | None:
     """Tokens of a prompt in the middle of the first ones; None: there are none that can be read now."""
@@ -98,13 +91,14 @@ def usual_length(args: Args) -> float | None:
 
 def measure(args: Args, count: int) -> PromptLengths:
     samples: list[Sample] = []
-    characters = 0
+    characters, whole = 0, True
     for sample in first_samples(args, count + 1):
         characters += len(str(sample.prompt))
         if len(samples) == count or (samples and characters > _LOOKED_AT_CHARACTERS):
-            return PromptLengths(tuple(prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))), False)
+            whole = False
+            break
         samples.append(sample)
-    return PromptLengths(tuple(prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))), True)
+    return PromptLengths(tuple(prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))), whole)
 
 
 def check_lengths(args: Args) -> Iterator[Finding]:
@@ -126,16 +120,13 @@ def check_lengths(args: Args) -> Iterator[Finding]:
 
 
 def _left_out(found: PromptLengths, limit: int) -> Iterator[Finding]:
-    count = found.above(limit)
+    count = sum(length > limit for length in found.tokens)
+    text = f"{count} of {len(found.tokens)} prompts are longer than --rollout-max-prompt-len {limit}"
     if count == len(found.tokens):
-        yield Finding(
-            "error" if found.whole else "warning",
-            "--prompt-data",
-            f"all {count} prompts that were looked at are longer than --rollout-max-prompt-len {limit}; the "
-            f"shortest has {min(found.tokens)} tokens: raise it, or shorten the prompts.",
-        )
+        kind: Kind = "error" if found.whole else "warning"
+        text = f"all {text}; the shortest has {min(found.tokens)} tokens: raise it, or shorten the prompts."
+        yield Finding(kind, "--prompt-data", text)
     elif count:
-        text = f"{count} of {len(found.tokens)} prompts are longer than --rollout-max-prompt-len {limit}"
         yield Finding("note", "--prompt-data", f"{text} and left out")
 
 
@@ -146,22 +137,17 @@ def _beyond_context(args: Args, found: PromptLengths) -> Iterator[Finding]:
         return
     kept = [n for n in found.tokens if n <= (args.rollout_max_prompt_len or n)]
     count = sum(length >= context for length in kept)
-    advice = f"filter them with --rollout-max-prompt-len {context - 1} or less, or shorten them."
     if count:
         # Servers of another kind may stretch the context by flags of their own.
         hopeless = count == len(kept) and found.whole and not ENGINES[args.rollout_engine].takes_sglang_flags
-        yield Finding(
-            "error" if hopeless else "warning",
-            "--prompt-data",
+        text = (
             f"{count} of {len(kept)} prompts have up to {max(kept)} tokens, the model's context is {context}:"
-            f" no room for an answer, and the run stops at the first; {advice}",
+            f" no room for an answer; filter them with --rollout-max-prompt-len {context - 1} or less."
         )
+        yield Finding("error" if hopeless else "warning", "--prompt-data", text)
     answer = args.rollout_max_response_len or 0
     cut = sum(length < context < length + answer for length in kept)
     if cut:
-        yield Finding(
-            "warning",
-            "--rollout-max-response-len",
-            f"{answer} tokens after the prompt go beyond the context of {context} for {cut} of {len(kept)} "
-            "prompts: their answers are cut earlier.",
-        )
+        after = f"{answer} tokens after the prompt go beyond the context of {context}"
+        text = f"{after} for {cut} of {len(kept)} prompts: their answers are cut earlier."
+        yield Finding("warning", "--rollout-max-response-len", text)

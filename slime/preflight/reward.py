@@ -16,7 +16,7 @@ from typing import Any
 
 from slime.arguments import Args, PluginArgs, RunInfo, plugin_args
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
-from slime.catalog.rewards import find_reward
+from slime.catalog.rewards import Reward, find_reward
 from slime.preflight.findings import Finding
 from slime.preflight.packages import is_installed
 from slime.preflight.prompts import first_samples, reads_prompts
@@ -50,14 +50,17 @@ _FACTS = frozenset(PluginArgs.__annotations__) | {"num_rollout"}
 
 def check_reward(args: Args) -> Iterator[Finding]:
     """Whether it returns a score at all, and whether the right answer gets a better one than another."""
+    if not _scores_answers(args):
+        return
+    own = _own_generation(args)
     try:
-        sample = next(first_samples(args, 1), None) if _scores_answers(args) else None
-    except (ValueError, FileNotFoundError):  # told by the check of the rows
-        yield from _without_rows(args)
+        sample = next(first_samples(args, 1), None)
+    except (ValueError, FileNotFoundError):  # the check of the rows reports it
+        if args.custom_rm_path and not own:
+            yield from _without_rows(args)
         return
     if sample is None:
         return
-    own = _own_generation(args)
     if not (args.custom_rm_path or args.rm_type or sample.metadata.get("rm_type")):
         if not own:  # a function of the user's may score what it makes
             text = "no reward is given: set --rm-type, --custom-rm-path or rm_type in the rows' metadata."
@@ -72,7 +75,7 @@ def check_reward(args: Args) -> Iterator[Finding]:
 def _without_rows(args: Args) -> Iterator[Finding]:
     """No row can be read: all that can be told of a reward is whether what it returns is a score."""
     sample = Sample(prompt="2 + 2 = ", label="4")
-    if not args.custom_rm_path or _own_generation(args) or not _can_be_tried(args, sample):
+    if not _can_be_tried(args, sample):
         return
     with tempfile.TemporaryDirectory(prefix="slime-preflight-") as scratch:
         trial = _Trial(args, scratch)
@@ -98,10 +101,15 @@ def _own_generation(args: Args) -> bool:
 def _can_be_tried(args: Args, sample: Sample) -> bool:
     if args.custom_rm_path:
         return not args.custom_rm_path.startswith("slime.")  # those ask a teacher
-    row = find_reward(sample.metadata.get("rm_type") or args.rm_type)
+    row = _row(args, sample)
     if row is None:
         return True  # and it will be told that there is none of that name
     return not row.is_remote and (row.package is None or is_installed(row.package.replace("-", "_")))
+
+
+def _row(args: Args | PluginArgs, sample: Sample) -> Reward | None:
+    """The built-in reward of a sample; None: a function of the user's scores it."""
+    return None if args.custom_rm_path else find_reward(sample.metadata.get("rm_type") or args.rm_type)
 
 
 class _Trial:
@@ -116,10 +124,11 @@ class _Trial:
         self.subject = "--custom-rm-path" if args.custom_rm_path else "--rm-type"
         self._deadline = time.monotonic() + (DEADLINE_S if args.custom_rm_path else WORKER_DEADLINE_S)
 
-    @property
-    def asked(self) -> str | None:
-        """A fact of a run that the reward wanted."""
-        return vars(self.args).get("asked")
+    def needs_run(self) -> Finding | None:
+        """A note if the reward asked for a fact that only a run knows."""
+        asked = vars(self.args).get("asked")
+        text = f"it asks for args.{asked}, which only a run knows: it is first called by a rollout"
+        return Finding("note", self.subject, text) if asked else None
 
     def score(self, samples: list[Sample]) -> None:
         try:
@@ -145,23 +154,13 @@ def _try(trial: _Trial, sample: Sample) -> Iterator[Finding]:
         return
     for one in tried:
         if one.reward_failure is not None:
-            why = one.reward_failure.reason
-            text = f"it gave no score for {_short(one.response)}: {why}"
-            yield _needs_run(trial) if trial.asked else Finding("warning", trial.subject, text)
+            text = f"it gave no score for {_short(one.response)}: {one.reward_failure.reason}"
+            yield trial.needs_run() or Finding("warning", trial.subject, text)
             return
-    if has_label and _reads_labels(trial.args, sample) and tried[1].reward is not None:
+    row = _row(trial.args, sample)
+    if has_label and (row is None or row.needs_label) and tried[1].reward is not None:
         yield from _compare(trial, *tried)
         yield from _check_ending(trial, sample, tried[1])
-
-
-def _reads_labels(args: PluginArgs, sample: Sample) -> bool:
-    row = None if args.custom_rm_path else find_reward(sample.metadata.get("rm_type") or args.rm_type)
-    return row is None or row.needs_label
-
-
-def _needs_run(trial: _Trial) -> Finding:
-    text = f"it asks for args.{trial.asked}, which only a run knows: it is first called by a rollout"
-    return Finding("note", trial.subject, text)
 
 
 def _failure(trial: _Trial, samples: list[Sample]) -> Exception | None:
@@ -174,17 +173,16 @@ def _failure(trial: _Trial, samples: list[Sample]) -> Exception | None:
 
 def _told(trial: _Trial, failures: list[Exception | None]) -> Finding:
     """What is said of calls that ended without an answer or with a wrong one."""
-    if trial.asked is not None:
-        return _needs_run(trial)
-    slow = next((one for one in failures if isinstance(one, TimeoutError)), None)
-    if slow is not None:
+    if (note := trial.needs_run()) is not None:
+        return note
+    errors = [error for error in failures if error is not None]
+    if any(isinstance(error, TimeoutError) for error in errors):
         text = "it did not answer in time, and was not tried further; --skip-preflight reward leaves it alone"
         return Finding("warning", trial.subject, text)
-    error = next(one for one in failures if one is not None)
-    wrong_value = next((one for one in failures if one is not None and _is_wrong_value(one)), None)
-    same = len({type(one and one.__cause__) for one in failures}) == 1
-    certain = wrong_value is not None or (same and _is_certain(error.__cause__))
-    lines = str(wrong_value or error).removeprefix(trial.subject).strip().splitlines()
+    wrong_value = next(filter(_is_wrong_value, errors), None)
+    same = len({type(error and error.__cause__) for error in failures}) == 1
+    certain = wrong_value is not None or (same and _is_certain(errors[0].__cause__))
+    lines = str(wrong_value or errors[0]).removeprefix(trial.subject).strip().splitlines()
     text = "\n".join(line for line in lines if not line.startswith(("  for ", "  Another try")))
     return Finding("error" if certain else "warning", trial.subject, text)
 
@@ -202,12 +200,12 @@ def _is_certain(error: BaseException | None) -> bool:
 
 def right_answer(args: PluginArgs, sample: Sample) -> str:
     """The label in the form that a built-in reward looks for; a custom one gets it as it is."""
-    label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
-    row = None if args.custom_rm_path else find_reward(sample.metadata.get("rm_type") or args.rm_type)
+    label = str(sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label)
+    row = _row(args, sample)
     if row is not None and (row.reads_box or (args.rm_type or "").startswith("boxed_")):
-        boxed = str(label) if "\\boxed" in str(label) else f"\\boxed{{{label}}}"
+        boxed = label if "\\boxed" in label else f"\\boxed{{{label}}}"
         return f"</think> {boxed}"
-    return f"Answer: {label}" if row is not None and row.reads_answer_line else str(label)
+    return f"Answer: {label}" if row is not None and row.reads_answer_line else label
 
 
 def _answered(args: PluginArgs, sample: Sample, answer: str) -> Sample:
@@ -237,15 +235,15 @@ def _compare(trial: _Trial, made_up: Sample, right: Sample) -> Iterator[Finding]
 
 def _check_ending(trial: _Trial, sample: Sample, right: Sample) -> Iterator[Finding]:
     """Whether the right answer is still right with the token that ends it, as engines give it."""
-    end = load_tokenizer(trial.args.hf_checkpoint).eos_token
-    if not end or not trial.args.custom_rm_path or waits_for_group(trial.args):
+    args = trial.args
+    end = load_tokenizer(args.hf_checkpoint).eos_token
+    ours = not args.custom_rm_path or waits_for_group(args)
+    if not end or ours or args.rollout_skip_special_tokens:
         return
-    if trial.args.rollout_skip_special_tokens:
-        return
-    ended = _answered(trial.args, sample, right.response + end)
+    ended = _answered(args, sample, right.response + end)
     if _failure(trial, [ended]) is not None or ended.reward is None:
         return
-    before, after = (_number(one.get_reward_value(trial.args)) for one in (right, ended))
+    before, after = (_number(one.get_reward_value(args)) for one in (right, ended))
     if before is not None and after is not None and after < before:
         text = (
             f"it gives {before:g} for {_short(right.response)} and {after:g} for {_short(ended.response)}, "

@@ -20,7 +20,6 @@ import torch
 from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.backends.shared.model_roles import needs_old_log_probs, needs_reference
-from slime.batch.flops import ModelShape
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 from slime.catalog.gpus import closest_gpu
@@ -79,20 +78,17 @@ class RunPlan:
 
     def lines(self, room: float | None) -> list[str]:
         """`room`: bytes of one device; None: not known."""
-        sides = {"trainer rank": self.trainer, "engine": self.engine}
-        shown = [
-            f"{side}: {sum(parts.values()) / GIB:.2f} GiB ("
-            + ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-            + ")"
-            for side, parts in sides.items()
-            if parts
-        ]
+        shown = []
+        for side, parts in {"trainer rank": self.trainer, "engine": self.engine}.items():
+            each = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+            if parts:
+                shown.append(f"{side}: {sum(parts.values()) / GIB:.2f} GiB ({each})")
         if self.copies:
             shown.append(
                 f"--peer-copies: {self.copies / GIB:.2f} GiB of shared memory, two copies of the state"
             )
-        parts = {"generate": self.generate_s, "train": self.train_s, "push": self.push_s}
-        known = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds)
+        seconds = {"generate": self.generate_s, "train": self.train_s, "push": self.push_s}
+        known = ", ".join(f"{name} {value:.3g}" for name, value in seconds.items() if value)
         assumed = f" for responses of {self.response_tokens:.0f} tokens" if self.response_tokens else ""
         shown.append(f"a step: about {self.step_s:.3g} s ({known}){assumed}")
         if room is not None:
@@ -187,16 +183,6 @@ def _work(args: Args, prompt: float | None, response: float | None) -> Work:
     )
 
 
-class _Config(Namespace):
-    """A config.json as `ModelShape` reads one of transformers."""
-
-    def __init__(self, values: dict[str, Any]):
-        super().__init__(**values)
-
-    def get_text_config(self) -> _Config:
-        return self
-
-
 def _tokens_at_once(args: Args) -> int:
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu:
         return args.max_tokens_per_gpu
@@ -209,15 +195,8 @@ def _trainer_memory(args: Args, model: dict[str, Any], device: Device) -> dict[s
     sizes = _sizes(args)
     if BACKENDS[args.train_backend].has_pipeline:
         micro = max(1, (args.global_batch_size or 1) // max(1, sizes.dp * args.micro_batch_size))
-        options = Namespace(num_micro_batches=micro, max_tokens_per_gpu=_tokens_at_once(args))
-        for name in (
-            "optimizer_cpu_offload",
-            "optimizer_offload_fraction",
-            "exp_avg_dtype",
-            "exp_avg_sq_dtype",
-        ):
-            setattr(options, name, getattr(args, name))
-        options.activation_checkpointing, options.moe_load_max_over_mean = args.activation_checkpointing, 2.0
+        settings = args.to_dict() | {"max_tokens_per_gpu": _tokens_at_once(args)}
+        options = Namespace(**settings, num_micro_batches=micro, moe_load_max_over_mean=2.0)
         worst = max(plan_trainer(model, sizes, options).stages, key=lambda stage: stage.total)
         parts = {"gradients": worst.gradients, "optimizer": worst.optimizer}
         parts = {name: value * _trained_share(args, model) for name, value in parts.items()}
@@ -282,9 +261,7 @@ def _engine_memory(args: Args, model: dict[str, Any], device: Device) -> dict[st
     context = model.get("max_position_embeddings") or 0
     budget = _KV_SHARE * max(0.0, device.room - weights) if device.is_gpu else float(_KV_ON_CPU)
     most = limit(args, "embedded-requests") * context * row
-    cache = (
-        limit(args, "embedded-tokens") * row if limit(args, "embedded-tokens") else max(budget, context * row)
-    )
+    cache = limit(args, "embedded-tokens") * row or max(budget, context * row)
     return {"weights": weights, "KV cache": float(min(cache, most))}
 
 
@@ -331,17 +308,17 @@ def _cpu_seconds(
     args: Args, config: dict[str, Any], device: Device, work: Work
 ) -> tuple[float, float, float]:
     """Return the same of one CPU, whose cores all ranks share; a push there is not worth an estimate."""
-    shape = ModelShape.from_hf_config(_Config(config))
+    matrices = Model(config).matrices
     item = device.item_bytes(args)
     speed = _cpu_operations_per_second()
     ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
     engines = max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
     passes = work.passes + 3 + (args.activation_checkpointing == "full")
     micro = _micro_batches(args, work) / ranks
-    train = passes * (2 * shape.matrices * work.tokens / (speed * _USED) + _STEP_S * micro)
+    train = passes * (2 * matrices * work.tokens / (speed * _USED) + _STEP_S * micro)
     at_once = min(work.samples / engines, float(_running(args)))
-    reads = shape.matrices * item / (2 * speed * _BYTES_PER_OPERATION)
-    one_token = _STEP_S + max(reads, 2 * shape.matrices * at_once / (speed * _USED))
+    reads = matrices * item / (2 * speed * _BYTES_PER_OPERATION)
+    one_token = _STEP_S + max(reads, 2 * matrices * at_once / (speed * _USED))
     rounds = work.samples / engines / at_once
     return rounds * work.answer * one_token, train, 0.0
 

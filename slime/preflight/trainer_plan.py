@@ -105,36 +105,35 @@ def plan_trainer(model: dict[str, Any], sizes: Sizes, options: argparse.Namespac
 
 
 def _check(model: dict[str, Any], sizes: Sizes) -> None:
-    if sizes.ranks % (sizes.tp * sizes.pp * sizes.cp):
-        raise ValueError(
-            f"{sizes.ranks} trainer ranks are not a multiple of tensor {sizes.tp} x pipeline {sizes.pp} x "
-            f"context {sizes.cp} parallelism: change the sizes or --actor-num-gpus-per-node."
-        )
-    if model["num_attention_heads"] % sizes.tp:
-        raise ValueError(
-            f"--tensor-model-parallel-size is {sizes.tp}, but the model has {model['num_attention_heads']} "
-            "attention heads: use a divisor of that."
-        )
-    if sizes.vpp > 1 and sizes.pp == 1:
-        raise ValueError(
-            "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2."
-        )
-    experts = number_of_experts(model)
-    if sizes.sequence_parallel and sizes.tp == 1:
-        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size of at least 2.")
-    if experts and sizes.tp > 1 and not sizes.sequence_parallel:
-        raise ValueError(
-            "a mixture of experts with --tensor-model-parallel-size above 1 needs --sequence-parallel."
-        )
-    if sizes.ep > 1 and (not experts or experts % sizes.ep):
-        raise ValueError(
-            f"--expert-model-parallel-size is {sizes.ep}, but the model has {experts or 'no'} experts."
-        )
-    if sizes.ranks % (sizes.etp * sizes.ep * sizes.pp):
-        raise ValueError(
-            f"{sizes.ranks} trainer ranks are not a multiple of expert-tensor {sizes.etp} x expert "
-            f"{sizes.ep} x pipeline {sizes.pp} parallelism: use smaller sizes."
-        )
+    heads, experts = model["num_attention_heads"], number_of_experts(model)
+    layout = f"{sizes.ranks} trainer ranks are not a multiple of"
+    pipeline = f"pipeline {sizes.pp}"
+    problems = {
+        f"{layout} tensor {sizes.tp} x {pipeline} x context {sizes.cp} parallelism": (
+            sizes.ranks % (sizes.tp * sizes.pp * sizes.cp)
+        ),
+        f"{layout} expert-tensor {sizes.etp} x expert {sizes.ep} x {pipeline} parallelism": (
+            sizes.ranks % (sizes.etp * sizes.ep * sizes.pp)
+        ),
+        f"--tensor-model-parallel-size is {sizes.tp}, but the model has {heads} attention heads": (
+            heads % sizes.tp
+        ),
+        "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2": (
+            sizes.vpp > 1 and sizes.pp == 1
+        ),
+        "--sequence-parallel needs --tensor-model-parallel-size of at least 2": (
+            sizes.sequence_parallel and sizes.tp == 1
+        ),
+        "a mixture of experts with --tensor-model-parallel-size above 1 needs --sequence-parallel": (
+            experts and sizes.tp > 1 and not sizes.sequence_parallel
+        ),
+        f"--expert-model-parallel-size is {sizes.ep}, but the model has {experts or 'no'} experts": (
+            sizes.ep > 1 and (not experts or experts % sizes.ep)
+        ),
+    }
+    for text, is_wrong in problems.items():
+        if is_wrong:
+            raise ValueError(f"{text}: change the sizes.")
 
 
 def layers_per_stage(sizes: Sizes, layers: int) -> list[int]:
@@ -218,9 +217,8 @@ def _attention_parameters(model: dict[str, Any]) -> Parameters:
 
 
 def _shared_width(model: dict[str, Any]) -> int:
-    if model.get("shared_expert_intermediate_size"):
-        return model["shared_expert_intermediate_size"]
-    return (model.get("n_shared_experts") or 0) * _expert_width(model)
+    several = (model.get("n_shared_experts") or 0) * _expert_width(model)
+    return model.get("shared_expert_intermediate_size") or several
 
 
 def _expert_width(model: dict[str, Any]) -> int:
@@ -370,18 +368,14 @@ def render(plan: TrainerPlan) -> str:
     s = plan.sizes
     shape = f"tp {s.tp}, pp {s.pp}" + (f" x {s.vpp} chunks" if s.vpp > 1 else "") + f", cp {s.cp}, dp {s.dp}"
     lines = [f"trainer: {plan.parameters / 1e9:.2f}B parameters on {s.ranks} ranks ({shape}, ep {s.ep})"]
-    lines.append(
-        "  stage  parameters   weights  gradients  optimizer  activations    total (GiB per rank, estimated)"
-    )
+    heads = "  stage  parameters   weights  gradients  optimizer  activations    total"
+    lines.append(f"{heads} (GiB per rank, estimated)")
     for m in plan.stages:
-        cells = (m.weights, m.gradients, m.optimizer, m.activations, m.total)
-        shown = "".join(
-            f"{value / GIB:>{width}.1f}" for value, width in zip(cells, (10, 11, 11, 13, 9), strict=True)
-        )
+        cells = ((10, m.weights), (11, m.gradients), (11, m.optimizer), (13, m.activations), (9, m.total))
+        shown = "".join(f"{value / GIB:>{width}.1f}" for width, value in cells)
         lines.append(f"  {m.stage:>5}{m.parameters / 1e9:>11.2f}B{shown}")
-    lines.append(
-        f"  pipeline bubble: {100 * plan.bubble:.1f}% of a step of {plan.micro_batches} micro-batches"
-    )
+    bubble = f"{100 * plan.bubble:.1f}% of a step of {plan.micro_batches} micro-batches"
+    lines.append(f"  pipeline bubble: {bubble}")
     if plan.expert_imbalance is not None:
         lines.append(f"  busiest expert-parallel rank: {plan.expert_imbalance:.2f} times the mean work")
     return "\n".join(lines)

@@ -273,12 +273,14 @@ NO_EFFECT_BESIDE = {
         "grpo_std_normalization",
         "keep_old_actor",
         "turn_discount",
+        "use_opd",
     )
 }
 NO_EFFECT_BESIDE |= {
     name: {"loss_type": "dpo_loss", "n_samples_per_prompt": 1}
     for name in ("calculate_per_token_loss", "loss_reduction")
 }
+NO_EFFECT_BESIDE["spare_samples_per_prompt"] = {"deterministic_mode": True}
 FSDP_ONLY = (
     "fsdp_cpu_offload",
     "freeze_vision_tower",

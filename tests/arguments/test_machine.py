@@ -16,10 +16,9 @@ OLD = (False, "has no amx_bf16, avx512_bf16")
 def laptop(monkeypatch):
     """`laptop(units, gpus, cores)`: the machine that the rules see."""
 
-    def be(units=OLD, gpus=0, cores=2):
+    def be(units=OLD, gpus=0):
         monkeypatch.setattr(cluster, "visible_gpus", lambda: gpus)
         monkeypatch.setattr(precision, "bfloat16_units", lambda: units)
-        monkeypatch.setattr(cluster, "num_cores", lambda: cores)
 
     be()
     return be
@@ -104,13 +103,6 @@ def test_a_precision_that_is_asked_for_is_kept_and_its_price_told(laptop):
 
 
 # ---- sizes -------------------------------------------------------------------------------------------------
-
-
-def test_more_processes_than_cores_are_told(laptop):
-    [told] = parse(actor_num_gpus_per_node=8, num_gpus_per_node=9, rollout_batch_size=8).warnings
-    assert told.startswith("8 trainer rank(s) and 1 engine(s) share 2 core(s)")
-    laptop(cores=16)
-    assert parse(actor_num_gpus_per_node=8, num_gpus_per_node=9, rollout_batch_size=8).warnings == ()
 
 
 def test_nothing_is_told_of_ordinary_sizes_or_of_a_cluster(laptop):

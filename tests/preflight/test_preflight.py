@@ -12,8 +12,7 @@ from external_router import OtherRouter
 from patience import PATIENCE_S
 from tiny_model import make_tiny_model, make_tiny_tokenizer
 
-from slime.catalog.checks import CHECKS
-from slime.preflight.all_checks import preflight
+from slime.preflight.all_checks import CHECKS, preflight
 from slime.preflight.findings import Finding, Report
 from slime.preflight.machine import weights_bytes
 from slime.utils.machine import shm

@@ -1,6 +1,7 @@
 """How one flag is declared: a typed field that carries its help, its range and when it has an effect."""
 
 import dataclasses
+import json
 import os
 import re
 import types
@@ -90,8 +91,16 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def name_of(option: str) -> str:
+    """`--use-rs`, or a key of a file such as `use-rs` -> `use_rs`."""
+    return option.removeprefix("--").removeprefix("__").replace("-", "_")
+
+
 def _alternatives(texts: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+
+
+_METAVARS = {"_path": "PATH", "_dir": "DIR", "_key": "KEY"}  # by the end of a flag's name
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,12 @@ class FlagSpec:
     info: FlagInfo
 
     @property
+    def metavar(self) -> str | None:
+        """The name of the value in the help; it also says which relative paths are resolved (paths.py)."""
+        by_name = next((word for suffix, word in _METAVARS.items() if self.name.endswith(suffix)), None)
+        return self.info.metavar or by_name or ("JSON" if self.kind is dict else None)
+
+    @property
     def option(self) -> str:
         """The spelling shown to users: `--rollout-batch-size`, or `--disable-...` of a default-on switch."""
         return self.info.off or option_of(self.name)
@@ -159,8 +174,7 @@ class FlagSpec:
     @property
     def on_options(self) -> list[str]:
         """Spellings that set the value (for a switch: that set it to True)."""
-        options = [option_of(self.name)]
-        return options + ([self.info.alias] if self.info.alias else [])
+        return [option_of(self.name), *([self.info.alias] if self.info.alias else [])]
 
     @property
     def off_options(self) -> list[str]:
@@ -234,38 +248,32 @@ def with_home(text: str) -> str:
 
 
 def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    if isinstance(value, str) and value.lower() in words:
-        return words[value.lower()]
-    raise ValueError("expected true or false")
+    found = words.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        raise ValueError("expected true or false")
+    return found
 
 
 def _to_object(value: Any) -> dict[str, Any]:
-    import json  # only flags that take an object need it
-
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"expected a JSON object such as '{{\"key\": 1}}' ({error})") from None
-    if not isinstance(value, dict):
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
         raise ValueError("expected a JSON object such as '{\"key\": 1}'")
-    return value
+    return found
 
 
-def _to_number(spec: FlagSpec, value: Any) -> int | float:
-    words = "a whole number" if spec.kind is int else "a number"
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"expected {words}")
+def _to_number(spec: FlagSpec, value: Any) -> Any:
+    words, info = "a whole number" if spec.kind is int else "a number", spec.info
     try:
         # YAML reads 1e-6 as text, and 8.0 where a count was meant is a mistake, not 8.
-        number = spec.kind(value) if isinstance(value, str) or spec.kind is float else value
+        number: Any = spec.kind(value) if isinstance(value, str) or type(value) is int else value
     except ValueError:
         raise ValueError(f"expected {words}") from None
-    if spec.kind is int and not isinstance(number, int):
+    has_kind = type(number) is spec.kind
+    if not has_kind:
         raise ValueError(f"expected {words}")
-    info = spec.info
     check_range(number, ge=info.ge, gt=info.gt, le=info.le, lt=info.lt)
     return number

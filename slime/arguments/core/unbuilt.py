@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from slime.arguments.core.flag import option_of
+from slime.arguments.core.flag import name_of, option_of
 from slime.arguments.core.removed import REMOVED_FLAGS
 from slime.catalog.deadlines import DEADLINE_FLAGS
 
@@ -118,7 +118,11 @@ IDLE_FLAGS = {
         megatron-server-warmup""",
 }
 # Flags that change nothing at one value, and are refused at any other.
-_NEUTRAL = {"lr-warmup-init": "0", "weight-decay-incr-style": "constant", "main-params-dtype": "fp32"}
+_NEUTRAL = {
+    "lr-warmup-init": ("0", "0.0"),
+    "weight-decay-incr-style": ("constant",),
+    "main-params-dtype": ("fp32",),
+}
 # What a flag of another release, or of Megatron's command line, is called here.
 RENAMED_FLAGS = {
     "--offload": ("--offload-train", "--offload-rollout"),
@@ -209,15 +213,8 @@ def _instead(name: str) -> str | None:
 
 def is_neutral(option: str, words: Sequence[str]) -> bool:
     """Whether a flag that is not built has the value at which it changes nothing."""
-    value = _NEUTRAL.get(option.removeprefix("--").replace("_", "-"))
-    return value is not None and len(words) == 1 and _same(words[0], value)
-
-
-def _same(word: str, value: str) -> bool:
-    try:
-        return float(word) == float(value)
-    except ValueError:
-        return word == value
+    neutral = _NEUTRAL.get(option.removeprefix("--").replace("_", "-"), ())
+    return len(words) == 1 and words[0] in neutral
 
 
 def renamed(words: Sequence[str]) -> list[str]:
@@ -226,12 +223,14 @@ def renamed(words: Sequence[str]) -> list[str]:
     while left:
         word = left.pop(0)
         name, equals, value = word.partition("=")
+        new = RENAMED_FLAGS.get(name)
         if name in DEADLINE_FLAGS:
-            given = [value] if equals else [left.pop(0)] if left else []
-            pairs = [deadline_of(name, value) for value in given]
-            found += ["--timeouts", *(f"{deadline}={seconds}" for deadline, seconds in pairs)]
+            seconds = value if equals else left.pop(0) if left else ""
+            found += ["--timeouts", "=".join(map(str, deadline_of(name, seconds)))]
+        elif new is None or (equals and len(new) > 1):
+            found.append(word)
         else:
-            found += _renamed_word(word)
+            found += [new[0] + equals + value, *new[1:]]
     return found
 
 
@@ -244,26 +243,18 @@ def deadline_of(option: str, value: Any) -> tuple[str, Any]:
         return name, value
 
 
-def _renamed_word(word: str) -> tuple[str, ...]:
-    name, equals, value = word.partition("=")
-    new = RENAMED_FLAGS.get(name)
-    if new is None or (equals and len(new) > 1):
-        return (word,)
-    return (new[0] + equals + value, *new[1:])
-
-
 def renamed_key(name: str, value: Any) -> dict[str, Any]:
     """A key of a file (`gradient_checkpointing`) and its value, under the name or names it has here."""
     option = option_of(name)
     if option in DEADLINE_FLAGS:
         return {"timeouts": dict([deadline_of(option, value)])}
-    new = RENAMED_FLAGS.get(option)
-    if new is None or (new[1:] and value is not True):
+    new = RENAMED_FLAGS.get(option, (option,))
+    names = [name_of(word) for word in new]
+    if len(new) == 1:
+        return {names[0]: value}
+    if value is not True:
         return {name: value}
-    first, *rest = (word.removeprefix("--").replace("-", "_") for word in new)
-    if rest and not new[1].startswith("--"):
-        return {first: new[1]}
-    return {name: value for name in (first, *rest)}
+    return dict.fromkeys(names, True) if new[1].startswith("--") else {names[0]: new[1]}
 
 
 def why_idle(option: str) -> str | None:

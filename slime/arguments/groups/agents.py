@@ -29,44 +29,33 @@ class AgentFlags:
         metavar="NAME",
     )
     env_args: dict = flag(
-        {},
-        'its options by task, "*" for all, as JSON: {"gcd": {"max_value": 50}}',
-        metavar="JSON",
-        only_with=ENV,
+        {}, 'its options by task, "*" for all, as JSON: {"gcd": {"max_value": 50}}', only_with=ENV
     )
     eval_env_num_items: int = flag(64, "number of held-out items of each task", ge=1, only_with=ENV)
     max_turns: int | None = flag(None, "longest episode in turns of the policy", ge=1, only_with=ENV)
     turn_max_response_len: int | None = flag(
-        None,
-        "longest turn in tokens; --rollout-max-response-len limits the whole episode",
-        ge=1,
-        only_with=ENV,
+        None, "longest turn in tokens; --rollout-max-response-len limits the episode", ge=1, only_with=ENV
     )
     partial_episodes: str = flag(
         "continue",
-        "what happens to an episode that --partial-rollout interrupts",
+        "what becomes of an episode that is interrupted",
         choices=("continue", "restart"),
         only_with=CONTINUES,
     )
     agent_client_sampling: str = flag(
         "asked",
-        "sampling of a turn whose client asks for parameters of its own: as asked (the turn is not "
-        "trained), or as the run samples",
+        "sampling of a turn whose client has parameters of its own: as asked (not trained), or the run's",
         choices=("asked", "run"),
     )
     turn_discount: float | None = flag(
         None,
-        "credit by turn: a turn gets its own reward and later ones discounted by this per turn. Default: "
-        "the episode's reward",
+        "credit by turn: its own reward and later ones, discounted. Default: the episode's reward",
         ge=0,
         le=1,
         only_with=(ADVANTAGES, COMPUTES_ADVANTAGES, SHAPED),
     )
     max_tokens_in_flight: int | None = flag(
-        None,
-        "most tokens of all requests in flight, prompts and responses; other requests wait. Default: no "
-        "limit",
-        ge=1,
+        None, "most tokens of all requests in flight; others wait. Default: no limit", ge=1
     )
 
 
@@ -75,56 +64,37 @@ def environment(draft: Draft) -> None:
     if draft.env is None:
         return
     choices = read_choices(draft.env)
-    _check_options(draft, [choice.short for choice in choices])
+    tasks = [choice.short for choice in choices]
+    for task, options in draft.env_args.items():
+        if task not in ("*", *tasks):
+            raise ValueError(f"--env-args has {task!r}: its keys are tasks ({', '.join(tasks)}) or '*'.")
+        if not isinstance(options, dict):
+            raise ValueError(f"--env-args: the options of {task!r} must be an object, not {options!r}.")
     if draft.custom_generate_function_path is None:
         draft.derive("custom_generate_function_path", EPISODE_FUNCTION, "--env plays episodes")
     if draft.rollout_max_response_len is None:
-        raise ValueError(
-            "--env needs --rollout-max-response-len: the longest episode in tokens, what the environment "
-            "says included."
-        )
+        raise ValueError("--env needs --rollout-max-response-len: the longest episode in tokens.")
     if draft.multimodal_keys:
-        raise ValueError(
-            "--multimodal-keys with --env: the environment shows images itself (Observation.images); remove "
-            "the flag, and name files in the metadata of rows."
-        )
-    if draft.prompt_data is None:
-        for name in ("input_key", "label_key", "prompt_template"):
-            if draft.was_given(name):
-                raise ValueError(
-                    f"{option_of(name)} is given, but --env {draft.env} makes its items itself: "
-                    "remove it, or name a file with --prompt-data."
-                )
-        draft.derive("prompt_data", source_of(choices, TRAINING, ENV_ITEMS), "--env makes its items")
-    _evaluation(draft)
-
-
-def _evaluation(draft: Draft) -> None:
-    own_items = not draft.was_given("prompt_data")
-    if draft.eval_interval is None or draft.eval_config or draft.eval_prompt_data or not own_items:
+        raise ValueError("--multimodal-keys with --env, whose environment shows images itself; remove it.")
+    if draft.prompt_data is not None and draft.was_given("prompt_data"):
         return
-    choices = read_choices(draft.env)
-    words = []
-    for choice in choices:
-        words += [choice.short, source_of([choice], HELD_OUT, draft.eval_env_num_items)]
-    draft.derive("eval_prompt_data", words, "held-out items of the environment, each task apart")
-
-
-def _check_options(draft: Draft, tasks: list[str]) -> None:
-    for task, options in draft.env_args.items():
-        if task != "*" and task not in tasks:
+    for name in ("input_key", "label_key", "prompt_template"):
+        if draft.was_given(name):
+            option = option_of(name)
             raise ValueError(
-                f"--env-args has {task!r}: its keys are tasks of --env ({', '.join(tasks)}) or '*'."
+                f"{option} with --env, which makes its items itself: name a file with --prompt-data."
             )
-        if not isinstance(options, dict):
-            raise ValueError(f"--env-args: the options of {task!r} must be an object, not {options!r}.")
+    draft.derive("prompt_data", source_of(choices, TRAINING, ENV_ITEMS), "--env makes its items")
+    if draft.eval_interval is not None and not draft.eval_config and not draft.eval_prompt_data:
+        sources = [(c.short, source_of([c], HELD_OUT, draft.eval_env_num_items)) for c in choices]
+        words = [word for source in sources for word in source]
+        draft.derive("eval_prompt_data", words, "held-out items of the environment, each task apart")
 
 
 def turn_credit(draft: Draft) -> None:
     """Estimators that discount by token have a discount of their own."""
-    discounts = ESTIMATORS[draft.advantage_estimator].uses_gamma
-    if draft.turn_discount not in (None, 1.0) and discounts:
-        estimator = draft.advantage_estimator
+    estimator = draft.advantage_estimator
+    if draft.turn_discount not in (None, 1.0) and ESTIMATORS[estimator].uses_gamma:
         raise ValueError(
             f"--turn-discount is {draft.turn_discount:g}, but --advantage-estimator {estimator} discounts by "
             "token: use --turn-discount 1, which puts each turn's reward on its last token, with --gamma."

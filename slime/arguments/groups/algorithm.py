@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import both, either, flag, having, lacks, needs, stays_on
-from slime.arguments.groups.objectives import NOT_PAIRS, POLICY_LOSS, SUPERVISED_LOSSES
+from slime.arguments.groups.objectives import NOT_PAIRS, PAIR_LOSSES, POLICY_LOSS, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS, WITH_CRITIC
 from slime.catalog.policy_losses import POLICY_LOSS_ARGS, POLICY_LOSSES, REDUCTIONS, policy_loss_arg
@@ -54,7 +54,7 @@ class AlgorithmFlags:
 
     loss_type: str = flag("policy_loss", "what is minimised", choices=LOSS_TYPES)
     custom_loss_function_path: str | None = flag(
-        None, "the loss of --loss-type custom_loss", metavar="PATH", only_with=CUSTOM_LOSS
+        None, "loss of --loss-type custom_loss", only_with=CUSTOM_LOSS
     )
     advantage_estimator: str = flag(
         "grpo",
@@ -63,7 +63,7 @@ class AlgorithmFlags:
         only_with=(ADVANTAGES, COMPUTES_ADVANTAGES),
     )
     custom_advantage_function_path: str | None = flag(
-        None, "function that computes advantages", metavar="PATH", only_with=(ADVANTAGES, COMPUTES_ADVANTAGES)
+        None, "function that computes advantages", only_with=(ADVANTAGES, COMPUTES_ADVANTAGES)
     )
     policy_loss_type: str | None = flag(
         None,
@@ -72,7 +72,7 @@ class AlgorithmFlags:
         only_with=(POLICY_LOSS, BUILT_IN_LOSS),
     )
     custom_policy_loss_function_path: str | None = flag(
-        None, "function in place of --policy-loss-type", metavar="PATH", only_with=POLICY_LOSS
+        None, "function in place of --policy-loss-type", only_with=POLICY_LOSS
     )
     policy_loss_args: dict = flag(
         {},
@@ -83,29 +83,21 @@ class AlgorithmFlags:
     )
     loss_reduction: str | None = flag(
         None,
-        "what a token's loss is divided by; default: rollout_mean, constant with dr_grpo",
+        "divisor of a token's loss; default: rollout_mean, constant with dr_grpo",
         choices=tuple(REDUCTIONS),
         only_with=NOT_PAIRS,
     )
     loss_denominator: float | None = flag(
-        None,
-        "the constant of --loss-reduction constant; default: --rollout-max-response-len",
-        gt=0,
-        only_with=CONSTANT,
+        None, "that constant; default: --rollout-max-response-len", gt=0, only_with=CONSTANT
     )
     custom_pg_loss_reducer_function_path: str | None = flag(
-        None,
-        "function that builds the reducer of the policy-gradient term",
-        metavar="PATH",
-        only_with=POLICY_LOSS,
+        None, "function that builds the reducer of the policy-gradient term", only_with=POLICY_LOSS
     )
     compute_advantages_and_returns: bool = flag(
         True, "no advantages (SFT, custom losses)", off="--disable-compute-advantages-and-returns"
     )
     normalize_advantages: bool = flag(
-        False,
-        "whiten advantages over the trained tokens of the whole rollout",
-        only_with=(ADVANTAGES, COMPUTES_ADVANTAGES),
+        False, "whiten advantages over the whole rollout", only_with=(ADVANTAGES, COMPUTES_ADVANTAGES)
     )
     rewards_normalization: bool = flag(
         True,
@@ -123,30 +115,24 @@ class AlgorithmFlags:
         1.0, "discount of token rewards", ge=0, le=1, only_with=(ADVANTAGES, DISCOUNTS, COMPUTES_ADVANTAGES)
     )
     lambd: float = flag(
-        1.0,
-        "lambda of generalised advantage estimation",
-        ge=0,
-        le=1,
-        only_with=(ADVANTAGES, GAE, COMPUTES_ADVANTAGES),
+        1.0, "lambda of generalised advantages", ge=0, le=1, only_with=(ADVANTAGES, GAE, COMPUTES_ADVANTAGES)
     )
     eps_clip: float = flag(0.2, "clip of the policy ratio, below", ge=0, only_with=(POLICY_TERMS, CLIPS))
     eps_clip_high: float | None = flag(
         None, "clip of the policy ratio, above; default: --eps-clip", ge=0, only_with=(POLICY_TERMS, CLIPS)
     )
     eps_clip_c: float | None = flag(
-        None, "dual clip for negative advantages", gt=1, only_with=(POLICY_TERMS, DUAL_CLIPS)
+        None, "dual clip (negative advantages)", gt=1, only_with=(POLICY_TERMS, DUAL_CLIPS)
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", only_with=POLICY_TERMS)
     kl_coef: float = flag(
-        0.0,
-        "KL to the reference as part of the reward (reinforce_plus_plus, ppo)",
-        only_with=(ADVANTAGES, COMPUTES_ADVANTAGES),
+        0.0, "KL to the reference, in the reward", only_with=(ADVANTAGES, COMPUTES_ADVANTAGES)
     )
     use_kl_loss: bool = flag(False, "KL to the reference as a term of the loss", only_with=POLICY_TERMS)
     kl_loss_coef: float = flag(0.0, "weight of the KL term of the loss", only_with=KL_LOSS)
     kl_loss_type: str = flag(
         "k1",
-        "KL estimator; k1 is for --kl-coef, or as a loss with --use-unbiased-kl",
+        "KL estimator; k1 only with --kl-coef or --use-unbiased-kl",
         choices=("k1", "k2", "k3", "low_var_kl"),
         only_with=KL,
     )
@@ -160,35 +146,31 @@ class AlgorithmFlags:
     )
     logprob_diff_threshold: float | None = flag(
         None,
-        "mean log-prob difference between engine and trainer that stops the run; 0: never. Default: 0.02 "
-        "if both compute in float32, else 0.2",
+        "mean log-prob difference of engine and trainer that stops the run; 0: never. Default: 0.02 "
+        "in float32, else 0.2",
         ge=0,
         only_with=OWN_SAMPLES,
     )
     nonfinite_action: str = flag(
-        "stop",
-        "what to do after a step with a NaN or infinite loss; the step is never applied",
-        choices=("stop", "skip"),
+        "stop", "after a NaN or infinite loss, whose step is never applied", choices=("stop", "skip")
     )
 
 
 def loss(draft: Draft) -> None:
     if draft.loss_type == "custom_loss" and draft.custom_loss_function_path is None:
         raise ValueError("--loss-type custom_loss needs --custom-loss-function-path.")
-    brings_advantages = draft.rollout_data_postprocess_path or draft.custom_convert_samples_to_train_data_path
-    if (
-        draft.loss_type == "policy_loss"
-        and not draft.compute_advantages_and_returns
-        and not brings_advantages
-    ):
+    own_advantages = draft.rollout_data_postprocess_path or draft.custom_convert_samples_to_train_data_path
+    has_advantages = draft.compute_advantages_and_returns or own_advantages
+    if draft.loss_type == "policy_loss" and not has_advantages:
         raise ValueError(
             "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; "
             "remove it, or set them in --rollout-data-postprocess-path."
         )
-    if draft.loss_type == "sft_loss" and draft.n_samples_per_prompt != 1:
+    if draft.loss_type in ("sft_loss", *PAIR_LOSSES) and draft.n_samples_per_prompt != 1:
+        row = "one pair" if draft.loss_type in PAIR_LOSSES else "one answer, and copies of it add nothing"
         raise ValueError(
-            f"--n-samples-per-prompt is {draft.n_samples_per_prompt} with --loss-type sft_loss: SFT trains "
-            "on the given answer, and copies of it add nothing; use 1."
+            f"--n-samples-per-prompt is {draft.n_samples_per_prompt} with --loss-type {draft.loss_type}: "
+            f"a row is {row}; use 1."
         )
     if draft.advantage_estimator.startswith("reinforce_plus_plus") and not draft.normalize_advantages:
         raise ValueError(f"--advantage-estimator {draft.advantage_estimator} needs --normalize-advantages.")
@@ -200,19 +182,11 @@ def policy_loss(draft: Draft) -> None:
         draft.derive("policy_loss_type", ESTIMATORS[estimator].policy_loss, f"the loss of {estimator}")
     if draft.eps_clip_high is None:
         draft.derive("eps_clip_high", draft.eps_clip, "same as eps_clip")
-    _check_loss_args(draft)
-
-
-def _check_loss_args(draft: Draft) -> None:
-    """Refuse arguments that another policy loss has."""
-    read = POLICY_LOSSES[draft.policy_loss_type].args
     for name in draft.policy_loss_args:
-        if name not in read and draft.custom_policy_loss_function_path is None:
-            types = [loss for loss, row in POLICY_LOSSES.items() if name in row.args]
-            raise ValueError(
-                f"--policy-loss-args {name}: only --policy-loss-type {' or '.join(types)} has it, not "
-                f"{draft.policy_loss_type}; remove it."
-            )
+        known = POLICY_LOSSES[draft.policy_loss_type].args
+        if name not in known and draft.custom_policy_loss_function_path is None:
+            types = " or ".join(loss for loss, row in POLICY_LOSSES.items() if name in row.args)
+            raise ValueError(f"--policy-loss-args {name}: only --policy-loss-type {types} has it; remove it.")
     low, high = (policy_loss_arg(draft, name) for name in ("clip_cov_low", "clip_cov_high"))
     if low > high:
         raise ValueError(f"--policy-loss-args: clip_cov_low {low:g} is above clip_cov_high {high:g}.")
@@ -228,41 +202,33 @@ def loss_reduction(draft: Draft) -> None:
             )
         draft.derive("loss_reduction", "token_mean", "calculate_per_token_loss")
     if draft.loss_reduction is None:
-        default = (
-            ESTIMATORS[draft.advantage_estimator].reduction if draft.loss_type == "policy_loss" else None
-        )
-        because = f"the reduction of {draft.advantage_estimator}" if default else "the default"
+        estimator = draft.advantage_estimator
+        default = ESTIMATORS[estimator].reduction if draft.loss_type == "policy_loss" else None
+        because = f"the reduction of {estimator}" if default else "the default"
         draft.derive("loss_reduction", default or "rollout_mean", because)
     if draft.loss_reduction == "token_mean":
         draft.derive("calculate_per_token_loss", True, "loss_reduction token_mean")
     _sequence_ratios(draft)
     if draft.loss_reduction == "constant" and draft.loss_denominator is None:
-        if draft.rollout_max_response_len is None:
+        longest = draft.rollout_max_response_len
+        if longest is None:
             raise ValueError(
-                "--loss-reduction constant divides by --loss-denominator, or by --rollout-max-response-len; "
-                "give one of them."
+                "--loss-reduction constant: give --loss-denominator or --rollout-max-response-len."
             )
-        draft.derive(
-            "loss_denominator", float(draft.rollout_max_response_len), "same as rollout_max_response_len"
-        )
+        draft.derive("loss_denominator", float(longest), "same as rollout_max_response_len")
 
 
 def _sequence_ratios(draft: Draft) -> None:
     """One ratio per sample means a mean over samples: in a sum over tokens, long ones would count more."""
     replaced = draft.custom_policy_loss_function_path or draft.custom_pg_loss_reducer_function_path
-    if (
-        draft.loss_type != "policy_loss"
-        or replaced
-        or not POLICY_LOSSES[draft.policy_loss_type].ratio_per_sample
-    ):
-        return
-    if REDUCTIONS[draft.loss_reduction].by_length:
+    built_in = draft.loss_type == "policy_loss" and not replaced
+    per_sample = POLICY_LOSSES[draft.policy_loss_type].ratio_per_sample
+    if built_in and per_sample and REDUCTIONS[draft.loss_reduction].by_length:
         spelling = " (--calculate-per-token-loss)" if draft.was_given("calculate_per_token_loss") else ""
         raise ValueError(
             f"--loss-reduction is {draft.loss_reduction}{spelling} with --policy-loss-type "
             f"{draft.policy_loss_type}, which has one ratio per sample: each sample would count as often as "
-            "it has tokens; use rollout_mean or sample_mean, or a loss with a ratio per token "
-            "(--policy-loss-type ppo)."
+            "it has tokens; use rollout_mean or sample_mean, or --policy-loss-type ppo."
         )
 
 
@@ -276,45 +242,37 @@ def group_normalisation(draft: Draft) -> None:
         lacks = "no standard deviation to divide by" if divides else "nothing to be compared with"
         raise ValueError(
             f"--n-samples-per-prompt is 1 with --advantage-estimator {estimator}: a group of one answer has "
-            f"{lacks}, so every advantage would be 0; use at least 2, an estimator without groups "
-            "(reinforce_plus_plus, ppo, remax), or raw rewards (--disable-rewards-normalization)."
+            f"{lacks}, so every advantage would be 0; use at least 2, or an estimator without groups (ppo)."
         )
-    if draft.grpo_std_normalization:
-        draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
+    draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
 
 
 def _compares_in_groups(draft: Draft) -> bool:
     """Whether rewards become advantages by comparison within groups of --n-samples-per-prompt answers."""
-    by_reward = (
-        draft.loss_type not in SUPERVISED_LOSSES
-        and draft.compute_advantages_and_returns
-        and not draft.use_opd
-    )
     replaced = draft.custom_reward_post_process_path or draft.custom_advantage_function_path
     own_groups = draft.rollout_function_path not in GROUPING_ROLLOUTS or draft.load_debug_rollout_data
-    if not by_reward or replaced or own_groups or draft.debug_rollout_only:
+    unscored = draft.loss_type in SUPERVISED_LOSSES or draft.use_opd or draft.debug_rollout_only
+    if not draft.compute_advantages_and_returns or replaced or own_groups or unscored:
         return False
     return draft.rewards_normalization and ESTIMATORS[draft.advantage_estimator].compares_in_groups
 
 
 def reference_model(draft: Draft) -> None:
-    if draft.kl_coef != 0 and draft.use_kl_loss and draft.kl_loss_coef != 0:
+    coefficient, estimator = draft.kl_coef, draft.advantage_estimator
+    if coefficient != 0 and draft.use_kl_loss and draft.kl_loss_coef != 0:
         raise ValueError(
-            f"--kl-coef is {draft.kl_coef:g} and --kl-loss-coef is {draft.kl_loss_coef:g}: the KL would "
+            f"--kl-coef is {coefficient:g} and --kl-loss-coef is {draft.kl_loss_coef:g}: the KL would "
             "count twice, in the reward and in the loss; keep one of them."
         )
-    own_estimator = draft.custom_advantage_function_path is not None  # it may read rollout_data["kl"]
-    if (
-        draft.kl_coef != 0
-        and not ESTIMATORS[draft.advantage_estimator].uses_kl_in_reward
-        and not own_estimator
-    ):
+    # An estimator of the user's may read rollout_data["kl"].
+    reads_kl = ESTIMATORS[estimator].uses_kl_in_reward or draft.custom_advantage_function_path is not None
+    if coefficient != 0 and not reads_kl:
         raise ValueError(
-            f"--kl-coef is {draft.kl_coef:g}, but {draft.advantage_estimator} never subtracts a KL from the "
-            f"reward; use --use-kl-loss --kl-loss-coef {draft.kl_coef:g}."
+            f"--kl-coef is {coefficient:g}, but {estimator} never subtracts a KL from the reward; use "
+            f"--use-kl-loss --kl-loss-coef {coefficient:g}."
         )
     _kl_loss(draft)
-    if (draft.kl_coef != 0 or draft.use_kl_loss) and draft.ref_load is None:
+    if (coefficient != 0 or draft.use_kl_loss) and draft.ref_load is None:
         draft.derive("ref_load", draft.hf_checkpoint, "the KL needs a reference; taken from hf_checkpoint")
 
 
@@ -324,14 +282,13 @@ def _kl_loss(draft: Draft) -> None:
         return
     if draft.kl_loss_coef == 0:
         draft.warn(
-            "--use-kl-loss with --kl-loss-coef 0: the KL to the reference is computed and reported "
-            "(train/kl_loss), and pulls on nothing; give a coefficient, or leave --use-kl-loss out to save "
-            "the reference and its pass."
+            "--use-kl-loss with --kl-loss-coef 0: the KL is reported (train/kl_loss), and pulls on nothing; "
+            "leave --use-kl-loss out to save the reference and its pass."
         )
     elif draft.kl_loss_type == "k1" and not draft.use_unbiased_kl:
+        default = "" if draft.was_given("kl_loss_type") else " (the default)"
         raise ValueError(
-            f"--use-kl-loss --kl-loss-coef {draft.kl_loss_coef:g} with --kl-loss-type "
-            f"k1{'' if draft.was_given('kl_loss_type') else ' (the default)'}: the gradient of k1 does not "
-            "depend on the reference, so the term would make every sampled token less likely and hold the "
-            "policy to nothing; use --kl-loss-type k3 (or low_var_kl, k2), or add --use-unbiased-kl."
+            f"--use-kl-loss with --kl-loss-type k1{default}: the gradient of k1 does not depend on the "
+            "reference, so it holds the policy to nothing; use --kl-loss-type k3 (or low_var_kl, k2), or add "
+            "--use-unbiased-kl."
         )

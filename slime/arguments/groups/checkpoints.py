@@ -30,46 +30,37 @@ class CheckpointFlags:
     """Checkpoint."""
 
     load: str | None = flag(
-        None, "folder of checkpoints to resume from (may be empty if it is also --save)", metavar="DIR"
+        None, "folder of checkpoints to resume from (may be empty if it is --save)", metavar="DIR"
     )
-    ckpt_step: int | None = flag(
-        None, "which checkpoint of --load; default: the latest", ge=0, only_with=LOADS
-    )
+    ckpt_step: int | None = flag(None, "which checkpoint of --load; default: the last", ge=0, only_with=LOADS)
     finetune: bool = flag(False, "take only the weights of --load and start from rollout 0", only_with=LOADS)
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
     save_interval: int | None = flag(None, "rollouts between checkpoints", ge=1)
     no_load_optim: bool = flag(
         False, "leave the optimizer's state in --load alone: moments start from zero", only_with=LOADS
     )
-    no_load_rng: bool = flag(
-        False, "leave the random state in --load alone: it starts from --seed", only_with=LOADS
-    )
+    no_load_rng: bool = flag(False, "leave the random state in --load alone: use --seed", only_with=LOADS)
     async_save: bool = flag(
-        False,
-        "write checkpoints while training continues; the next one and the end of the run wait",
-        only_with=SAVES,
+        False, "write checkpoints while training continues; the next one waits", only_with=SAVES
     )
     keep_last_n: int | None = flag(
-        None, "number of undamaged checkpoints to keep in --save. Default: all", ge=1, only_with=SAVES
+        None, "number of checkpoints to keep in --save. Default: all", ge=1, only_with=SAVES
     )
-    no_save_optim: bool = flag(
-        False, "leave the optimizer out of checkpoints; they then load with --finetune only"
-    )
+    no_save_optim: bool = flag(False, "save no optimizer state; checkpoints then load with --finetune only")
     save_hf: str | None = flag(
         None,
-        "write the trained model as a Hugging Face folder: DIR for the last one, DIR/{rollout_id} for "
-        "each save. RUN/model links to the last",
+        "write the trained model as a Hugging Face folder: DIR (the last one) or DIR/{rollout_id}",
         metavar="DIR",
     )
     push_to_hub: str | None = flag(
         None,
-        "also upload each model of --save-hf, with a model card, to this place on the Hugging Face hub",
+        "also upload each model of --save-hf to the Hugging Face hub",
         metavar="OWNER/NAME",
         only_with=needs("save_hf"),
     )
     ref_load: str | None = flag(
         None,
-        "reference model for the KL, or a folder of checkpoints; default: --hf-checkpoint",
+        "reference model, or a folder of checkpoints; default: --hf-checkpoint",
         metavar="MODEL",
         only_with=REFERENCE,
     )
@@ -117,18 +108,16 @@ def _start_from_reference(draft: Draft) -> None:
     So it is where no reference is used, which it would be for, and where --hf-checkpoint holds FP8 weights,
     which engines start from. Else the policy is --hf-checkpoint, held to another model.
     """
-    folder = Path(draft.ref_load).expanduser()
-    same = draft.hf_checkpoint and folder.resolve() == Path(draft.hf_checkpoint).expanduser().resolve()
-    if not _is_model(draft.ref_load) or draft.ref_ckpt_step is not None:
+    reference, model = draft.ref_load, draft.hf_checkpoint
+    if not _is_model(reference) or draft.ref_ckpt_step is not None:
         return
+    same = model and Path(reference).expanduser().resolve() == Path(model).expanduser().resolve()
     unused = not REFERENCE.works(draft)
     if same and unused:
-        draft.idle.append(f"--ref-load is {draft.ref_load}, but there is no KL to a reference.")
-    elif unused or (not same and draft.hf_checkpoint and block_size_of(draft.hf_checkpoint)):
-        draft.set("start_from", draft.ref_load, "derived: ref_load has the first weights")
-        draft.warn(
-            f"--ref-load {draft.ref_load}: the policy starts from these weights (--load is not given)."
-        )
+        draft.idle.append(f"--ref-load is {reference}, but there is no KL to a reference.")
+    elif unused or (not same and model and block_size_of(model)):
+        draft.set("start_from", reference, "derived: ref_load has the first weights")
+        draft.warn(f"--ref-load {reference}: the policy starts from these weights (--load is not given).")
     if unused:
         draft.set("ref_load", None, "derived: no reference is used")
 
@@ -147,10 +136,8 @@ def _megatron_weights(draft: Draft, name: str, step_name: str | None) -> str | N
             raise UnreadFolder(why)
     except UnreadFolder as error:
         if name == "opd_teacher_load" or step is not None or was_trained(path):
-            raise ValueError(
-                f"{option} is {path}, a checkpoint in Megatron's format, which {error}; export it to a "
-                "Hugging Face folder with the tool that wrote it, and give that."
-            ) from None
+            what = f"{option} is {path}, a checkpoint in Megatron's format, which {error}"
+            raise ValueError(f"{what}; export it to a Hugging Face folder, and give that.") from None
         draft.derive(name, None, "hf_checkpoint has these weights")
         draft.warn(
             f"{option} {path} is a checkpoint in Megatron's format, which {error}: the weights of "
@@ -175,27 +162,25 @@ def checkpoints(draft: Draft) -> None:
         )
     if draft.push_to_hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", draft.push_to_hub):
         raise ValueError(f"--push-to-hub is {draft.push_to_hub}: write OWNER/NAME, e.g. me/my-model.")
-    for name in ("save_hf", "save_debug_rollout_data", "save_debug_train_data"):
-        template = getattr(draft, name)
-        if template is None:
-            continue
-        if name == "save_debug_rollout_data" and "{" not in template:
-            draft.warn(
-                f"--save-debug-rollout-data is {template}: each rollout overwrites the one before; put "
-                "{rollout_id} in it to keep all of them."
-            )
-            continue
-        if name != "save_hf" or "{" in template:
-            _check_template(option_of(name), template)
+    rollouts = draft.save_debug_rollout_data
+    if rollouts is not None and "{" not in rollouts:
+        draft.warn(
+            f"--save-debug-rollout-data is {rollouts}: each rollout overwrites the one before; put "
+            "{rollout_id} in it to keep all of them."
+        )
+    elif rollouts is not None:
+        _check_template("--save-debug-rollout-data", rollouts)
+    if draft.save_hf is not None and "{" in draft.save_hf:
+        _check_template("--save-hf", draft.save_hf)
+    if draft.save_debug_train_data is not None:
+        _check_template("--save-debug-train-data", draft.save_debug_train_data)
 
 
 def _check_template(flag: str, template: str) -> None:
     try:
         first, second = (template.format(rollout_id=i, rank=0, role="actor", step_id=0) for i in (0, 1))
     except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(
-            f"{flag} is {template}: not a template ({error}); write {{rollout_id}} where the number goes."
-        ) from None
+        raise ValueError(f"{flag} is {template}: not a template ({error}); write {{rollout_id}}.") from None
     if first == second:
         raise ValueError(
             f"{flag} is {template}: every rollout would use the same path; put {{rollout_id}} in it."
@@ -206,36 +191,25 @@ def kept_models(draft: Draft) -> None:
     """`--ref-load runs/a` becomes the trainer's folder of its latest checkpoint, or of --ref-ckpt-step."""
     for name, step_name in STEP_FLAGS.items():
         model, step = getattr(draft, name), getattr(draft, step_name)
-        flag, step_flag = (option_of(n) for n in (name, step_name))
-        if model is None:
-            if step is not None:
-                raise ValueError(
-                    f"{step_flag} is {step}, but {flag} is not set: it chooses a checkpoint of that folder."
-                )
-            continue
-        folders = step_folders(Path(model).expanduser())
+        flag, step_flag = option_of(name), option_of(step_name)
+        folders = step_folders(Path(model).expanduser()) if model is not None else {}
         if not folders:
             if step is not None:
+                why = (
+                    f"{flag} is not set" if model is None else f"{flag} {model} holds no checkpoints (step_*)"
+                )
                 raise ValueError(
-                    f"{step_flag} is {step}, but {flag} {model} holds no checkpoints (step_*): give a folder "
-                    f"written by --save, or leave {step_flag} out."
+                    f"{step_flag} is {step}, but {why}; leave it out, or give a folder of --save."
                 )
             continue
-        _check_trainer(draft, flag, model)
-        if step is None and draft.save is not None and Path(model).resolve() == Path(draft.save).resolve():
+        if not BACKENDS[draft.train_backend].reads_kept_checkpoints:
             raise ValueError(
-                f"{flag} {model} is also the folder of --save: its latest checkpoint changes as the run goes "
-                f"on; choose one with {step_flag}."
+                f"{flag} {model} holds trainer checkpoints, which --train-backend {draft.train_backend} does "
+                "not read for a second model; give the Hugging Face folder that --save-hf wrote."
             )
+        if step is None and draft.save is not None and Path(model).resolve() == Path(draft.save).resolve():
+            raise ValueError(f"{flag} {model} is also --save, and changes; choose one with {step_flag}.")
         chosen = find_step(Path(model).expanduser(), max(folders) if step is None else step, flag=step_flag)
         assert chosen is not None, f"{model} holds the checkpoints {sorted(folders)}"
         why = "its latest checkpoint" if step is None else step_name
         draft.derive(name, str(chosen.trainer), why)
-
-
-def _check_trainer(draft: Draft, flag: str, model: str) -> None:
-    if not BACKENDS[draft.train_backend].reads_kept_checkpoints:
-        raise ValueError(
-            f"{flag} {model} holds trainer checkpoints, which only --train-backend fsdp reads for a model "
-            "beside the policy; give the Hugging Face folder that --save-hf wrote."
-        )

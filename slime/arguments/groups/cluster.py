@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag
+from slime.arguments.core.flag import flag, option_of
 from slime.arguments.groups.precision import derive_precision
 from slime.catalog.backends import BACKENDS
-from slime.utils.machine.cores import num_cores
-
-CROWDED = 2  # processes per core from which a run is slow enough to say so
 
 
 @dataclass
@@ -19,46 +16,35 @@ class ClusterFlags:
 
     actor_num_nodes: int = flag(1, "machines that train", ge=1)
     actor_num_gpus_per_node: int | None = flag(
-        None, "GPUs that train on each machine; default: those visible", ge=0
+        None, "GPUs that train on each machine; default: all visible", ge=0
     )
     rollout_num_gpus: int | None = flag(
-        None, "GPUs that generate, all machines together; default: those left", ge=0
+        None, "GPUs that generate, all machines together; default: the rest", ge=0
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine", ge=1)
     num_gpus_per_node: int | None = flag(None, "GPUs of one machine; default: those visible", ge=1)
     colocate: bool = flag(False, "trainer and engines share the same GPUs, in turns")
     offload_train: bool | None = flag(None, "move the trainer off the device while engines generate")
     offload_rollout: bool | None = flag(None, "release engine memory while the trainer works")
-    release_train: bool = flag(
-        False,
-        "end the trainer's processes while engines generate, and restart them from the last checkpoint. "
-        "Needs --save",
-    )
+    release_train: bool = flag(False, "end the trainer's processes while engines generate; needs --save")
     distributed_backend: str | None = flag(
         None, "torch.distributed backend; default: nccl on GPUs, gloo on CPU", choices=("nccl", "gloo")
     )
     max_restarts: int = flag(
-        3,
-        "most restarts in a row, without a new step, of a trainer whose rank died or hangs. 0: the first "
-        "loss ends the run",
-        ge=0,
+        3, "restarts in a row, without a new step, of a trainer that lost a rank or hangs", ge=0
     )
     elastic: bool = flag(
-        False,
-        "a trainer that lost a machine continues with the remaining ranks if they hold whole copies of "
-        "the model, with the same batches",
+        False, "a trainer that lost a machine continues with the remaining ranks where they hold the model"
     )
     peer_copies: int = flag(
         0,
-        "rollouts between copies of the trainer's state in shared memory (with several machines also on "
-        "the next one), from which a lost rank restarts. 0: none",
+        "rollouts between copies of the trainer's state in shared memory, from which a lost rank "
+        "restarts. 0: none",
         ge=0,
     )
-    train_env_vars: dict | None = flag(
-        None, "environment variables of the trainer's processes, as JSON", metavar="JSON"
-    )
+    train_env_vars: dict | None = flag(None, "environment variables of the trainer's processes, as JSON")
     trainer_threads: int | None = flag(
-        None, "CPU threads of each trainer rank; default: a share of the cores", ge=1
+        None, "CPU threads of each trainer rank; default: a share of them", ge=1
     )
     engine_threads: int | None = flag(None, "CPU threads of each engine; default: a share of the cores", ge=1)
 
@@ -68,10 +54,9 @@ def release_train(draft: Draft) -> None:
     if not draft.release_train:
         return
     if draft.debug_train_only or draft.debug_rollout_only:
-        draft.idle.append("--release-train is set, but only one side runs in this debug mode.")
-        draft.derive("release_train", False, "only one side runs in this debug mode")
+        _switch_off(draft, "release_train", "only one side runs in this debug mode", False)
         return
-    needs = [
+    for holds, why in (
         (draft.save is not None, "starts the trainer again from checkpoints; add --save DIR"),
         (not draft.no_save_optim, "needs the optimizer in checkpoints; remove --no-save-optim"),
         (draft.update_weight_mode == "full", "needs whole weights on disk; use --update-weight-mode full"),
@@ -80,61 +65,57 @@ def release_train(draft: Draft) -> None:
             "leaves nobody to send weights to an engine that comes late; use --update-weight-transport disk",
         ),
         (draft.update_weights_interval == 1, "pushes after every rollout; remove --update-weights-interval"),
-    ]
-    for holds, why in needs:
+    ):
         if not holds:
             raise ValueError(f"--release-train {why}.")
-    if draft.update_weight_transport == "auto":
-        draft.derive("update_weight_transport", "disk", "release_train")
+    draft.derive("update_weight_transport", "disk", "release_train")
     if draft.update_weight_disk_dir is None:
         draft.derive("update_weight_disk_dir", f"{draft.save.rstrip('/')}/weights", "release_train: in save")
     if draft.async_save:
-        draft.idle.append("--async-save is set, but --release-train waits for each checkpoint.")
-        draft.derive("async_save", False, "release_train")
+        _switch_off(draft, "async_save", "--release-train waits for each checkpoint", False)
     draft.derive("offload_train", False, "release_train: its processes end")
+
+
+def _switch_off(draft: Draft, name: str, why: str, value: object) -> None:
+    draft.idle.append(f"{option_of(name)} is set, but {why}.")
+    draft.derive(name, value, why)
 
 
 def peer_copies(draft: Draft) -> None:
     """A copy is a whole checkpoint, in memory that every rank can read."""
     if not draft.peer_copies:
         return
-    why = None
-    if not draft.max_restarts:
-        why = "no lost trainer is started again (--max-restarts 0)"
-    elif draft.debug_rollout_only:
-        why = "nothing is trained"
-    elif draft.release_train:
-        why = "--release-train has a checkpoint of every rollout"
-    if why is not None:
-        draft.idle.append(f"--peer-copies is set, but {why}.")
-        draft.derive("peer_copies", 0, why)
+    reasons = {
+        "no lost trainer is started again (--max-restarts 0)": not draft.max_restarts,
+        "nothing is trained": draft.debug_rollout_only,
+        "--release-train has a checkpoint of every rollout": draft.release_train,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), None):
+        _switch_off(draft, "peer_copies", why, 0)
         return
     if draft.no_save_optim:
         raise ValueError("--peer-copies needs the optimizer in what is saved; remove --no-save-optim.")
     if draft.actor_num_nodes > 1 and not BACKENDS[draft.train_backend].folder_per_machine:
         raise ValueError(
             f"--peer-copies with --train-backend {draft.train_backend} and --actor-num-nodes "
-            f"{draft.actor_num_nodes}: its checkpoints want one folder that all ranks see, which the memory "
-            "of several machines is not; use a small --save-interval instead, or --train-backend fsdp."
+            f"{draft.actor_num_nodes}: its checkpoints want one folder that all ranks see; use a small "
+            "--save-interval instead, or --train-backend fsdp."
         )
     if draft.async_save:
-        draft.idle.append("--async-save is set, but --peer-copies waits for each checkpoint.")
-        draft.derive("async_save", False, "peer_copies")
+        _switch_off(draft, "async_save", "--peer-copies waits for each checkpoint", False)
 
 
 def devices(draft: Draft) -> None:
     derive_sizes(draft, visible_gpus)
     derive_offload(draft)
     derive_precision(draft, visible_gpus)
-    warn_of_crowding(draft, visible_gpus)
 
 
 def derive_sizes(draft: Draft, count_gpus: Callable[[], int]) -> None:
     """Derive sizes from the visible GPUs; without any, "gpus" means ranks, and one is the default."""
-    needs_count = draft.actor_num_gpus_per_node is None or draft.num_gpus_per_node is None
-    needs_count |= draft.rollout_num_gpus is None and not draft.colocate
-    needs_count |= draft.distributed_backend is None
-    gpus = count_gpus() if needs_count else 0
+    sizes = (draft.actor_num_gpus_per_node, draft.num_gpus_per_node, draft.distributed_backend)
+    needs_count = None in sizes or (draft.rollout_num_gpus is None and not draft.colocate)
+    gpus = count_gpus() if needs_count else 0  # counting them loads torch
     if draft.distributed_backend is None:
         draft.derive("distributed_backend", "nccl" if gpus else "gloo", "nccl on GPUs, gloo on CPU")
     if draft.num_gpus_per_node is None:
@@ -144,20 +125,16 @@ def derive_sizes(draft: Draft, count_gpus: Callable[[], int]) -> None:
         _share_gpus(draft, gpus)
     else:
         _one_rank_each(draft)
-    _check_engine_size(draft)
-    _check_node_size(draft)
+    _check_sizes(draft)
 
 
 def _one_rank_each(draft: Draft) -> None:
     if draft.actor_num_gpus_per_node is None:
-        replica = _replica(draft)
-        why = "no GPU visible: one rank" if replica == 1 else "no GPU visible: the ranks of one replica"
-        draft.derive("actor_num_gpus_per_node", replica, why)
-    if draft.rollout_num_gpus is None:
-        if draft.colocate:
-            draft.derive("rollout_num_gpus", _actor_total(draft), "colocate: as many as train")
-        else:
-            draft.derive("rollout_num_gpus", draft.rollout_num_gpus_per_engine, "no GPU visible: one engine")
+        draft.derive("actor_num_gpus_per_node", _replica(draft), "no GPU visible: the ranks of one replica")
+    if draft.rollout_num_gpus is None and draft.colocate:
+        draft.derive("rollout_num_gpus", _actor_total(draft), "colocate: as many as train")
+    elif draft.rollout_num_gpus is None:
+        draft.derive("rollout_num_gpus", draft.rollout_num_gpus_per_engine, "no GPU visible: one engine")
 
 
 def _replica(draft: Draft) -> int:
@@ -190,28 +167,24 @@ def _actor_total(draft: Draft) -> int:
     return draft.actor_num_nodes * draft.actor_num_gpus_per_node
 
 
-def _check_engine_size(draft: Draft) -> None:
+def _check_sizes(draft: Draft) -> None:
     total, each = draft.rollout_num_gpus, draft.rollout_num_gpus_per_engine
     if total % each:
         raise ValueError(
             f"--rollout-num-gpus is {total}, not a multiple of --rollout-num-gpus-per-engine {each}: "
             f"{total % each} would stay idle; use {total - total % each or each}."
         )
-
-
-def _check_node_size(draft: Draft) -> None:
-    if draft.actor_num_nodes > 1 and not draft.was_given("runtime"):
+    nodes, ranks = draft.actor_num_nodes, draft.actor_num_gpus_per_node
+    if nodes > 1 and not draft.was_given("runtime"):
         draft.derive("runtime", "ray", "actor_num_nodes: several machines")
-    if draft.actor_num_nodes > 1 and draft.runtime == "local":
+    if nodes > 1 and draft.runtime == "local":
         raise ValueError(
-            f"--actor-num-nodes is {draft.actor_num_nodes}, but --runtime local has this machine alone; use "
-            "--runtime ray on a cluster of that many, or --actor-num-nodes 1."
+            f"--actor-num-nodes is {nodes}, but --runtime local has this machine alone; use --runtime ray."
         )
-    if draft.actor_num_gpus_per_node > draft.num_gpus_per_node:
+    if ranks > draft.num_gpus_per_node:
         raise ValueError(
-            f"--actor-num-gpus-per-node is {draft.actor_num_gpus_per_node}, but --num-gpus-per-node says "
-            f"that a machine has {draft.num_gpus_per_node}; use at most that, or more machines "
-            "(--actor-num-nodes)."
+            f"--actor-num-gpus-per-node is {ranks}, but --num-gpus-per-node says that a machine has "
+            f"{draft.num_gpus_per_node}; use at most that, or more machines (--actor-num-nodes)."
         )
 
 
@@ -229,25 +202,3 @@ def derive_offload(draft: Draft) -> None:
             draft.derive(name, True, "colocate: the two sides take turns")
         else:
             draft.derive(name, False, "trainer and engines do not share devices")
-
-
-def warn_of_crowding(draft: Draft, count_gpus: Callable[[], int]) -> None:
-    """Warn of many processes per core; of a cluster (--runtime ray) nothing is known here."""
-    if draft.runtime == "ray" or count_gpus():
-        return
-    cores = num_cores()
-    ranks, engines = num_processes(draft)
-    if ranks + engines > CROWDED * cores:
-        draft.warn(
-            f"{ranks} trainer rank(s) and {engines} engine(s) share {cores} core(s): each is a process that "
-            "loads torch and its part of the model, so the start takes minutes and a step longer than with "
-            "fewer; without GPUs, --actor-num-gpus-per-node and --rollout-num-gpus count processes (here "
-            f"{max(1, cores // 2)} each would do)."
-        )
-
-
-def num_processes(draft: Draft) -> tuple[int, int]:
-    """Trainer ranks and engines of a run without GPUs."""
-    ranks = 0 if draft.debug_rollout_only else draft.actor_num_nodes * draft.actor_num_gpus_per_node
-    external = draft.debug_train_only or draft.rollout_external_engine_addrs
-    return ranks, 0 if external else draft.rollout_num_gpus // draft.rollout_num_gpus_per_engine

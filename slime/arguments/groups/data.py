@@ -35,47 +35,37 @@ class DataFlags:
     rollout_seed: int = flag(
         42, "seed of the shuffle and of per-request sampling seeds; where --seed is given, that one", ge=0
     )
-    input_key: str = flag("input", "column of the prompt (text or messages)", metavar="KEY")
+    input_key: str = flag("input", "column of the prompt (text or messages)")
     prompt_template: str | None = flag(
         None, "the prompt as text made of columns: 'Q: {question} A:', instead of --input-key", metavar="TEXT"
     )
-    label_key: str | None = flag(None, "column of the label", metavar="KEY")
+    label_key: str | None = flag(None, "column of the label")
     label_pattern: str | None = flag(
         None,
         "regular expression that finds the label in its column; its group if it has one: '#### (.+)'",
         metavar="REGEX",
         only_with=needs("label_key"),
     )
-    metadata_key: str = flag("metadata", "column of the metadata", metavar="KEY")
-    metadata_columns: list[str] = flag(
-        [], "columns that go to the metadata under their own names; '*': all", metavar="KEY"
-    )
-    tool_key: str = flag("tools", "column of the tools", metavar="KEY")
+    metadata_key: str = flag("metadata", "column of the metadata")
+    metadata_columns: list[str] = flag([], "columns that go to the metadata; '*': all", metavar="KEY")
+    tool_key: str = flag("tools", "column of the tools")
     apply_chat_template: bool = flag(False, "render prompts with the tokenizer's chat template")
-    apply_chat_template_kwargs: dict = flag(
-        {}, "extra arguments of the chat template, as JSON", metavar="JSON"
-    )
+    apply_chat_template_kwargs: dict = flag({}, "extra arguments of the chat template, as JSON")
     loss_mask_type: str = flag(
         "qwen", "chat family of SFT loss masks", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen")
     )
-    data_source_path: str = flag(DEFAULT_DATA_SOURCE, "class that hands out prompts", metavar="PATH")
+    data_source_path: str = flag(DEFAULT_DATA_SOURCE, "class that hands out prompts")
     rollout_global_dataset: bool = flag(
-        True,
-        "no shared dataset: the rollout function brings its own prompts",
-        off="--disable-rollout-global-dataset",
+        True, "no shared dataset: the rollout function has prompts", off="--disable-rollout-global-dataset"
     )
-    custom_convert_samples_to_train_data_path: str | None = flag(
-        None, "function that turns samples into train data", metavar="PATH"
-    )
+    custom_convert_samples_to_train_data_path: str | None = flag(None, "function: samples to train data")
 
 
 def columns(draft: Draft) -> None:
     """Refuse an invalid template or pattern before any row is read."""
     if draft.prompt_template is not None:
         if draft.was_given("input_key"):
-            raise ValueError(
-                "--input-key and --prompt-template both say what the prompt is; keep one of them."
-            )
+            raise ValueError("--input-key and --prompt-template both say what the prompt is; keep one.")
         check_template("--prompt-template", draft.prompt_template)
     if draft.label_pattern is not None:
         check_pattern("--label-pattern", draft.label_pattern)
@@ -97,14 +87,9 @@ def check_pattern(what: str, pattern: str) -> None:
 
 def length_of_run(draft: Draft) -> None:
     if draft.num_rollout is None and draft.num_epoch is None:
-        raise ValueError(
-            "neither --num-rollout nor --num-epoch is set: say how long to train, for example --num-rollout "
-            "100."
-        )
+        raise ValueError("neither --num-rollout nor --num-epoch is set: say how long to train.")
     if draft.num_rollout is not None and draft.num_epoch is not None:
         draft.idle.append(f"--num-epoch is {draft.num_epoch}, but --num-rollout says how long to train.")
         draft.derive("num_epoch", None, "--num-rollout says how long to train")
     if draft.num_epoch is not None and not draft.rollout_global_dataset:
-        raise ValueError(
-            "--num-epoch needs the shared dataset to know how long an epoch is; use --num-rollout instead."
-        )
+        raise ValueError("--num-epoch needs the shared dataset; use --num-rollout instead.")

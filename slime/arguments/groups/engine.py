@@ -13,9 +13,13 @@ from slime.catalog.transports import MODES, OLDER_NAMES, TRANSPORT_CHOICES
 PAUSE_MODES = ("auto", "retract", "in_place", "abort")
 FP8_ROUNDINGS = ("auto", "nearest", "stochastic")
 ENCODINGS = ("xor", "overwrite")
-CHECKSUMS = ("xxh3-128", "blake3", "adler32")
-# What each checksum imports, and how pip calls it; none: the standard library has it.
-_CHECKSUM_PACKAGES = {"xxh3-128": ("xxhash", "'slime[delta]'"), "blake3": ("blake3", "blake3")}
+# What each checksum imports, and how pip calls it; None: the standard library has it.
+_CHECKSUM_PACKAGES: dict[str, tuple[str | None, str]] = {
+    "xxh3-128": ("xxhash", "'slime[delta]'"),
+    "blake3": ("blake3", "blake3"),
+    "adler32": (None, ""),
+}
+CHECKSUMS = tuple(_CHECKSUM_PACKAGES)
 
 
 # -- when flags have an effect
@@ -38,18 +42,14 @@ class EngineFlags:
     )
     sglang_python: str | None = flag(
         None,
-        "interpreter that has SGLang; default: .venv-sglang of `make sglang-env`, else this one",
+        "interpreter that has SGLang; default: .venv-sglang, else this one",
         metavar="PATH",
         only_with=SGLANG,
     )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", ge=1)
-    use_fault_tolerance: bool = flag(
-        False, "also probe engines: ask for a token, and for the weights they hold"
-    )
+    use_fault_tolerance: bool = flag(False, "also probe engines by requests, and the weights they hold")
     rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0, only_with=PROBES)
-    rollout_health_check_first_wait: float = flag(
-        0.0, "seconds before the first probe", ge=0, only_with=PROBES
-    )
+    rollout_health_check_first_wait: float = flag(0.0, "seconds before the first one", ge=0, only_with=PROBES)
 
 
 @dataclass
@@ -64,81 +64,54 @@ class WeightSyncFlags:
         choices=("auto", *TRANSPORT_CHOICES),
     )
     update_weight_mode: str = flag(
-        "full",
-        "full, or delta: only changed bytes travel, through a folder, to a copy beside the engines. Needs"
-        " the extra `delta`",
-        choices=MODES,
+        "full", "full, or delta: only changed bytes, through a folder (extra `delta`)", choices=MODES
     )
     update_weight_delta_encoding: str = flag(
-        "xor",
-        "what a delta holds of a changed element: old xor new (smaller), or the new one",
-        choices=ENCODINGS,
-        only_with=DELTA,
+        "xor", "of a changed element: old xor new, or the new one", choices=ENCODINGS, only_with=DELTA
     )
     update_weight_delta_checksum: str = flag(
-        "xxh3-128",
-        "checksum of every tensor, verified before an engine loads it",
-        choices=CHECKSUMS,
-        only_with=DELTA,
+        "xxh3-128", "checksum of every tensor, verified at load", choices=CHECKSUMS, only_with=DELTA
     )
     update_weight_local_checkpoint_dir: str | None = flag(
-        None,
-        "where the copy beside the engines is kept, for delta; default: in the run's folder",
-        metavar="DIR",
-        only_with=DELTA,
+        None, "folder of the copy beside the engines; default: RUN", only_with=DELTA
     )
     weight_agent_addrs: list[str] | None = flag(
         None,
-        "one `slime weight-agent` per --rollout-external-engine-addrs, in that order, which keeps its "
-        "copy for delta",
+        "one `slime weight-agent` per --rollout-external-engine-addrs, in that order",
         metavar="HOST:PORT",
         only_with=DELTA,
     )
     update_weight_disk_dir: str | None = flag(
-        None,
-        "folder shared with the engines, for disk; for delta also with agents",
-        metavar="DIR",
-        only_with=DISK,
+        None, "folder shared with the engines, for disk; for delta also with agents", only_with=DISK
     )
     update_weight_disk_keep_files: bool = flag(
         False, "keep versions of the weights on disk, also after the run", only_with=DISK
     )
     custom_update_weight_post_write_path: str | None = flag(
-        None,
-        "function called on every trainer rank after a version is written and before engines read it",
-        metavar="PATH",
-        only_with=DISK,
+        None, "function called on every rank after a version is written", only_with=DISK
     )
     rollout_quantization: str = flag(
-        "none",
-        "fp8: engines serve a 16-bit --hf-checkpoint in FP8 blocks, made from the trainer's weights at "
-        "each push",
-        choices=("none", "fp8"),
+        "none", "fp8: engines serve a 16-bit --hf-checkpoint in FP8 blocks", choices=("none", "fp8")
     )
     fp8_rounding: str = flag(
         "auto",
-        "how weights are rounded to FP8 at a push. auto: stochastic if the trainer starts from FP8 "
-        "weights, else nearest",
+        "rounding to FP8 at a push. auto: stochastic if the trainer starts from FP8 weights, else nearest",
         choices=FP8_ROUNDINGS,
     )
     pause_generation_mode: str = flag(
         "auto",
-        "what requests in flight do at a push: restart from their tokens, continue with the old KV cache,"
-        " or be sent again. auto: retract if the engine reports weight versions, else abort",
+        "requests in flight at a push: restart from their tokens, keep the old KV cache, or be sent "
+        "again. auto: retract if the engine reports weight versions, else abort",
         choices=PAUSE_MODES,
     )
     update_weights_interval: int = flag(1, "rollouts between weight updates (train_async.py only)", ge=1)
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of weights", ge=1)
-    check_weight_update_equal: bool = flag(
-        False, "compare every tensor of the engines with the trainer after a push"
-    )
+    check_weight_update_equal: bool = flag(False, "compare every tensor of the engines after a push")
     weight_checksum_interval: int = flag(
         0, "pushes between comparisons of the engines' checksums. 0: only after the first push", ge=0
     )
     canary_interval: int = flag(
-        20,
-        "pushes between comparisons of trainer and engine log-probs on a few fixed sentences. 0: none",
-        ge=0,
+        20, "pushes between comparisons of log-probs of a few fixed sentences. 0: none", ge=0
     )
 
 
@@ -166,7 +139,7 @@ _DRAFT_BY_MODELS = ("EAGLE3", "STANDALONE")
 
 
 def drafting_heads(draft: Draft) -> None:
-    """Tells of heads and models that draft for the policy and stay as they are while it moves away."""
+    """Warn of heads and models that draft for the policy and stay as they are while it moves away."""
     algorithm = _word_after("--speculative-algorithm", draft.sglang_options)
     other = _word_after("--speculative-draft-model-path", draft.sglang_options)
     by_model = algorithm in _DRAFT_BY_MODELS or other not in (None, draft.hf_checkpoint)
@@ -174,19 +147,17 @@ def drafting_heads(draft: Draft) -> None:
     if algorithm not in _DRAFT_BY_HEADS + _DRAFT_BY_MODELS or trains or draft.debug_rollout_only:
         return
     if by_model:
-        which = "the draft model" if other is None else f"{other}, the draft model,"
         why = (
-            f"{which} is not trained, and SGLang loads tensors of the policy into it wherever a push has the "
-            "names of its own; where their shapes differ, that ends the run at the first push"
+            f"{other or '--hf-checkpoint'}, the draft model, is not trained, and SGLang loads tensors of the "
+            "policy into it; where shapes differ, that ends the run at the first push"
         )
     elif BACKENDS[draft.train_backend].trains_heads:
         why = "without --enable-mtp-training the MTP heads that draft are neither trained nor pushed"
     else:
-        able = " or ".join(name for name, row in BACKENDS.items() if row.trains_heads)
-        why = f"--train-backend {draft.train_backend} trains no MTP heads and pushes none; {able} does"
+        why = f"--train-backend {draft.train_backend} trains no MTP heads and pushes none"
     draft.warn(
-        f"--sglang-speculative-algorithm {algorithm}: {why}. Tokens are drawn from the policy all the same; "
-        "as it moves away from its drafts fewer are accepted (rollout/spec_accept_length)."
+        f"--sglang-speculative-algorithm {algorithm}: {why}. Tokens are drawn from the policy all the same, "
+        "but fewer and fewer drafts are accepted (rollout/spec_accept_length)."
     )
 
 
@@ -195,20 +166,20 @@ def _word_after(option: str, words: list[str]) -> str | None:
 
 
 def weight_sync(draft: Draft) -> None:
-    if draft.update_weight_transport == "disk" and draft.update_weight_disk_dir is None:
+    given = draft.update_weight_transport
+    if given == "disk" and draft.update_weight_disk_dir is None:
         raise ValueError(
-            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that engines can read."
+            "--update-weight-transport disk needs --update-weight-disk-dir, which engines can read."
         )
-    older = draft.update_weight_transport
-    if older in OLDER_NAMES:
-        draft.derive("update_weight_transport", OLDER_NAMES[older], f"{older} is its older name")
+    if given in OLDER_NAMES:
+        draft.derive("update_weight_transport", OLDER_NAMES[given], f"{given} is its older name")
     if draft.update_weight_mode == "delta":
         _delta(draft)
     kind = ENGINES[draft.rollout_engine]
     if draft.pause_generation_mode == "in_place" and not kind.dialect.flush_while_running:
         raise ValueError(
-            f"--pause-generation-mode in_place with {kind.label}: it cannot empty its prefix cache while "
-            "requests are held, so that new ones would begin from old weights; use retract or abort."
+            f"--pause-generation-mode in_place with {kind.label}, which cannot empty its prefix cache while "
+            "requests are held; use retract or abort."
         )
 
 
@@ -218,22 +189,16 @@ def _delta(draft: Draft) -> None:
             "--update-weight-mode delta goes through a folder, but --update-weight-transport is "
             f"{draft.update_weight_transport}; use auto or disk, or --update-weight-mode full."
         )
-    _need("zstandard", "'slime[delta]'", "--update-weight-mode delta", "--update-weight-mode full")
-    checksum = draft.update_weight_delta_checksum
-    if checksum in _CHECKSUM_PACKAGES:
-        other = "--update-weight-delta-checksum adler32"
-        _need(*_CHECKSUM_PACKAGES[checksum], f"--update-weight-delta-checksum {checksum}", other)
+    checksum = f"--update-weight-delta-checksum {draft.update_weight_delta_checksum}"
+    for module, package, asked, instead in (
+        ("zstandard", "'slime[delta]'", "--update-weight-mode delta", "--update-weight-mode full"),
+        (*_CHECKSUM_PACKAGES[draft.update_weight_delta_checksum], checksum, "adler32"),
+    ):
+        if module is not None and importlib.util.find_spec(module) is None:
+            raise ValueError(f"{asked} needs the package {module}: pip install {package}, or use {instead}.")
     agents, engines = draft.weight_agent_addrs, draft.rollout_external_engine_addrs or []
     if agents is not None and len(agents) != len(engines):
         raise ValueError(
             f"--weight-agent-addrs names {len(agents)} agents for {len(engines)} engines of "
             "--rollout-external-engine-addrs; give one for each, in the same order."
-        )
-
-
-def _need(module: str, package: str, flag: str, instead: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise ValueError(
-            f"{flag} needs the package {module}, which is not installed; pip install {package}, or use "
-            f"{instead}."
         )

@@ -10,29 +10,25 @@ from slime.arguments.groups.data import check_pattern, check_template
 
 # The flags that give a field its value where dataset and file leave it open; the first set one wins.
 FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
-    "input_key": ("eval_input_key", "input_key"),
-    "label_key": ("eval_label_key", "label_key"),
-    "tool_key": ("eval_tool_key", "tool_key"),
+    **{name: (f"eval_{name}", name) for name in ("input_key", "label_key", "tool_key")},
+    **{name: (f"eval_{name}", f"rollout_{name}") for name in ("temperature", "top_p", "top_k")},
+    **{name: (f"rollout_{name}",) for name in ("stop", "stop_token_ids", "skip_special_tokens")},
     "metadata_key": ("metadata_key",),
     "metadata_columns": ("metadata_columns",),
     "multimodal_keys": ("multimodal_keys",),
     "apply_chat_template": ("apply_chat_template",),
     "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
     "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt",),
-    "temperature": ("eval_temperature", "rollout_temperature"),
-    "top_p": ("eval_top_p", "rollout_top_p"),
-    "top_k": ("eval_top_k", "rollout_top_k"),
     "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
     "min_new_tokens": ("eval_min_new_tokens",),
-    "stop": ("rollout_stop",),
-    "stop_token_ids": ("rollout_stop_token_ids",),
-    "skip_special_tokens": ("rollout_skip_special_tokens",),
 }
 
 
 def _specs(*names: str) -> dict[str, dict[str, tuple[str, ...]]]:
-    keys = {name: {"dataset_keys": (name,), "default_keys": (name,)} for name in names}
-    return {name: keys[name] | {"arg_attrs": FALLBACK_FLAGS[name]} for name in names}
+    return {
+        name: {"dataset_keys": (name,), "default_keys": (name,), "arg_attrs": FALLBACK_FLAGS[name]}
+        for name in names
+    }
 
 
 # The same table as evaluation functions of slime's users read it.
@@ -47,13 +43,8 @@ DATASET_SAMPLE_SPECS = _specs(
 
 # Keys of existing files that nothing reads: refused, because a setting without effect misleads.
 UNBUILT_KEYS = (
-    "app_service",
-    "min_eval_samples",
-    "eval_early_stop_remaining",
-    "eval_early_stop_idle_timeout",
-    "message_processor",
-    "reward_model",
-    "remote_environment",
+    *("app_service", "min_eval_samples", "eval_early_stop_remaining", "eval_early_stop_idle_timeout"),
+    *("message_processor", "reward_model", "remote_environment"),
 )
 
 
@@ -96,24 +87,20 @@ class EvalDatasetConfig:
 
     def __post_init__(self) -> None:
         where = f"evaluation dataset {self.name!r}"
-        if self.n_samples_per_eval_prompt is not None and self.n_samples_per_eval_prompt < 1:
-            raise ValueError(
-                f"{where}: n_samples_per_eval_prompt is {self.n_samples_per_eval_prompt}; use at least 1."
-            )
-        if self.temperature is not None and self.temperature < 0:
-            raise ValueError(f"{where}: temperature is {self.temperature}; use 0 (greedy) or more.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"{where}: top_p is {self.top_p}; use a value in (0, 1].")
-        if self.eval_task_timeout is not None and not self.eval_task_timeout > 0:
-            raise ValueError(f"{where}: eval_task_timeout is {self.eval_task_timeout}; use seconds above 0.")
+        for name, valid, instead in (
+            ("n_samples_per_eval_prompt", lambda n: n >= 1, "use at least 1"),
+            ("temperature", lambda n: n >= 0, "use 0 (greedy) or more"),
+            ("top_p", lambda n: 0 < n <= 1, "use a value in (0, 1]"),
+            ("eval_task_timeout", lambda n: n > 0, "use seconds above 0"),
+            ("metadata_overrides", lambda value: isinstance(value, dict), "it must be a mapping"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not valid(value):
+                raise ValueError(f"{where}: {name} is {value!r}; {instead}.")
         if self.prompt_template is not None:
             check_template(f"{where}: prompt_template", self.prompt_template)
         if self.label_pattern is not None:
             check_pattern(f"{where}: label_pattern", self.label_pattern)
-        if not isinstance(self.metadata_overrides, dict):
-            raise ValueError(
-                f"{where}: metadata_overrides must be a mapping, not {self.metadata_overrides!r}."
-            )
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
@@ -134,21 +121,18 @@ class EvalDatasetConfig:
 
 def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
     """`datasets:` as a list of entries, from a list of mappings or from a mapping of name to settings."""
-    if config is None:
-        return []
-    if isinstance(config, dict):
-        for name, entry in config.items():
-            if entry is not None and not isinstance(entry, dict):
-                raise ValueError(f"evaluation dataset {name!r} must be a mapping of settings, not {entry!r}.")
-        return [{"name": name} | (entry or {}) for name, entry in config.items()]
-    if isinstance(config, (list, tuple)):
-        for entry in config:
-            if not isinstance(entry, dict):
-                raise ValueError(
-                    f"an evaluation dataset must be a mapping with name and path, not {entry!r}."
-                )
-        return [dict(entry) for entry in config]
-    raise ValueError(f"datasets must be a list or a mapping, not {type(config).__name__}.")
+    entries = config or []
+    if isinstance(entries, dict):
+        entries = [
+            {"name": name} | entry if isinstance(entry, dict) else entry or {"name": name}
+            for name, entry in entries.items()
+        ]
+    if not isinstance(entries, (list, tuple)):
+        raise ValueError(f"datasets must be a list or a mapping, not {type(config).__name__}.")
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise ValueError(f"an evaluation dataset must be a mapping with name and path, not {entry!r}.")
+    return [dict(entry) for entry in entries]
 
 
 def build_eval_dataset_configs(
@@ -160,9 +144,7 @@ def build_eval_dataset_configs(
     names = [config.name for config in configs]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(
-                f"two evaluation datasets are called {name!r}: their metrics would overwrite each other."
-            )
+            raise ValueError(f"two evaluation datasets are called {name!r}; give each its own name.")
     return configs
 
 
@@ -212,9 +194,7 @@ def _refuse_unknown_keys(entry: dict[str, Any], where: str, not_here: tuple[str,
     known = [f.name for f in dataclasses.fields(EvalDatasetConfig) if f.name not in not_here]
     for key in entry:
         if key in UNBUILT_KEYS:
-            raise ValueError(
-                f"{where}: {key} is a slime setting that this version does not build yet; remove it."
-            )
+            raise ValueError(f"{where}: {key} is a slime setting that this version does not build yet.")
         if key not in known:
             near = get_close_matches(str(key), known, n=1)
             hint = f" Did you mean {near[0]}?" if near else f" Known keys: {', '.join(known)}."

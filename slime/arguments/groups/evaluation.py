@@ -18,29 +18,19 @@ class EvaluationFlags:
     """Evaluation (unset values follow those of the rollout)."""
 
     eval_interval: int | None = flag(None, "rollouts between evaluations", ge=1)
-    eval_prompt_data: list[str] | None = flag(
-        None, "datasets as: name file name file ...", metavar="NAME_FILE"
-    )
+    eval_prompt_data: list[str] | None = flag(None, "datasets: name file name file ...", metavar="NAME_FILE")
     eval_config: str | None = flag(
-        None, "YAML of datasets, each with its own reward and sampling", metavar="FILE"
+        None, "YAML of datasets with rewards and sampling of their own", metavar="FILE"
     )
-    eval_function_path: str | None = flag(
-        None, "function that evaluates; default: the rollout function", metavar="PATH"
-    )
+    eval_function_path: str | None = flag(None, "function that evaluates; default: the rollout function")
     eval_num_engines: int = flag(
-        0,
-        "number of the policy's engines that serve evaluation alone. 0: evaluation uses the engines of "
-        "the rollout",
-        ge=0,
-        only_with=EVALUATES,
+        0, "engines of the policy that only serve evaluation", ge=0, only_with=EVALUATES
     )
-    skip_eval_before_train: bool = flag(
-        False, "do not evaluate before the first rollout", only_with=EVALUATES
-    )
+    skip_eval_before_train: bool = flag(False, "do not evaluate before training", only_with=EVALUATES)
     n_samples_per_eval_prompt: int = flag(1, "responses per evaluation prompt", ge=1)
-    eval_input_key: str | None = flag(None, "column of the prompt", metavar="KEY")
-    eval_label_key: str | None = flag(None, "column of the label", metavar="KEY")
-    eval_tool_key: str | None = flag(None, "column of the tools", metavar="KEY")
+    eval_input_key: str | None = flag(None, "column of the prompt")
+    eval_label_key: str | None = flag(None, "column of the label")
+    eval_tool_key: str | None = flag(None, "column of the tools")
     eval_temperature: float | None = flag(None, "sampling temperature; 0 is greedy", ge=0)
     eval_top_p: float | None = flag(None, "nucleus sampling", gt=0, le=1)
     eval_top_k: int | None = flag(None, "keep the k likeliest tokens; -1: all", ge=-1)
@@ -88,29 +78,23 @@ def _read_eval_config(draft: Draft) -> tuple[Any, dict[str, Any]]:
     path = draft.eval_config
     content = read_yaml_mapping(path, "--eval-config")
     content = content.get("eval", content)
-    own_evaluation = draft.eval_function_path or draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+    datasets, defaults = content.get("datasets"), content.get("defaults") or {}
     if "delegate" in content:
-        if own_evaluation:
-            return content.get("datasets") or [], content.get("defaults") or {}
-        draft.idle.append(
-            f"delegate in {path} is set, but no --eval-function-path asks these evaluation services."
-        )
+        if draft.eval_function_path or draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION:
+            return datasets or [], defaults
+        draft.idle.append(f"delegate in {path} is set, but no --eval-function-path asks these services.")
     unknown = sorted(set(content) - {"defaults", "datasets", "delegate"})
     if unknown:
-        raise ValueError(
-            f"--eval-config {path}: unknown key {unknown[0]!r}; a file has `defaults` and `datasets`."
-        )
-    if not content.get("datasets"):
+        known = "a file has `defaults` and `datasets`"
+        raise ValueError(f"--eval-config {path}: unknown key {unknown[0]!r}; {known}.")
+    if not datasets:
         raise ValueError(f"--eval-config {path}: no `datasets`; list at least one with a name and a path.")
-    return content["datasets"], content.get("defaults") or {}
+    return datasets, defaults
 
 
 def _pair_names_and_files(words: list[str]) -> list[dict[str, str]]:
     if len(words) == 1:
         words = ["aime", words[0]]  # a single file has had this name in slime recipes from the start
     if len(words) % 2:
-        raise ValueError(
-            f"--eval-prompt-data has {len(words)} words ({' '.join(words)}): write pairs, name file name "
-            "file ..."
-        )
+        raise ValueError(f"--eval-prompt-data has {len(words)} words: write pairs, name file name file ...")
     return [{"name": name, "path": path} for name, path in zip(words[::2], words[1::2], strict=True)]

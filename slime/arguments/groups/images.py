@@ -15,63 +15,38 @@ from slime.utils.models.model_config import read_config
 class ImageFlags:
     """Images."""
 
-    multimodal_keys: dict | None = flag(
-        None, 'columns of media, as JSON: {"image": "images"}', metavar="JSON"
-    )
-    freeze_vision_tower: bool = flag(
-        False, "train only the text model of a vision-language model", only_with=FSDP
-    )
+    multimodal_keys: dict | None = flag(None, 'columns of media, as JSON: {"image": "images"}')
+    freeze_vision_tower: bool = flag(False, "train only the text model of a vision model", only_with=FSDP)
 
 
 def images(draft: Draft) -> None:
     """Models that are given images must be of a family that is known to compute them right."""
     keys = draft.multimodal_keys
-    if keys:
-        _check_keys(keys)
+    if keys and (list(keys) != ["image"] or not isinstance(keys["image"], str)):
+        raise ValueError(f'--multimodal-keys is {keys}: give the column of images, as {{"image": "images"}}.')
     kind = read_config(draft.hf_checkpoint).get("model_type") if draft.hf_checkpoint else None
     if keys and kind is not None and (why := why_no_images(kind)) is not None:
         raise ValueError(f"--multimodal-keys with --hf-checkpoint {draft.hf_checkpoint}: {why}.")
-    if keys or kind in VISION_FAMILIES:
+    if (keys or kind in VISION_FAMILIES) and not draft.debug_rollout_only:
         _check_trainer(draft, "--multimodal-keys" if keys else f"a model of type {kind}")
-    if kind in VISION_FAMILIES:
-        _check_engine(draft, str(kind))
-
-
-def _check_keys(keys: dict) -> None:
-    if list(keys) != ["image"] or not isinstance(keys["image"], str):
+    engine = ENGINES[draft.rollout_engine]
+    if kind in VISION_FAMILIES and not draft.debug_train_only and engine.rules.lacks_images_of(kind):
         raise ValueError(
-            f'--multimodal-keys is {keys}: give the column of images, as {{"image": "images"}}; videos '
-            "and sound are not trained."
+            f"--rollout-engine {draft.rollout_engine}: {engine.label} has no model of type {kind}; use "
+            "--rollout-engine embedded."
         )
 
 
 def _check_trainer(draft: Draft, what: str) -> None:
-    if draft.debug_rollout_only:
-        return
     if not BACKENDS[draft.train_backend].trains_transformers_model:
         raise ValueError(
             f"{what} with --train-backend {draft.train_backend}: it builds no vision tower; use "
             "--train-backend fsdp."
         )
-    alone = {
-        "tensor_model_parallel_size": "its matrices are not cut with the tower",
-        "context_parallel_size": "images stand on one rank with all tokens of their sample",
-    }
-    for name, reason in alone.items():
-        if getattr(draft, name) > 1:
-            option = option_of(name)
-            raise ValueError(f"{what} with {option} {getattr(draft, name)}: {reason}; use {option} 1.")
-    if draft.lora_rank:
-        raise ValueError(
-            f"{what} with --lora-rank {draft.lora_rank}: adapters are for models of text; use --lora-rank 0, "
-            "and --freeze-vision-tower to train less."
-        )
-
-
-def _check_engine(draft: Draft, kind: str) -> None:
-    engine = ENGINES[draft.rollout_engine]
-    if not draft.debug_train_only and engine.rules.lacks_images_of(kind):
-        raise ValueError(
-            f"--rollout-engine {draft.rollout_engine}: {engine.label} has no model of type {kind}; use "
-            "--rollout-engine embedded."
-        )
+    for name, plain, why in (
+        ("tensor_model_parallel_size", 1, "its matrices are not cut with the tower"),
+        ("context_parallel_size", 1, "images stand on one rank with all tokens of their sample"),
+        ("lora_rank", 0, "adapters are for models of text"),
+    ):
+        if (value := getattr(draft, name)) != plain:
+            raise ValueError(f"{what} with {option_of(name)} {value}: {why}; use {option_of(name)} {plain}.")

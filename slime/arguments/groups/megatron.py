@@ -48,19 +48,14 @@ class MegatronFlags:
 
     pipeline_model_parallel_size: int = flag(1, "pipeline stages that the layers are spread over", ge=1)
     virtual_pipeline_model_parallel_size: int | None = flag(
-        None,
-        "chunks of layers per pipeline stage; default: one",
-        ge=2,
-        alias="--num-virtual-stages-per-pipeline-rank",
+        None, "chunks of layers per stage", ge=2, alias="--num-virtual-stages-per-pipeline-rank"
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "layers per chunk, instead of the number of chunks", ge=1
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts of every layer", ge=1)
     expert_tensor_parallel_size: int = flag(1, "ranks that share every matrix of an expert", ge=1)
-    sequence_parallel: bool = flag(
-        False, "tensor-parallel ranks also share the tokens between matrix products"
-    )
+    sequence_parallel: bool = flag(False, "tensor-parallel ranks also share tokens between products")
     use_distributed_optimizer: bool = flag(
         True, "shard Adam's moments over data-parallel ranks", off="--no-use-distributed-optimizer"
     )
@@ -85,18 +80,14 @@ class MegatronFlags:
         False, "train the checkpoint's heads that predict further tokens, without changing the policy"
     )
     mtp_loss_scaling_factor: float = flag(0.2, "weight of the loss of the MTP heads", gt=0, only_with=MTP)
-    custom_megatron_init_path: str | None = flag(
-        None, "function called on every rank once its process groups exist", metavar="PATH"
-    )
+    custom_megatron_init_path: str | None = flag(None, "function called on every rank after its groups exist")
     custom_megatron_before_log_prob_hook_path: str | None = flag(
-        None, "function called before each pass that records log-probs", metavar="PATH"
+        None, "function called before each pass that records log-probs"
     )
     custom_megatron_before_train_step_hook_path: str | None = flag(
-        None, "function called before each optimizer step of the policy", metavar="PATH"
+        None, "function called before each optimizer step of the policy"
     )
-    custom_model_provider_path: str | None = flag(
-        None, "function that builds the model of a pipeline stage", metavar="PATH"
-    )
+    custom_model_provider_path: str | None = flag(None, "function that builds the model of a pipeline stage")
 
 
 def choose_trainer(draft: Draft) -> None:
@@ -167,24 +158,21 @@ def megatron_trainer(draft: Draft) -> None:
         given = [spec for spec in specs_of(MegatronFlags) if draft.was_given(spec.name)]
         unread = [spec.option for spec in given if getattr(draft, spec.name) != spec.default]
         if unread:
-            raise Refused(
-                [f"{o} is set, but only --train-backend megatron reads it; remove it." for o in unread]
-            )
+            why = "is set, but only --train-backend megatron reads it; remove it."
+            raise Refused([f"{option} {why}" for option in unread])
         return
     if importlib.util.find_spec("megatron") is None:
         raise ValueError("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'.")
     fields = draft.megatron_config
     if "mtp_num_layers" in fields and not draft.enable_mtp_training:
         draft.idle.append(
-            "--mtp-num-layers is given without --enable-mtp-training: heads that do not train are saved as "
-            "they were read."
+            "--mtp-num-layers is given without --enable-mtp-training: heads stay as they were read."
         )
         fields = {name: value for name, value in fields.items() if name != "mtp_num_layers"}
         draft.set("megatron_config", fields, draft.sources["megatron_config"])
     for name in fields:
-        option = option_of(name)
         if name in OWNED:
-            raise ValueError(f"{option} cannot be given: {OWNED[name]}.")
+            raise ValueError(f"{option_of(name)} cannot be given: {OWNED[name]}.")
     if draft.main_grads_dtype == "bf16" and fields.get("grad_reduce_in_fp32"):
         raise ValueError(
             "--main-grads-dtype is bf16 beside --accumulate-allreduce-grads-in-fp32: gradients add up in one "
@@ -193,8 +181,11 @@ def megatron_trainer(draft: Draft) -> None:
     if draft.sequence_parallel and draft.tensor_model_parallel_size == 1:
         draft.idle.append("--sequence-parallel is set, but --tensor-model-parallel-size is 1: it is off.")
         draft.derive("sequence_parallel", False, "tensor_model_parallel_size is 1")
+    if draft.overlap_param_gather and not (draft.overlap_grad_reduce and draft.use_distributed_optimizer):
+        raise ValueError(
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce."
+        )
     _virtual_stages(draft)
-    _overlaps(draft)
     _dispatcher(draft)
     _experts(draft)
 
@@ -206,22 +197,16 @@ def _virtual_stages(draft: Draft) -> None:
         return
     option = f"--num-layers-per-virtual-pipeline-stage is {each}"
     if draft.virtual_pipeline_model_parallel_size is not None:
-        raise ValueError(
-            f"{option} beside --num-virtual-stages-per-pipeline-rank "
-            f"{draft.virtual_pipeline_model_parallel_size}: both say how layers are cut; keep one of them."
-        )
+        raise ValueError(f"{option} beside --num-virtual-stages-per-pipeline-rank; keep one of them.")
     config = read_config(draft.hf_checkpoint) if draft.hf_checkpoint else {}
     layers = config.get("num_hidden_layers") or draft.megatron_config.get("num_layers")
-    if layers is None:
-        raise ValueError(
-            f"{option}, but no config of --hf-checkpoint is here to say how many layers there are; use "
-            "--num-virtual-stages-per-pipeline-rank."
+    if layers is None or layers % (stages * each):
+        known = (
+            f"{layers} layers on {stages} stage(s) do not divide so"
+            if layers
+            else "no config says how many layers there are"
         )
-    if layers % (stages * each):
-        raise ValueError(
-            f"{option}: {layers} layers on {stages} stage(s) do not divide into chunks of {each}; use a "
-            "number that divides them."
-        )
+        raise ValueError(f"{option}: {known}; use --num-virtual-stages-per-pipeline-rank.")
     chunks = layers // (stages * each)
     if chunks > 1:
         draft.derive("virtual_pipeline_model_parallel_size", chunks, "num_layers_per_virtual_pipeline_stage")
@@ -233,52 +218,35 @@ def model_family(draft: Draft) -> None:
     if kind is not None:
         raise ValueError(
             f"--hf-checkpoint {draft.hf_checkpoint} is a {kind}, a family that --train-backend "
-            f"{draft.train_backend} does not build (it builds "
-            f"{', '.join(BACKENDS[draft.train_backend].families or ())}); leave --train-backend out, or use "
-            "--train-backend fsdp, which trains what transformers has."
+            f"{draft.train_backend} does not build; use --train-backend fsdp."
         )
 
 
 def _dispatcher(draft: Draft) -> None:
     """DeepEP where it is there and ranks share experts; how tokens travel changes nothing that is trained."""
+    alone = draft.expert_model_parallel_size * draft.expert_tensor_parallel_size == 1
     if draft.moe_token_dispatcher_type != "flex":
         return
-    why = None
-    if draft.expert_model_parallel_size * draft.expert_tensor_parallel_size == 1:
-        why = "no ranks share experts"
-    elif importlib.util.find_spec("deep_ep") is None:
-        why = "DeepEP (the package deep_ep) is not installed"
-    if why:
+    if alone or importlib.util.find_spec("deep_ep") is None:
+        why = "no ranks share experts" if alone else "DeepEP (the package deep_ep) is not installed"
         draft.idle.append(f"--moe-token-dispatcher-type is flex, but {why}: it is alltoall.")
         draft.derive("moe_token_dispatcher_type", "alltoall", why)
-        fields = draft.megatron_config
-        left = {name: value for name, value in fields.items() if name not in DEEPEP_FIELDS}
-        draft.set("megatron_config", left, draft.sources["megatron_config"])
+        fields = {n: value for n, value in draft.megatron_config.items() if n not in DEEPEP_FIELDS}
+        draft.set("megatron_config", fields, draft.sources["megatron_config"])
 
 
 def _experts(draft: Draft) -> None:
     balancing = draft.megatron_config.get("moe_router_load_balancing_type", "aux_loss")
     if balancing not in BALANCING:
+        known = ", ".join(BALANCING)
         raise ValueError(
-            f"--moe-router-load-balancing-type is {balancing}: over packed samples there are "
-            f"{', '.join(BALANCING)}."
+            f"--moe-router-load-balancing-type is {balancing}: over packed samples there are {known}."
         )
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         if getattr(draft, name) and draft.loss_type != "policy_loss":
-            option = option_of(name)
-            raise ValueError(
-                f"{option}: --loss-type {draft.loss_type} has no old policy to follow; remove it."
-            )
+            raise ValueError(f"{option_of(name)}: --loss-type {draft.loss_type} has no old policy to follow.")
     if draft.use_routing_replay and draft.use_rollout_logprobs and not draft.use_rollout_routing_replay:
         raise ValueError(
             "--use-routing-replay with --use-rollout-logprobs: no pass of the old policy runs, so nothing "
             "is recorded; use --use-rollout-routing-replay."
-        )
-
-
-def _overlaps(draft: Draft) -> None:
-    if draft.overlap_param_gather and not (draft.overlap_grad_reduce and draft.use_distributed_optimizer):
-        raise ValueError(
-            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce, in which "
-            "it hides."
         )

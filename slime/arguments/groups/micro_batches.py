@@ -29,10 +29,8 @@ def micro_batches(draft: Draft) -> None:
         because = "micro_batch_size is given" if by_samples else "the default (--no-use-dynamic-batch-size)"
         draft.derive("use_dynamic_batch_size", not by_samples, because)
     if draft.balance_by_flops and not draft.use_dynamic_batch_size:
-        raise ValueError(
-            "--balance-by-flops balances token-filled micro-batches; it needs --use-dynamic-batch-size."
-        )
-    if draft.balance_by_flops and not draft.balance_data:
+        raise ValueError("--balance-by-flops balances by tokens; it needs --use-dynamic-batch-size.")
+    if draft.balance_by_flops:
         draft.derive("balance_data", True, "balance_by_flops")
 
 
@@ -40,30 +38,24 @@ def token_limit(draft: Draft) -> None:
     """--max-tokens-per-gpu, where it is left out, from the memory of a GPU and the size of the model."""
     if not draft.use_dynamic_batch_size or draft.max_tokens_per_gpu is not None:
         return
-    memory = gpu_bytes()
-    if memory is None:
-        draft.derive("max_tokens_per_gpu", ON_CPU, "no GPU visible: the constant for a CPU")
-        return
-    config = _text_config(draft.hf_checkpoint)
-    if not config:
-        draft.derive("max_tokens_per_gpu", ON_CPU, "the model's config is not here: the constant for a CPU")
+    memory, config = gpu_bytes(), _text_config(draft.hf_checkpoint)
+    if memory is None or not config:
+        why = "no GPU visible" if memory is None else "the model's config is not here"
+        draft.derive("max_tokens_per_gpu", ON_CPU, f"{why}: the constant for a CPU")
         return
     ranks = draft.actor_num_nodes * (draft.actor_num_gpus_per_node or 1)
-    splits = BACKENDS[draft.train_backend].has_pipeline
+    split = draft.tensor_model_parallel_size * draft.pipeline_model_parallel_size
     tokens = tokens_that_fit(
         config,
         memory,
         item_bytes=4 if draft.dtype == "float32" else 2,
         ranks=ranks,
-        copies_over=draft.tensor_model_parallel_size * draft.pipeline_model_parallel_size
-        if splits
-        else ranks,
+        copies_over=split if BACKENDS[draft.train_backend].has_pipeline else ranks,
         recompute=draft.activation_checkpointing,
         trained=not draft.lora_rank,
     )
-    draft.derive(
-        "max_tokens_per_gpu", tokens, f"what fits beside the model in a GPU of {memory / (1 << 30):.0f} GiB"
-    )
+    why = f"what fits beside the model in a GPU of {memory / (1 << 30):.0f} GiB"
+    draft.derive("max_tokens_per_gpu", tokens, why)
 
 
 def tokens_that_fit(

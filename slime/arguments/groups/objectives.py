@@ -41,13 +41,11 @@ class KeptPolicyFlags:
     )
     keep_old_actor: bool = flag(
         False,
-        "take ratios against the weights that sampled the batch, kept since their push (asynchronous runs)",
+        "take ratios against the weights that sampled the batch (asynchronous runs)",
         only_with=OLD_LOG_PROBS,
     )
     reset_optimizer_states: bool = flag(False, "reset the optimizer's moments before each rollout's training")
-    use_stateless_adam: bool = flag(
-        False, "reset Adam's moments before each optimizer step", only_with=HAS_MOMENTS
-    )
+    use_stateless_adam: bool = flag(False, "reset Adam's moments before each step", only_with=HAS_MOMENTS)
 
 
 @dataclass
@@ -55,33 +53,24 @@ class CriticFlags:
     """Critic."""
 
     megatron_config_path: str | None = flag(
-        None,
-        "YAML with settings of the policy alone and of the critic alone (docs/algorithms.md)",
-        metavar="FILE",
+        None, "YAML with settings of policy and critic alone (docs/algorithms.md)", metavar="FILE"
     )
     critic_load: str | None = flag(
-        None,
-        "model the critic starts from (a causal LM or a reward model); default: --hf-checkpoint",
-        metavar="MODEL",
-        only_with=CRITIC,
+        None, "model the critic starts from; default: --hf-checkpoint", metavar="MODEL", only_with=CRITIC
     )
     critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr", ge=0, only_with=CRITIC)
-    critic_lr_warmup_iters: int = flag(
-        0, "optimizer steps of the critic's linear warm-up", ge=0, only_with=CRITIC
-    )
+    critic_lr_warmup_iters: int = flag(0, "steps of the critic's linear warm-up", ge=0, only_with=CRITIC)
     value_clip: float = flag(
-        0.2, "how far a value may move in one update before its error is clipped", gt=0, only_with=CRITIC
+        0.2, "how far a value may move before its error is clipped", gt=0, only_with=CRITIC
     )
-    num_critic_only_steps: int = flag(
-        0, "rollouts at the start that train the critic alone", ge=0, only_with=CRITIC
-    )
+    num_critic_only_steps: int = flag(0, "first rollouts that train the critic alone", ge=0, only_with=CRITIC)
 
 
 @dataclass
 class DistillationFlags:
     """On-policy distillation."""
 
-    use_opd: bool = flag(False, "pull the policy towards a teacher on the policy's own samples")
+    use_opd: bool = flag(False, "pull the policy towards a teacher on its own samples", only_with=POLICY_LOSS)
     opd_type: str | None = flag(
         None,
         "who holds the teacher: an engine at --rm-url (also called sglang) or the trainer (also called "
@@ -96,20 +85,19 @@ class DistillationFlags:
     )
     opd_kl: str = flag(
         "sampled",
-        "reverse KL on the sampled token, in the advantage, or over the full vocabulary, as a loss "
-        "(trainer only)",
+        "reverse KL on the sampled token, in the advantage, or over the vocabulary, as a loss (trainer)",
         choices=("sampled", "full"),
         only_with=DISTILS,
     )
     opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher", ge=0, only_with=DISTILS)
     opd_teacher_load: str | None = flag(
         None,
-        "the teacher that the trainer holds, or a folder of checkpoints of a model like the policy",
+        "teacher of the trainer, or a folder of checkpoints",
         metavar="MODEL",
         only_with=(DISTILS, TEACHER_IN_TRAINER),
     )
     opd_teacher_ckpt_step: int | None = flag(
-        None, "which checkpoint of --opd-teacher-load; default: the latest", ge=0
+        None, "which checkpoint of --opd-teacher-load; default: last", ge=0
     )
 
 
@@ -119,7 +107,7 @@ class PreferenceFlags:
 
     dpo_beta: float = flag(0.1, "how strongly DPO holds the policy to the reference", gt=0, only_with=DPO)
     dpo_label_smoothing: float = flag(
-        0.0, "share of preferences that DPO takes to be wrong", ge=0, lt=0.5, only_with=DPO
+        0.0, "share of preferences taken to be wrong", ge=0, lt=0.5, only_with=DPO
     )
 
 
@@ -128,22 +116,14 @@ def distillation(draft: Draft) -> None:
         draft.derive("opd_type", OPD_TYPE_ALIASES[draft.opd_type], f"another name of {draft.opd_type}")
     if not draft.use_opd:
         return
-    if draft.loss_type != "policy_loss":
-        raise ValueError(
-            f"--use-opd distils on the policy's own samples, but --loss-type is {draft.loss_type}; use "
-            "policy_loss."
-        )
     if draft.opd_type is None:
-        raise ValueError(
-            "--use-opd needs --opd-type: engine (a teacher behind --rm-url) or trainer (--opd-teacher-load)."
-        )
+        raise ValueError("--use-opd needs --opd-type: engine (--rm-url) or trainer (--opd-teacher-load).")
     if draft.opd_type == "trainer" and draft.opd_teacher_load is None:
         raise ValueError("--opd-type trainer needs --opd-teacher-load: the folder or hub id of the teacher.")
     if draft.opd_type == "engine" and draft.rollout_temperature != 1:
         draft.warn(
-            f"--rollout-temperature {draft.rollout_temperature:g} with --opd-type engine: the policy at this "
-            "temperature is pulled towards the teacher at temperature 1, at which an engine scores tokens; "
-            "--opd-type trainer divides the logits of both."
+            f"--rollout-temperature {draft.rollout_temperature:g} with --opd-type engine: an engine scores "
+            "tokens at temperature 1; --opd-type trainer divides the logits of policy and teacher."
         )
     if draft.opd_type == "engine" and draft.opd_kl == "full":
         raise ValueError(
@@ -153,17 +133,10 @@ def distillation(draft: Draft) -> None:
 
 
 def preference_pairs(draft: Draft) -> None:
-    if draft.loss_type not in PAIR_LOSSES:
-        return
-    if draft.n_samples_per_prompt != 1:
-        raise ValueError(
-            f"--n-samples-per-prompt is {draft.n_samples_per_prompt} with --loss-type {draft.loss_type}: a "
-            "row is one pair; use 1."
-        )
     if draft.loss_type == "rm_loss" and not draft.debug_train_only:
         raise ValueError(
             "--loss-type rm_loss trains a scorer that no engine can sample from; add --debug-train-only and "
-            "read the pairs with --rollout-function-path slime.rollout.preference_rollout.generate_rollout."
+            "--rollout-function-path slime.rollout.preference_rollout.generate_rollout."
         )
     if draft.loss_type == "dpo_loss" and draft.ref_load is None:
         draft.derive("ref_load", draft.hf_checkpoint, "DPO needs a reference; taken from hf_checkpoint")

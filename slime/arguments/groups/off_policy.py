@@ -34,50 +34,39 @@ class OffPolicyFlags:
 
     use_tis: bool = flag(
         False,
-        "weight the policy loss by the ratio of trainer to engine policy. Asynchronous runs do so by default",
+        "weight the loss by the ratio of trainer to engine. Asynchronous runs do so",
         only_with=POLICY_LOSS,
     )
     tis_clip: float = flag(2.0, "upper bound of the importance weight", gt=0, only_with=TIS)
-    tis_clip_low: float = flag(
-        0.0, "lower bound of the importance weight", ge=0, only_with=(TIS, LOWER_BOUND)
-    )
+    tis_clip_low: float = flag(0.0, "lower bound of the weight", ge=0, only_with=(TIS, LOWER_BOUND))
     tis_level: str = flag(
-        "token",
-        "whose ratio: of the token, or of its sequence as product or mean",
-        choices=LEVELS,
-        only_with=(TIS, BUILT_IN_WEIGHTS),
+        "token", "ratio of the token, or of its sequence", choices=LEVELS, only_with=(TIS, BUILT_IN_WEIGHTS)
     )
     tis_mode: str = flag(
         "clip",
-        "outside the bounds: clip to both, truncate to the upper, or mask to 0 (IcePop)",
+        "outside: clip to both bounds, truncate to the upper, or mask to 0 (IcePop)",
         choices=("clip", "truncate", "mask"),
         only_with=(TIS, BUILT_IN_WEIGHTS),
     )
     tis_batch_normalize: bool = flag(
-        False,
-        "divide the weights by their mean over the optimizer step, so that they average 1",
-        only_with=(TIS, BUILT_IN_WEIGHTS),
+        False, "divide the weights by their mean over the step", only_with=(TIS, BUILT_IN_WEIGHTS)
     )
-    custom_tis_function_path: str | None = flag(
-        None, "function in place of the weights", metavar="PATH", only_with=ASKS_FOR_WEIGHTS
-    )
+    custom_tis_function_path: str | None = flag(None, "function for the weights", only_with=ASKS_FOR_WEIGHTS)
     use_rs: bool = flag(
         False,
-        "leave tokens or samples with a ratio out of bounds out of the policy loss",
+        "leave tokens or samples with a ratio out of bounds out",
         only_with=(POLICY_LOSS, OWN_REJECTION),
     )
     rs_level: str = flag("token", "whose ratio decides about rejection", choices=LEVELS, only_with=REJECTS)
     rs_upper: float = flag(2.0, "upper bound of the ratio", gt=0, only_with=REJECTS)
     rs_lower: float | None = flag(
-        None, "lower bound of the ratio; default: 1 / --rs-upper", ge=0, only_with=REJECTS
+        None, "lower bound of the ratio; default: 1 / upper", ge=0, only_with=REJECTS
     )
     rs_veto: float | None = flag(
         None, "leave out a whole sample if one token's ratio is below this", gt=0, only_with=REJECTS
     )
     use_opsm: bool = flag(
-        False,
-        "leave out samples of negative advantage that drifted from the old policy",
-        only_with=(POLICY_LOSS, DRIFTS),
+        False, "leave out drifted samples of negative advantage", only_with=(POLICY_LOSS, DRIFTS)
     )
     opsm_delta: float = flag(1e-4, "how far such a sample may drift (mean log-ratio)", ge=0, only_with=OPSM)
     get_mismatch_metrics: bool = flag(
@@ -88,8 +77,8 @@ class OffPolicyFlags:
 def off_policy(draft: Draft) -> None:
     if draft.use_tis and draft.use_rollout_logprobs:
         raise ValueError(
-            "--use-tis corrects from the engine's policy to the trainer's, but --use-rollout-logprobs makes "
-            "the engine's the one that ratios are taken against; keep one of them."
+            "--use-tis corrects from the engine's policy to the trainer's, but --use-rollout-logprobs takes "
+            "ratios against the engine's; keep one of them."
         )
     if draft.tis_clip_low > draft.tis_clip:
         raise ValueError(f"--tis-clip-low is {draft.tis_clip_low:g}, above --tis-clip {draft.tis_clip:g}.")

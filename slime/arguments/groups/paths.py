@@ -32,15 +32,10 @@ def absolute_paths(draft: Draft) -> None:
         for name, value in draft.critic_overrides.items()
     }
     values["start_from"] = _each(_model, values.get("start_from"))
-    values["eval_datasets"] = [
-        replace(
-            dataset,
-            path=_source(dataset.path),
-            custom_rm_path=_each(_plugin, dataset.custom_rm_path),
-            custom_generate_function_path=_each(_plugin, dataset.custom_generate_function_path),
-        )
-        for dataset in draft.eval_datasets
-    ]
+    for dataset in draft.eval_datasets:
+        dataset.path = _source(dataset.path)
+        for name in ("custom_rm_path", "custom_generate_function_path"):
+            setattr(dataset, name, _each(_plugin, getattr(dataset, name)))
     topology = draft.engine_topology
     models = (replace(model, model_path=_each(_model, model.model_path)) for model in topology.models)
     values["engine_topology"] = replace(topology, models=tuple(models))
@@ -53,7 +48,7 @@ def _of_flag(spec: FlagSpec, value: Any) -> Any:
         return value and [_source(word) if at % 2 else word for at, word in enumerate(value)]
     if spec.name in ("env", "env_args"):
         return _each(_plugin, value)
-    resolve = _BY_METAVAR.get(spec.info.metavar or "")
+    resolve = _BY_METAVAR.get(spec.metavar or "")
     return _each(resolve, value) if resolve is not None else value
 
 

@@ -30,28 +30,20 @@ def _on_gpu(draft: Draft) -> None:
     # Loads torch, which counting the GPUs has done already.
     from slime.utils.machine.accelerator import has_bfloat16
 
-    if draft.dtype == "auto" and has_bfloat16():
-        draft.derive("dtype", "bfloat16", "GPUs compute in it")
-    elif draft.dtype == "auto":
-        draft.derive("dtype", "float32", "these GPUs have no units for bfloat16")
+    if draft.dtype == "auto":
+        why = "GPUs compute in it" if has_bfloat16() else "these GPUs have no units for bfloat16"
+        draft.derive("dtype", "bfloat16" if has_bfloat16() else "float32", why)
     elif not has_bfloat16():
-        draft.warn(
-            "--dtype bfloat16: these GPUs have no units for it and emulate it; --dtype auto takes float32 "
-            "here."
-        )
+        draft.warn("--dtype bfloat16 is emulated by these GPUs; --dtype auto takes float32 here.")
 
 
 def _on_cpu(draft: Draft) -> None:
     has_units, how = bfloat16_units()
+    stored = stored_dtype(draft.hf_checkpoint)
     if draft.dtype == "bfloat16":
         if not has_units:
-            draft.warn(
-                f"--dtype bfloat16: this CPU {how}, so it emulates bfloat16, several times slower than "
-                "float32; --dtype auto takes float32 here."
-            )
-        return
-    stored = stored_dtype(draft.hf_checkpoint)
-    if not has_units:
+            draft.warn(f"--dtype bfloat16: this CPU {how}; it is several times slower than --dtype float32.")
+    elif not has_units:
         draft.derive("dtype", "float32", f"this CPU {how}")
     elif stored not in SIXTEEN_BITS:
         draft.derive("dtype", "float32", f"a CPU; the model is stored in {stored or 'an unknown precision'}")
@@ -81,75 +73,62 @@ def engine_precision(draft: Draft) -> None:
         _from_16_bit(draft, from_folder)
     elif not from_folder:
         if draft.was_given("fp8_rounding") and draft.fp8_rounding != "auto":
-            raise ValueError(
-                f"--fp8-rounding is {draft.fp8_rounding}, but the engines hold no FP8 weights; remove it, or "
-                "serve FP8 with --rollout-quantization fp8."
-            )
+            raise ValueError(f"--fp8-rounding is {draft.fp8_rounding}, but the engines hold no FP8 weights.")
         return
     on_grid = bool(draft.start_from and block_size_of(draft.start_from))
     if draft.fp8_rounding == "auto":
         rounding, why = ("stochastic", "has FP8 weights") if on_grid else ("nearest", "has 16-bit weights")
         draft.derive("fp8_rounding", rounding, f"what the policy starts from {why}")
     if on_grid:
-        draft.warn(_about_an_fp8_start(draft.hf_checkpoint, draft.fp8_rounding))
+        meaning = "so weights are rounded to FP8 stochastically (--fp8-rounding)"
+        if draft.fp8_rounding == "nearest":
+            meaning = "and do not reach the engines until they add up to half a step (--fp8-rounding nearest)"
+        draft.warn(
+            f"--hf-checkpoint {draft.hf_checkpoint}: the trainer starts from values of FP8. Updates are much "
+            f"smaller than the step between two of them, {meaning}. Better: the 16-bit checkpoint with "
+            "--rollout-quantization fp8."
+        )
+    _allow_fp8_differences(draft, "engines have FP8 weights")
+
+
+def _allow_fp8_differences(draft: Draft, why: str) -> None:
     if draft.logprob_diff_threshold is None and draft.loss_type not in SUPERVISED_LOSSES:
-        draft.derive("logprob_diff_threshold", LOGPROB_DIFF_THRESHOLDS["fp8"], "engines have FP8 weights")
+        draft.derive("logprob_diff_threshold", LOGPROB_DIFF_THRESHOLDS["fp8"], why)
 
 
 def fp8_training(draft: Draft) -> None:
     """FP8 products need whole matrices of the model's own. Runs before `engine_precision`."""
     if not draft.fp8_training:
         return
-    if draft.tensor_model_parallel_size > 1:
+    size = draft.tensor_model_parallel_size
+    if size > 1:
         raise ValueError(
-            f"--fp8-training with --tensor-model-parallel-size {draft.tensor_model_parallel_size}: products "
-            "of cut matrices are in 16 bits in this version; keep one of them."
+            f"--fp8-training with --tensor-model-parallel-size {size}: products of cut matrices are in 16 "
+            "bits in this version; keep one of them."
         )
     if draft.lora_rank:
         raise ValueError(
-            "--fp8-training with --lora-rank: layers with adapters multiply in 16 bits in this version; "
-            "keep one of them."
+            "--fp8-training with --lora-rank: layers with adapters multiply in 16 bits; keep one."
         )
-    if draft.logprob_diff_threshold is None and draft.loss_type not in SUPERVISED_LOSSES:
-        draft.derive("logprob_diff_threshold", LOGPROB_DIFF_THRESHOLDS["fp8"], "--fp8-training")
-
-
-def _about_an_fp8_start(path: str, rounding: str) -> str:
-    meaning = {
-        "stochastic": "so weights are rounded to FP8 stochastically (--fp8-rounding)",
-        "nearest": "and with --fp8-rounding nearest they do not reach the engines until they add up to half "
-        "a step",
-    }[rounding]
-    return (
-        f"--hf-checkpoint {path} holds FP8 weights: the trainer starts from values of FP8. Updates are much "
-        f"smaller than the step between two of them, {meaning}. Better: the 16-bit checkpoint with "
-        "--rollout-quantization fp8."
-    )
+    _allow_fp8_differences(draft, "--fp8-training")
 
 
 def _from_16_bit(draft: Draft, from_folder: bool) -> None:
     """The engines get everything by pushes, and know that it is FP8 from us alone."""
-    flag = "--rollout-quantization fp8"
-    if from_folder:
-        raise ValueError(
-            f"{flag}: {draft.engine_topology.policy.model_path} holds FP8 weights already. Give the 16-bit "
-            "checkpoint as --hf-checkpoint, from which the trainer starts better, or remove the flag."
-        )
-    if draft.rollout_external_engine_addrs:
-        raise ValueError(
-            f"{flag} with --rollout-external-engine-addrs: engines that run already decide themselves what "
-            "they hold; start them from an FP8 checkpoint and remove the flag."
-        )
-    if draft.debug_rollout_only or draft.debug_train_only:
-        raise ValueError(f"{flag}: a run with only one stage pushes nothing to engines; remove it.")
-    if draft.lora_sync == "adapter":
-        raise ValueError(
-            f"{flag} with --lora-sync adapter: the model itself is never pushed; use --lora-sync merged."
-        )
-    own = {"--" + word for group in draft.engine_topology.policy.groups for word in group.overrides}
+    policy = draft.engine_topology.policy
+    own = {"--" + word for group in policy.groups for word in group.overrides}
     given = {word.split("=")[0] for word in draft.sglang_options} | {word.replace("_", "-") for word in own}
-    taken = [word for word in _SET_FOR_FP8 if word in given]
-    if taken:
-        raise ValueError(
-            f"{flag} sets SGLang's {taken[0]} itself; remove --sglang-{taken[0].removeprefix('--')}."
-        )
+    taken = [f"--sglang-{word.removeprefix('--')}" for word in _SET_FOR_FP8 if word in given]
+    reasons = {
+        f"{policy.model_path} holds FP8 weights already; give a 16-bit --hf-checkpoint": from_folder,
+        "external engines decide themselves what they hold; start them from an FP8 checkpoint": (
+            draft.rollout_external_engine_addrs
+        ),
+        "a run with only one stage pushes nothing to engines": draft.debug_rollout_only
+        or draft.debug_train_only,
+        "the model itself is never pushed; use --lora-sync merged": draft.lora_sync == "adapter",
+        f"it sets SGLang's flags itself; remove {', '.join(taken)}": taken,
+    }
+    for why, holds in reasons.items():
+        if holds:
+            raise ValueError(f"--rollout-quantization fp8: {why}.")

@@ -25,7 +25,7 @@ class ProfilingFlags:
     profile_step_end: int = flag(12, "first rollout that is no longer profiled", ge=1, only_with=PROFILED)
     profile_target: list[str] = flag(
         ["train_overall"],
-        "what a trace covers: all of the training, its optimizer steps, or the passes before them",
+        "what a trace covers: all of the training, its steps, or the passes before them",
         choices=("train_overall", "train_actor", "train_log_probs"),
         only_with=PROFILED,
     )
@@ -39,7 +39,7 @@ class ProfilingFlags:
         only_with=REMEMBERED,
     )
     memory_snapshot_dir: str | None = flag(
-        None, "folder of these files; default: RUN/memory", metavar="DIR", only_with=REMEMBERED
+        None, "folder of these files; default: RUN/memory", only_with=REMEMBERED
     )
     memory_snapshot_num_steps: int | None = flag(
         None, "number of rollouts to record; default: all", ge=1, only_with=REMEMBERED
@@ -49,21 +49,16 @@ class ProfilingFlags:
 def profiling(draft: Draft) -> None:
     start, end = draft.profile_step_start, draft.profile_step_end
     if draft.use_pytorch_profiler and end <= start:
-        raise ValueError(
-            f"--profile-step-end is {end} and --profile-step-start {start}: the first rollout that is not "
-            "profiled comes after the first that is."
-        )
+        raise ValueError(f"--profile-step-end is {end}, not above --profile-step-start {start}.")
     if draft.use_pytorch_profiler and draft.num_rollout is not None and draft.num_rollout <= start:
         draft.idle.append(
-            f"--use-pytorch-profiler is set, but --profile-step-start is {start} and --num-rollout "
-            f"{draft.num_rollout}: nothing is profiled."
+            f"--use-pytorch-profiler is set, but --profile-step-start {start} is never reached."
         )
-    if draft.record_memory_history and draft.memory_recorder == "memray":
-        if importlib.util.find_spec("memray") is None:
-            raise ValueError(
-                "--memory-recorder memray needs the package memray: pip install 'slime[memray]'."
-            )
-    elif draft.record_memory_history and draft.runtime != "ray" and not visible_gpus():
+    if not draft.record_memory_history:
+        return
+    if draft.memory_recorder == "memray" and importlib.util.find_spec("memray") is None:
+        raise ValueError("--memory-recorder memray needs the package memray: pip install 'slime[memray]'.")
+    if draft.memory_recorder == "torch" and draft.runtime != "ray" and not visible_gpus():
         draft.idle.append(
             "--record-memory-history is set, but torch records the memory of GPUs, and none is visible; "
             "--memory-recorder memray records that of this machine."

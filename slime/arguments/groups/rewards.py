@@ -1,5 +1,6 @@
 """Flags and rules of rewards: which function scores a sample, and what happens when it fails to."""
 
+import math
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -34,28 +35,21 @@ class RewardFlags:
         f"built-in reward. {_RM_TYPES}. {BOXED}<name> scores only the last \\boxed{{...}}",
         metavar="NAME",
     )
-    custom_rm_path: str | None = flag(None, "your own reward function", metavar="PATH")
+    custom_rm_path: str | None = flag(None, "your own reward function")
     group_rm: bool = flag(False, "the reward function scores a whole group at a time")
     rm_url: str | None = flag(None, "server of the remote_rm reward", metavar="URL", only_with=REMOTE)
-    reward_key: str | None = flag(None, "which entry counts when a reward is a dict", metavar="KEY")
-    eval_reward_key: str | None = flag(
-        None, "which entry counts in evaluation; default: --reward-key", metavar="KEY"
-    )
+    reward_key: str | None = flag(None, "which entry counts when a reward is a dict")
+    eval_reward_key: str | None = flag(None, "which entry counts in evaluation; default: --reward-key")
     reward_weights: dict | None = flag(
-        None,
-        "weights of the entries when a reward is a dict, as JSON; their sum counts",
-        metavar="JSON",
-        only_with=SHAPED,
+        None, "weights of the entries of a dict reward, as JSON", only_with=SHAPED
     )
     overlong_buffer_len: int | None = flag(
         None,
-        "last tokens before --rollout-max-response-len over which a penalty grows",
+        "last tokens of the longest response over which a penalty grows",
         ge=1,
         only_with=(SHAPED, COMPUTES_ADVANTAGES),
     )
-    custom_reward_post_process_path: str | None = flag(
-        None, "function in place of group normalisation", metavar="PATH"
-    )
+    custom_reward_post_process_path: str | None = flag(None, "function in place of group normalisation")
     reward_failure_action: str = flag(
         "requeue", "what to do with a sample whose reward keeps failing", choices=("requeue", "drop", "stop")
     )
@@ -78,38 +72,21 @@ def reward_shaping(draft: Draft) -> None:
     if draft.reward_weights is not None:
         _check_weights(draft)
         draft.derive("reward_key", WEIGHTED_REWARD_KEY, "the sum of reward_weights")
-    if draft.overlong_buffer_len is None:
-        return
-    longest = draft.rollout_max_response_len
-    if longest is None or draft.overlong_buffer_len > longest:
+    size, longest = draft.overlong_buffer_len, draft.rollout_max_response_len
+    if size is not None and (longest is None or size > longest):
         raise ValueError(
-            f"--overlong-buffer-len is {draft.overlong_buffer_len}, but --rollout-max-response-len is "
-            f"{longest}: the buffer is the last part of the longest response; use less."
+            f"--overlong-buffer-len is {size}, but --rollout-max-response-len is {longest}: use less."
         )
-    if ESTIMATORS[draft.advantage_estimator].divides_by_mean_reward:
+    if size is not None and ESTIMATORS[draft.advantage_estimator].divides_by_mean_reward:
         raise ValueError(
             "--overlong-buffer-len makes rewards of long answers negative, and --advantage-estimator "
-            f"{draft.advantage_estimator} divides by the mean reward, which must be at least 0; remove it, "
-            "or choose another estimator."
+            f"{draft.advantage_estimator} divides by the mean reward, which must be at least 0; remove it."
         )
 
 
 def _check_weights(draft: Draft) -> None:
     if draft.reward_key is not None:
-        raise ValueError(
-            f"--reward-key is {draft.reward_key} and --reward-weights is set: one entry or a sum of entries "
-            "counts; keep one."
-        )
-    bad = [
-        name
-        for name, weight in draft.reward_weights.items()
-        if isinstance(weight, bool) or not _is_number(weight)
-    ]
-    if bad or not draft.reward_weights:
-        raise ValueError(
-            f"--reward-weights is {draft.reward_weights}: expected a number for each entry of the reward."
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and value == value and abs(value) != float("inf")
+        raise ValueError("--reward-key and --reward-weights: one entry or a sum of entries counts; keep one.")
+    weights = draft.reward_weights
+    if not weights or not all(type(w) in (int, float) and math.isfinite(w) for w in weights.values()):
+        raise ValueError(f"--reward-weights is {weights}: expected a number for each entry of the reward.")

@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.arguments.core.draft import Draft, Refused
 from slime.arguments.core.files import read_yaml_mapping
+from slime.arguments.core.flag import name_of
 from slime.arguments.groups.objectives import CRITIC
 from slime.utils.files.torch_dist_folder import is_megatron_folder
 
@@ -39,13 +40,12 @@ def read_roles(path: str) -> dict[str, dict[str, Any]]:
         if not isinstance(row, dict) or not set(row) <= {"name", "role", "overrides", "args"}:
             raise ValueError(f"{where} is {row!r}: it may have name, role and overrides.")
         role, settings = row.get("role"), row.get("overrides", row.get("args")) or {}
-        if role not in ROLES:
-            raise ValueError(f"{where}: role is {role!r}; there are {' and '.join(ROLES)}.")
-        if role in found:
-            raise ValueError(f"{where}: a second {role}; write one entry for it.")
+        if role not in ROLES or role in found:
+            second = f": a second {role}" if role in found else ""
+            raise ValueError(f"{where}: role is {role!r}; there are {' and '.join(ROLES)}{second}.")
         if not isinstance(settings, dict):
             raise ValueError(f"{where}: overrides are {settings!r}; write `flag: value` lines.")
-        found[role] = {str(key).replace("-", "_"): value for key, value in settings.items()}
+        found[role] = {name_of(str(key)): value for key, value in settings.items()}
     return found
 
 
@@ -62,7 +62,6 @@ def apply_critic(draft: Draft, critic: Draft, path: str) -> None:
             draft.set("critic_load", value, f"file {path}")
         else:
             own[name] = value
-    draft.idle += critic.idle
     draft.set("critic_overrides", own, f"file {path}")
 
 

@@ -30,49 +30,35 @@ TESTED = needs("ci_test", harmless=True)
 class RunFlags:
     """Run."""
 
-    config: str | None = flag(
-        None, "YAML file of flags (keys are flag names); the command line wins", metavar="FILE"
-    )
+    config: str | None = flag(None, "YAML file of flags (keys are flag names)", metavar="FILE")
     print_config: bool = flag(False, "print every value and where it came from, then exit")
     strict: bool = flag(False, "treat every flag without effect in this run as an error")
-    dry_run: bool = flag(
-        False, "check settings, model, data, reward and machine, report every problem, and start nothing"
-    )
+    dry_run: bool = flag(False, "check settings, model, data, reward and machine, and start nothing")
     skip_preflight: list[str] = flag(
         [],
-        "leave these checks before the start out: reward (the function is not called), lengths (of "
-        "prompts), machine (devices, port, memory, disk)",
+        "checks before the start to leave out: of the reward, of lengths, or of the machine",
         choices=("reward", "lengths", "machine"),
     )
     run_dir: str | None = flag(
-        None,
-        "folder for metrics, logs and plots of this run alone. Default: runs/<model>-<seed>, or the next "
-        "free name",
-        metavar="DIR",
+        None, "folder of this run alone. Default: runs/<model>-<seed>, or the next free name"
     )
     auto_resume: bool = flag(
         True,
-        "start anew even if the folder holds an unfinished run with the same settings, which is otherwise"
-        " resumed",
+        "start anew even if the folder holds an unfinished run of these settings",
         off="--no-auto-resume",
     )
     runtime: str = flag(
-        "local", "local: child processes on this machine; ray: a Ray cluster", choices=("local", "ray")
+        "local", "child processes on this machine, or a Ray cluster", choices=("local", "ray")
     )
     quiet: bool = flag(False, "no panels, live lines or samples: warnings and errors only")
     log_level: str | None = flag(
         None,
-        "lowest level of shown log lines; RUN/logs has all of them. Default: warning on a terminal, info "
-        "elsewhere",
+        "lowest level of shown log lines; default: warning on a terminal, else info",
         choices=("debug", "info", "warning", "error"),
     )
-    seed: int = flag(
-        1234, "seed of the run; where it is given, --rollout-seed has its value unless given too", ge=0
-    )
+    seed: int = flag(1234, "seed of the run; also --rollout-seed, where only this is given", ge=0)
     deterministic_mode: bool = flag(
-        False,
-        "give the same bits in every run: reproducible kernels, one request at a time (embedded engine), "
-        "or SGLang's deterministic inference on GPUs",
+        False, "give the same bits in every run, as far as trainer and engines can"
     )
     timeouts: dict = flag({}, "deadlines in seconds:", metavar="NAME=SECONDS,...", rows=DEADLINES)
     limits: dict = flag({}, "limits on counts:", metavar="NAME=NUMBER,...", rows=LIMITS)
@@ -88,14 +74,10 @@ class DebugFlags:
     debug_rollout_only: bool = flag(False, "generate only; no trainer")
     debug_train_only: bool = flag(False, "train only; no engines (SFT, replayed dumps)")
     save_debug_rollout_data: str | None = flag(
-        None,
-        "dump samples: dumps/{rollout_id}.pt; without {rollout_id}, only those of the last rollout",
-        metavar="TEMPLATE",
+        None, "dump samples: dumps/{rollout_id}.pt", metavar="TEMPLATE"
     )
     load_debug_rollout_data: str | None = flag(
-        None,
-        "train on dumped samples; no engines; without {rollout_id} every rollout is that file",
-        metavar="TEMPLATE",
+        None, "train on dumped samples, without engines", metavar="TEMPLATE"
     )
     load_debug_rollout_data_subsample: float | None = flag(
         None, "replay only this share of a dump", gt=0, le=1, only_with=REPLAYS
@@ -105,7 +87,7 @@ class DebugFlags:
         None, "dump what each rank trained on: dumps/{rollout_id}_{rank}.pt", metavar="TEMPLATE"
     )
     dump_details: str | None = flag(
-        None, "folder for both dumps: rollout_data/ and train_data/ in it", metavar="DIR"
+        None, "folder for both dumps: rollout_data/ and train_data/", metavar="DIR"
     )
 
 
@@ -113,22 +95,13 @@ class DebugFlags:
 class AssertionFlags:
     """Assertions of a run, for tests."""
 
-    ci_test: bool = flag(
-        False,
-        "check in the first step of a new run that KL terms are 0 and that engine and trainer log-probs "
-        "agree",
-    )
+    ci_test: bool = flag(False, "check in the first step that KL terms are 0 and log-probs agree")
     ci_disable_kl_checker: bool = flag(False, "leave out the check of KL terms", only_with=TESTED)
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1,
-        "largest allowed log-prob difference; --logprob-diff-threshold takes precedence",
-        ge=0,
-        only_with=TESTED,
+        0.1, "--logprob-diff-threshold of --ci-test", ge=0, only_with=TESTED
     )
     ci_save_grad_norm: str | None = flag(
-        None,
-        "write the gradient norm of each step: norms/{role}_{rollout_id}_{step_id}.pt",
-        metavar="TEMPLATE",
+        None, "write each gradient norm: norms/{role}_{rollout_id}_{step_id}.pt", metavar="TEMPLATE"
     )
     ci_load_grad_norm: str | None = flag(
         None, "stop if a gradient norm differs by 1% from that in these files", metavar="TEMPLATE"
@@ -150,45 +123,37 @@ def debug_modes(draft: Draft) -> None:
     if draft.load_debug_rollout_data and not draft.debug_train_only:
         draft.derive("debug_train_only", True, "replayed dumps (load_debug_rollout_data) need no engines")
     if draft.debug_rollout_only and draft.debug_train_only:
-        why = (
-            "--load-debug-rollout-data implies --debug-train-only"
-            if draft.load_debug_rollout_data
-            else "both are set"
-        )
         raise ValueError(
-            f"--debug-rollout-only and --debug-train-only leave nothing to run ({why}); keep one of them."
+            "--debug-rollout-only and --debug-train-only leave nothing to run; keep one of them "
+            "(--load-debug-rollout-data implies --debug-train-only)."
         )
 
 
 def needed_flags(draft: Draft) -> None:
-    missing: list[str] = []
-    if draft.rollout_batch_size is None:
-        missing.append("--rollout-batch-size is required: how many prompts make one rollout, for example 32.")
     own_rollout = draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
-    if draft.hf_checkpoint is None and not (draft.debug_rollout_only and own_rollout):
-        missing.append(
-            "--hf-checkpoint is required: the folder or hub id of the model, for example Qwen/Qwen3-0.6B."
-        )
-    asks_engines = not own_rollout and draft.custom_generate_function_path is None
-    if asks_engines and draft.debug_train_only and not draft.load_debug_rollout_data:
-        missing.append(
-            "--debug-train-only starts no engines, but the default rollout function asks them for samples; "
-            "replay a dump with --load-debug-rollout-data, or use --rollout-function-path "
-            "slime.rollout.sft_rollout.generate_rollout."
-        )
     own_data = draft.data_source_path != DEFAULT_DATA_SOURCE or not draft.rollout_global_dataset
-    if draft.prompt_data is None and not own_data and not draft.load_debug_rollout_data:
-        missing.append(
-            f"--prompt-data is required: a {ENDINGS} file of prompts. If your rollout function brings its "
-            "own prompts, say --disable-rollout-global-dataset."
-        )
-    if asks_engines and not draft.debug_train_only and draft.rollout_max_response_len is None:
-        missing.append(
-            "--rollout-max-response-len is required: without it an engine cuts responses at a default of "
-            "its own; give the longest response in tokens."
-        )
-    if missing:
-        raise Refused(missing)
+    asks_engines = not own_rollout and draft.custom_generate_function_path is None
+    replays, trains_only = draft.load_debug_rollout_data, draft.debug_train_only
+    missing: dict[str, object] = {
+        "--rollout-batch-size is required: how many prompts make one rollout, for example 32.": (
+            draft.rollout_batch_size is None
+        ),
+        "--hf-checkpoint is required: the folder or hub id of the model, for example Qwen/Qwen3-0.6B.": (
+            draft.hf_checkpoint is None and not (draft.debug_rollout_only and own_rollout)
+        ),
+        "--debug-train-only starts no engines, but the default rollout function asks them for samples; "
+        "replay a dump with --load-debug-rollout-data, or use --rollout-function-path "
+        "slime.rollout.sft_rollout.generate_rollout.": asks_engines and trains_only and not replays,
+        f"--prompt-data is required: a {ENDINGS} file of prompts. If your rollout function brings its "
+        "own prompts, say --disable-rollout-global-dataset.": (
+            draft.prompt_data is None and not own_data and not replays
+        ),
+        "--rollout-max-response-len is required: the longest response in tokens.": (
+            asks_engines and not trains_only and draft.rollout_max_response_len is None
+        ),
+    }
+    if any(missing.values()):
+        raise Refused([text for text, is_missing in missing.items() if is_missing])
 
 
 def seeds(draft: Draft) -> None:
@@ -237,14 +202,9 @@ def auto_resume(draft: Draft) -> None:
 
 def own_folders(draft: Draft) -> list[Path]:
     """The folders that may hold an earlier start of this run."""
-    return (
-        [Path(draft.run_dir)]
-        if draft.run_dir is not None
-        else _folders(base_folder(draft.hf_checkpoint, draft.seed))
-    )
-
-
-def _folders(base: str) -> list[Path]:
+    if draft.run_dir is not None:
+        return [Path(draft.run_dir)]
+    base = base_folder(draft.hf_checkpoint, draft.seed)
     names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
     return list(itertools.takewhile(Path.exists, map(Path, names)))
 
@@ -267,13 +227,13 @@ def check_paths_exist(draft: Draft) -> None:
     if draft.prompt_data is not None and not draft.load_debug_rollout_data:
         files = files_of_words(draft.prompt_data)
         if draft.env is not None and not draft.was_given("prompt_data"):
-            _check_items(draft.env, files[0])
+            _check_data_file("--env", files[0], draft.env)
         for path in files:
             _check_data_file("--prompt-data", path)
     for dataset in draft.eval_datasets:
         _check_data_file(f"evaluation dataset {dataset.name!r}", dataset.path)
-    _check_model("--hf-checkpoint", draft.hf_checkpoint)
     for option, path in (
+        ("--hf-checkpoint", draft.hf_checkpoint),
         ("--ref-load", draft.ref_load),
         ("--critic-load", draft.critic_load),
         ("--opd-teacher-load", draft.opd_teacher_load),
@@ -282,10 +242,7 @@ def check_paths_exist(draft: Draft) -> None:
         _check_model(option, path)
     # A run that resumes itself names the same folder twice, and its first start finds nothing there.
     if draft.load is not None and draft.load != draft.save and not Path(draft.load).expanduser().is_dir():
-        raise ValueError(
-            f"--load is {draft.load}: there is no such folder. (A folder that may not exist yet is allowed "
-            "only where --save names the same one.)"
-        )
+        raise ValueError(f"--load is {draft.load}: there is no such folder, and --save names another.")
 
 
 def files_of_words(words: str | list[str] | None) -> list[str]:
@@ -307,28 +264,16 @@ def without_rows(path: str) -> str:
     return match.group(1) if match else path
 
 
-def _check_data_file(what: str, path: str) -> None:
+def _check_data_file(flag: str, path: str, shown: str | None = None) -> None:
+    """Refuse a source of prompts that cannot be read; `shown`: what the user wrote instead of it."""
     reason = why_unreadable(without_rows(path))
     if reason is not None:
-        raise ValueError(f"{what} is {path}: {reason}.")
-
-
-def _check_items(env: str, source: str) -> None:
-    """Items that --env makes: nobody wrote the source that stands for them."""
-    reason = why_unreadable(source)
-    if reason is not None:
-        raise ValueError(f"--env is {env}: {reason}.")
+        raise ValueError(f"{flag} is {shown or path}: {reason}.")
 
 
 def _check_model(flag: str, model: str | None) -> None:
-    if model is None:
-        return
-    path = Path(model).expanduser()
-    if path.exists():
-        if path.is_dir() and not any(path.iterdir()):
-            raise ValueError(
-                f"{flag} is {model}: the folder is empty; it should hold config.json and weights."
-            )
-        return
-    if not HUB_ID.match(model):
+    path = Path(model).expanduser() if model is not None else None
+    if path is not None and path.is_dir() and not any(path.iterdir()):
+        raise ValueError(f"{flag} is {model}: the folder is empty; it should hold config.json and weights.")
+    if path is not None and not path.exists() and not HUB_ID.match(str(model)):
         raise ValueError(f"{flag} is {model}: there is no such folder (and a hub id looks like owner/name).")

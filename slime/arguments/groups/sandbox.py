@@ -27,29 +27,24 @@ class SandboxFlags:
 
     sandbox: str = flag("local", f"where programs of the model run. {_SANDBOXES}", choices=tuple(SANDBOXES))
     sandbox_image: str | None = flag(
-        None,
-        "image or template of a vendor's sandbox; default: the vendor's",
-        metavar="NAME",
-        only_with=VENDOR,
+        None, "image or template of a vendor's sandbox", metavar="NAME", only_with=VENDOR
     )
     judge_url: str | None = flag(
         None,
-        "OpenAI-style address of the judge, http://host:port/v1; default: --judge-model of this run",
+        "OpenAI-style address, http://host:port/v1; default: --judge-model of this run",
         metavar="URL",
         only_with=JUDGE,
     )
     judge_model: str | None = flag(
         None,
-        "name of the judge at --judge-url, or of a model of --sglang-config; default: the policy",
+        "judge at --judge-url, or model of --sglang-config; default: the policy",
         metavar="NAME",
         only_with=JUDGE,
     )
     judge_rubric: str | None = flag(
         None,
-        "text file of what the judge is asked, with {prompt}, {response} and {label}; default: a general one",
+        "text file with {prompt}, {response} and {label}; default: a general one",
         metavar="FILE",
         only_with=JUDGE,
     )
-    judge_max_score: float = flag(
-        10.0, "the judge's best score, which becomes reward 1", gt=0, only_with=JUDGE
-    )
+    judge_max_score: float = flag(10.0, "the best score, which becomes reward 1", gt=0, only_with=JUDGE)

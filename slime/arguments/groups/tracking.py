@@ -14,36 +14,26 @@ class TrackingFlags:
     """Logging (metrics.jsonl is always written)."""
 
     record_max_mib: int = flag(
-        1024,
-        "most MiB of prompts, responses and rewards kept for `slime samples RUN`; the oldest go first. 0:"
-        " keep none",
-        ge=0,
+        1024, "most MiB of samples kept for `slime samples RUN`; the oldest go first. 0: none", ge=0
     )
-    dashboard: bool = flag(
-        False,
-        "serve the dashboard of this run while it runs, and print its address. Later: `slime dashboard RUN`",
-    )
+    dashboard: bool = flag(False, "serve the dashboard while the run is active; later: `slime dashboard RUN`")
     use_tensorboard: bool = flag(False, "TensorBoard events, in RUN/tensorboard")
-    tb_project_name: str | None = flag(
-        None, "TensorBoard project folder", metavar="NAME", only_with=TENSORBOARD
-    )
+    tb_project_name: str | None = flag(None, "TensorBoard project", metavar="NAME", only_with=TENSORBOARD)
     tb_experiment_name: str | None = flag(
-        None, "TensorBoard experiment folder, in that of the project", metavar="NAME", only_with=TENSORBOARD
+        None, "TensorBoard experiment", metavar="NAME", only_with=TENSORBOARD
     )
     use_wandb: bool = flag(False, "metrics and samples to Weights & Biases")
     wandb_mode: str | None = flag(
         None, "W&B mode", choices=("online", "offline", "disabled"), only_with=WANDB
     )
-    wandb_dir: str | None = flag(None, "W&B folder", metavar="DIR", only_with=WANDB)
-    wandb_key: str | None = flag(
-        None, "W&B key; better: `wandb login`", secret=True, metavar="KEY", only_with=WANDB
-    )
+    wandb_dir: str | None = flag(None, "W&B folder", only_with=WANDB)
+    wandb_key: str | None = flag(None, "W&B key; better: `wandb login`", secret=True, only_with=WANDB)
     wandb_host: str | None = flag(None, "W&B server", metavar="URL", only_with=WANDB)
     wandb_team: str | None = flag(None, "W&B team", metavar="NAME", only_with=WANDB)
     wandb_group: str | None = flag(None, "W&B group", metavar="NAME", only_with=WANDB)
     wandb_project: str | None = flag(None, "W&B project", metavar="NAME", only_with=WANDB)
     wandb_run_id: str | None = flag(
-        None, "W&B run to continue; default: that of this run", metavar="ID", only_with=WANDB
+        None, "W&B run to continue; default: this one's", metavar="ID", only_with=WANDB
     )
     wandb_random_suffix: bool = flag(
         True, "no random suffix on the W&B group", off="--disable-wandb-random-suffix", only_with=WANDB
@@ -52,14 +42,8 @@ class TrackingFlags:
         False, "rollouts and evaluations on W&B by the optimizer steps before them", only_with=WANDB
     )
     use_trackio: bool = flag(False, "metrics and samples to trackio (environment: TRACKIO_SPACE_ID)")
-    use_mlflow: bool = flag(
-        False, "metrics and samples to MLflow (environment: MLFLOW_TRACKING_URI; default RUN/mlflow)"
-    )
+    use_mlflow: bool = flag(False, "metrics and samples to MLflow (environment: MLFLOW_TRACKING_URI)")
     log_passrate: bool = flag(False, "pass@k")
-    log_correct_samples: bool = flag(
-        False, "lengths of answers with reward 1, and their entropy (rollout/correct_*)"
-    )
+    log_correct_samples: bool = flag(False, "lengths and entropy of answers with reward 1")
     log_multi_turn: bool = flag(False, "lengths and turns of whole responses (multi_turn/*)")
-    log_reward_category: str | None = flag(
-        None, "count rewards by this entry of a dict reward", metavar="KEY"
-    )
+    log_reward_category: str | None = flag(None, "count rewards by this entry of a dict", metavar="KEY")

@@ -1,15 +1,14 @@
 """How trained tokens may be drawn: one rule for flags and for what generate functions ask of an engine.
 
-The trainer takes log-probs of the policy at --rollout-temperature: over the ids that an engine tells it kept
-for a token (top-p, top-k and min-p cut the vocabulary), else over the whole vocabulary, and so does the
-engine. What else bends the distribution leaves no trace in these numbers, so it can only be refused where it
-is asked for.
+Trainer and engine take log-probs at --rollout-temperature, over the ids that an engine says it kept for a
+token (top-p, top-k, min-p), else over the whole vocabulary. Whatever else bends the distribution is refused.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from slime.arguments.core.draft import Draft
+from slime.arguments.core.flag import option_of
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.engines import ENGINES
 
@@ -71,28 +70,26 @@ def refusal(
     from; else `to_be_told` may name a way to make it.
     """
     temperature = params.get("temperature")
-    if (isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY_BELOW) or params.get(
-        "top_k"
-    ) == 1:
+    cold = isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY_BELOW
+    if cold or params.get("top_k") == 1:
         name = "top_k" if params.get("top_k") == 1 else "temperature"
         greedy = f"{spelling(name)} is {params[name]}: greedy decoding is not a policy RL can improve."
         return f"{greedy} {_accept(name)}"
+    wrong = "distribution whose log-probs the trainer does not compute"
     for name in NEUTRAL:
-        if _is_neutral(name, params.get(name), vocab_size) or (nucleus_told and name in TOLD_BY_NUCLEUS):
-            continue
         told = name in TOLD_BY_NUCLEUS
-        untold, way = (" unless it is told which tokens were kept", to_be_told) if told else ("", "")
+        if _is_neutral(name, params.get(name), vocab_size) or (nucleus_told and told):
+            continue
+        unless = " unless it is told which tokens were kept" if told else ""
         return (
-            f"{spelling(name)} is {params[name]}: the engine then samples from a truncated distribution "
-            f"whose log-probs the trainer does not compute{untold}, so importance ratios are wrong. "
-            f"{_accept(name, way)}"
+            f"{spelling(name)} is {params[name]}: the engine then samples from a truncated {wrong}{unless}, "
+            f"so importance ratios are wrong. {_accept(name, to_be_told if told else '')}"
         )
-    for name in CONSTRAINTS:
-        if params.get(name):
-            return (
-                f"{spelling(name)} is set: the engine then samples from a constrained distribution whose "
-                f"log-probs the trainer does not compute, so importance ratios are wrong. {_accept(name)}"
-            )
+    for name in filter(params.get, CONSTRAINTS):
+        return (
+            f"{spelling(name)} is set: the engine then samples from a constrained {wrong}, so importance "
+            f"ratios are wrong. {_accept(name)}"
+        )
     return None
 
 
@@ -103,30 +100,29 @@ def _is_neutral(name: str, value: Any, vocab_size: int | None) -> bool:
 
 
 def _accept(name: str, other_way: str = "") -> str:
-    use = {"temperature": "Use a value > 0"}.get(name) or (
-        f"Use {NEUTRAL[name]:g}" if name in NEUTRAL else "Remove it"
-    )
-    other_way = f"{other_way}, " if other_way else ""
-    return f"{use}, {other_way}or accept the mismatch with --allow-sampling-mismatch."
+    use = f"Use {NEUTRAL[name]:g}" if name in NEUTRAL else "Remove it"
+    use = "Use a value > 0" if name == "temperature" else use
+    return ", ".join(filter(None, (use, other_way, "or accept the mismatch with --allow-sampling-mismatch.")))
 
 
 def trained_sampling(draft: Draft) -> None:
     """The rule for --rollout-top-p and --rollout-top-k, once the engine is chosen."""
     if draft.allow_sampling_mismatch or draft.debug_train_only or draft.debug_rollout_only:
         return
+    silent = "external engines do" if draft.rollout_external_engine_addrs else f"{draft.rollout_engine} does"
     params = {"top_p": draft.rollout_top_p, "top_k": draft.rollout_top_k}
     why = refusal(
         params,
-        spelling=lambda name: f"--rollout-{name.replace('_', '-')}",
+        spelling=lambda name: option_of(f"rollout_{name}"),
         nucleus_told=engines_tell_nucleus(draft),
-        to_be_told=_other_engine(draft),
+        to_be_told=f"use --rollout-engine embedded, which tells ({silent} not tell)",
     )
     if why is not None:
         raise ValueError(why)
     if not is_cut(params):
         return
     name = "top_p" if draft.rollout_top_p < 1 else "top_k"
-    given = f"--rollout-{name.replace('_', '-')} is {params[name]:g}"
+    given = f"{option_of(f'rollout_{name}')} is {params[name]:g}"
     if draft.loss_type in SUPERVISED_LOSSES:
         raise ValueError(
             f"{given} with --loss-type {draft.loss_type}: a supervised loss is that of the model as it is; "
@@ -134,13 +130,6 @@ def trained_sampling(draft: Draft) -> None:
         )
     if draft.use_opd and draft.opd_type == "engine":
         raise ValueError(
-            f"{given} with --opd-type engine: a teacher's engine scores tokens over its whole vocabulary, "
-            "the policy over the tokens that were kept, and the two do not compare. "
+            f"{given} with --opd-type engine: a teacher's engine scores tokens over its whole vocabulary. "
             f"{_accept(name, 'use --opd-type trainer')}"
         )
-
-
-def _other_engine(draft: Draft) -> str:
-    external = bool(draft.rollout_external_engine_addrs)
-    silent = "external engines do not tell" if external else f"{draft.rollout_engine} does not tell"
-    return f"use --rollout-engine embedded, which tells ({silent})"

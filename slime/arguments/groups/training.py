@@ -37,29 +37,22 @@ class TrainingFlags:
         "float32; on a CPU only for models stored in 16 bits",
         choices=("auto", "float32", "bfloat16"),
     )
-    global_batch_size: int | None = flag(
-        None, "samples per optimizer step; default: all samples of one rollout", ge=1
-    )
+    global_batch_size: int | None = flag(None, "samples per optimizer step; default: a whole rollout", ge=1)
     num_steps_per_rollout: int | None = flag(
-        None, "optimizer steps per rollout; sets --global-batch-size", ge=1
+        None, "optimizer steps per rollout (or --global-batch-size)", ge=1
     )
     micro_batch_size: int = flag(
         1, "samples per forward pass; turns --use-dynamic-batch-size off", ge=1, only_with=BY_SAMPLES
     )
     use_dynamic_batch_size: bool | None = flag(
-        None,
-        "fill micro-batches by tokens instead of samples. Default: on, unless --micro-batch-size is given",
+        None, "fill micro-batches by tokens. Default: on, unless --micro-batch-size is given"
     )
     max_tokens_per_gpu: int | None = flag(
-        None,
-        "most tokens of one micro-batch. Default: what fits into GPU memory beside the model; a constant "
-        "on a CPU",
-        ge=1,
-        only_with=BY_TOKENS,
+        None, "most tokens of a micro-batch. Default: what fits into GPU memory", ge=1, only_with=BY_TOKENS
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
-        "most tokens of a micro-batch in passes without a backward pass. Default: --max-tokens-per-gpu",
+        "most tokens in passes without a backward pass. Default: --max-tokens-per-gpu",
         ge=1,
         only_with=(BY_TOKENS, BY_OWN_ROUTES),
     )
@@ -70,12 +63,10 @@ class TrainingFlags:
     )
     log_probs_chunk_size: int = flag(-1, "tokens per chunk of log-probs and entropy; -1: one chunk", ge=-1)
     recompute_loss_function: bool = flag(
-        False,
-        "compute your loss again in the backward pass instead of keeping its activations",
-        only_with=OWN_LOSS,
+        False, "compute your loss again in the backward pass", only_with=OWN_LOSS
     )
     rollout_data_postprocess_path: str | None = flag(
-        None, "function that edits the train data on every rank before training", metavar="PATH"
+        None, "function that edits the train data on every rank before training"
     )
 
 
@@ -99,27 +90,22 @@ class OptimizerFlags:
     adam_beta2: float = flag(0.999, "second-moment decay", ge=0, lt=1, only_with=ADAM)
     adam_eps: float = flag(1e-8, "added to the denominator of Adam", gt=0, only_with=ADAM)
     optimizer_cpu_offload: bool = flag(
-        False,
-        "keep Adam's moments in host memory; each step brings them to the device, with the same bits",
-        only_with=ADAM,
+        False, "keep Adam's moments in host memory, with the same bits", only_with=ADAM
     )
     optimizer_offload_fraction: float = flag(
         1.0, "share of the parameters whose moments go there", ge=0, le=1, only_with=OFFLOADED
     )
     overlap_cpu_optimizer_d2h_h2d: bool = flag(
-        False, "move moments between host and device while others are updated", only_with=OFFLOADED
+        False, "move moments while others are updated", only_with=OFFLOADED
     )
     exp_avg_dtype: str = flag(
-        "fp32", "precision of Adam's first moment", choices=tuple(MOMENT_BYTES), only_with=ADAM
+        "fp32", "precision of the first moment", choices=tuple(MOMENT_BYTES), only_with=ADAM
     )
     exp_avg_sq_dtype: str = flag(
-        "fp32", "precision of Adam's second moment", choices=tuple(MOMENT_BYTES), only_with=ADAM
+        "fp32", "precision of the second moment", choices=tuple(MOMENT_BYTES), only_with=ADAM
     )
     main_grads_dtype: str = flag(
-        "fp32",
-        "precision in which Megatron adds gradients up; bf16 needs --dtype bfloat16",
-        choices=("fp32", "bf16"),
-        only_with=MEGATRON_GRADIENTS,
+        "fp32", "precision of added-up gradients", choices=("fp32", "bf16"), only_with=MEGATRON_GRADIENTS
     )
     clip_grad: float = flag(1.0, "largest gradient norm; 0 turns clipping off", ge=0)
 
@@ -127,35 +113,30 @@ class OptimizerFlags:
 def derive_batch(draft: Draft) -> None:
     """--global-batch-size or --num-steps-per-rollout gives the other; without both, one step per rollout."""
     total = draft.rollout_batch_size * draft.n_samples_per_prompt
-    if draft.num_steps_per_rollout is None and draft.global_batch_size is None:
-        draft.derive("global_batch_size", total, "all samples of a rollout make one optimizer step")
-        draft.derive("num_steps_per_rollout", 1, "samples of a rollout / global_batch_size")
-    elif draft.num_steps_per_rollout is None:
-        _check_global_batch(draft, total)
-        steps = total // draft.global_batch_size
-        draft.derive("num_steps_per_rollout", steps, "samples of a rollout / global_batch_size")
-    else:
+    size, steps = draft.global_batch_size, draft.num_steps_per_rollout
+    if steps is not None:
         _check_steps(draft, total)
-        draft.derive(
-            "global_batch_size",
-            total // draft.num_steps_per_rollout,
-            "samples of a rollout / num_steps_per_rollout",
-        )
+        draft.derive("global_batch_size", total // steps, "samples of a rollout / num_steps_per_rollout")
+        return
+    if size is None:
+        size = total
+        draft.derive("global_batch_size", total, "all samples of a rollout make one optimizer step")
+    _check_global_batch(draft, size, total)
+    draft.derive("num_steps_per_rollout", total // size, "samples of a rollout / global_batch_size")
 
 
-def _check_global_batch(draft: Draft, total: int) -> None:
-    size = draft.global_batch_size
+def _check_global_batch(draft: Draft, size: int, total: int) -> None:
     if size > total:
         raise ValueError(
-            f"--global-batch-size is {size}, but one rollout makes only {_samples(draft)}: no optimizer step "
-            f"would ever be full. Use at most {total}, or raise --rollout-batch-size."
+            f"--global-batch-size is {size}, but one rollout makes only {_samples(draft)}: use at most "
+            f"{total}, or raise --rollout-batch-size."
         )
     if total % size:
         steps, rest = divmod(total, size)
         raise ValueError(
             f"--global-batch-size is {size}, but {_samples(draft)} = {count(steps, 'optimizer step')} of "
             f"{size} and {rest} left over, which would not be trained on. Use a divisor of {total} (nearest: "
-            f"{_nearest_divisor(total, size)}), or --num-steps-per-rollout."
+            f"{_nearest_divisor(total, size)})."
         )
 
 
@@ -169,8 +150,7 @@ def _check_steps(draft: Draft, total: int) -> None:
     if size is not None and size * steps != total:
         raise ValueError(
             f"--global-batch-size is {size} and --num-steps-per-rollout is {steps}: together {size * steps} "
-            f"samples, but {_samples(draft)}. Give only one of them, or make them agree ({steps} steps of "
-            f"{total // steps})."
+            f"samples, but {_samples(draft)}. Give only one of them ({steps} steps of {total // steps})."
         )
 
 
@@ -202,20 +182,17 @@ def _nearest_divisor(total: int, wanted: int) -> int:
 
 def learning_rate(draft: Draft) -> None:
     if draft.min_lr > draft.lr:
-        raise ValueError(
-            f"--min-lr is {draft.min_lr:g}, more than --lr {draft.lr:g}: a decay goes down; use less."
-        )
+        raise ValueError(f"--min-lr is {draft.min_lr:g}, more than --lr {draft.lr:g}; use less.")
     if draft.lr_decay_iters is None and draft.num_rollout:
         steps = draft.num_rollout * draft.num_steps_per_rollout
         draft.derive("lr_decay_iters", steps, "optimizer steps of the whole run")
     if draft.lr_warmup_fraction and draft.lr_warmup_iters:
         raise ValueError(
-            f"--lr-warmup-fraction is {draft.lr_warmup_fraction:g} and --lr-warmup-iters is "
-            f"{draft.lr_warmup_iters}: both say how long the warm-up is; keep one of them."
+            "--lr-warmup-fraction and --lr-warmup-iters both say how long the warm-up is; keep one of them."
         )
     decays = draft.lr_decay_style != "constant" and draft.lr_decay_iters is not None
     if decays and draft.lr_warmup_iters >= draft.lr_decay_iters:
         raise ValueError(
             f"--lr-warmup-iters is {draft.lr_warmup_iters}, but the schedule ends after "
-            f"{draft.lr_decay_iters} optimizer steps: no step would be left for the decay; warm up for fewer."
+            f"{draft.lr_decay_iters} optimizer steps; warm up for fewer."
         )

@@ -7,7 +7,6 @@ takes milliseconds where importing them takes seconds.
 import ast
 import functools
 import importlib.util
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,6 +92,9 @@ _USUAL_FLAGS = """
 """
 
 
+NEEDS_MEGATRON = "Megatron is not installed: pip install 'slime[megatron]'."
+
+
 @functools.cache
 def megatron_fields() -> dict[str, Field]:
     """`--moe-aux-loss-coeff` -> its field, if a word can set it; empty where megatron-core is missing."""
@@ -141,14 +143,10 @@ def is_megatron_flag(option: str) -> bool:
     )
 
 
-def why_missing(given: Sequence[str], where: str) -> str:
+def why_missing(given: Sequence[str]) -> str:
     """Return the error for flags of Megatron where it is not installed."""
-    shown = ", ".join(list(given)[:3]) + (f" and {len(given) - 3} more" if len(given) > 3 else "")
-    one = len(given) == 1
-    return (
-        f"{where}{shown} {'is a setting' if one else 'are settings'} of Megatron's, which is not installed: "
-        "pip install 'slime[megatron]'."
-    )
+    shown = ", ".join(given[:3]) + (f" and {len(given) - 3} more" if len(given) > 3 else "")
+    return f"{shown} {'is a setting' if len(given) == 1 else 'are settings'} of Megatron's. {NEEDS_MEGATRON}"
 
 
 def _positive(option: str) -> str:
@@ -159,10 +157,10 @@ def _positive(option: str) -> str:
 def read_megatron_flags(found: dict[str, list[str]]) -> dict[str, Any]:
     """Field name -> value, for the words that `split_flags` found."""
     values = {}
-    for option, words in found.items():
+    for written, words in found.items():
+        option = written.replace("_", "-")
         spelled, bare = SPELLINGS.get(option, (None, None))
-        known = megatron_fields()
-        entry = known[option_of(spelled)] if spelled else known[_positive(option)]
+        entry = megatron_fields()[option_of(spelled) if spelled else _positive(option)]
         values[entry.name] = _read(entry, option, words, bare)
     return values
 
@@ -177,12 +175,10 @@ def _read(entry: Field, option: str, words: list[str], bare: Any) -> Any:
     if entry.name == "moe_layer_freq":
         return _read_pattern(option, words[0])
     try:
-        parts = [part for word in words for part in (word.split(",") if entry.many else [word])]
-        read = [int(part) if entry.kind is int else entry.kind(part) for part in parts]
+        read = [entry.kind(part) for word in words for part in (word.split(",") if entry.many else [word])]
     except ValueError:
-        raise ValueError(
-            f"{option} is {' '.join(words)!r}: megatron-core expects {entry.kind.__name__}."
-        ) from None
+        expected = f"megatron-core expects {entry.kind.__name__}"
+        raise ValueError(f"{option} is {' '.join(words)!r}: {expected}.") from None
     return read if entry.many else read[0]
 
 
@@ -195,18 +191,3 @@ def _read_pattern(option: str, text: str) -> int | list[int]:
     if None in parts:
         raise ValueError(f"{option} is {text!r}: write a number, or a list of 0 and 1 such as [0]*3+[1]*58.")
     return [int(layer) for part in parts if part for layer in part[1].split(",") * int(part[2] or 1)]
-
-
-def read_megatron_value(key: str, value: Any, path: str) -> dict[str, Any]:
-    """One key of a YAML file that is a field of Megatron's; YAML already knows its type."""
-    option = option_of(key)
-    spelled, bare = SPELLINGS.get(option, (None, None))
-    if spelled is not None:
-        value = float(value) if isinstance(value, str) else value  # YAML reads 1e-6 as text
-        return {spelled: bare if value is True and bare is not None else value}
-    entry = megatron_fields()[_positive(option)]
-    if entry.kind is bool and not isinstance(value, bool):
-        raise ValueError(f"{path}: {key} is {json.dumps(value)}, expected true or false.")
-    if isinstance(value, str) and entry.kind is not str:  # YAML reads 1e-6 as text
-        return {entry.name: _read(entry, option, [value], bare)}
-    return {entry.name: not value if entry.kind is bool and option.startswith("--no-") else value}

@@ -1,5 +1,6 @@
 """The flags of another program: taken out of a command line and checked against those it says it has."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -8,21 +9,24 @@ from typing import Any
 from slime.arguments.core.draft import Refused
 
 
-def split_flags(argv: list[str], is_theirs: Callable[[str], bool]) -> tuple[list[str], dict[str, list[str]]]:
-    """Takes the flags that `is_theirs` knows (spelt with `-`) out of a command line.
+def split_flags(
+    argv: list[str], owner_of: Callable[[str], str | None]
+) -> tuple[list[str], defaultdict[str, dict[str, list[str]]]]:
+    """Take the flags that have an owner (asked for with `-` in the name) out of a command line.
 
-    Returns the other words, and option as written -> the words after it; of a flag given twice the last.
-    Example: `--seed 1 --sglang-tp 2` with SGLang's becomes (["--seed", "1"], {"--sglang-tp": ["2"]}).
+    Returns the other words, and owner -> option as written -> the words after it; of a flag given twice the
+    last. Example: `--seed 1 --sglang-tp 2` becomes (["--seed", "1"], {"sglang": {"--sglang-tp": ["2"]}}).
     """
     rest: list[str] = []
-    found: dict[str, list[str]] = {}
+    found: defaultdict[str, dict[str, list[str]]] = defaultdict(dict)
     current = rest
     for word in argv:
         if word.startswith("--"):
             current = rest
             option, equals, value = word.partition("=")
-            if is_theirs(option.replace("_", "-")):
-                current = found[option] = [value] if equals else []
+            owner = owner_of(option.replace("_", "-"))
+            if owner is not None:
+                current = found[owner][option] = [value] if equals else []
                 continue
         current.append(word)
     return rest, found
@@ -35,6 +39,14 @@ def yaml_words(value: Any) -> list[str] | None:
     if value is True:
         return []
     return [str(v) for v in value] if isinstance(value, list) else [str(value)]
+
+
+def yaml_flag(option: str, value: Any, *, negates: bool) -> dict[str, list[str]]:
+    """A key of a file as a flag and its words; false is `--no-...` where the program has such flags."""
+    words = yaml_words(value)
+    if words is not None:
+        return {option: words}
+    return {"--no-" + option.removeprefix("--"): []} if negates and value is False else {}
 
 
 @dataclass(frozen=True)
@@ -50,23 +62,19 @@ class ProgramFlag:
 
     def read(self, words: list[str], option: str) -> Any:
         """The words after the flag as a value; the program checks again what it reads itself."""
+        if self.nargs == 0 and words:
+            raise ValueError(f"{option} is a switch and takes no value, but {words[0]!r} follows it.")
+        if self.nargs is None and len(words) != 1:
+            raise ValueError(f"{option} takes one value, found {len(words)}.")
+        if wrong := [word for word in words if self.choices and word not in self.choices]:
+            raise ValueError(f"{option} is {wrong[0]!r}: SGLang takes {', '.join(self.choices or ())}.")
         reader: Callable[[str], Any] = {"int": int, "float": float}.get(self.kind or "", str)
-        values = []
-        for word in words:
-            if self.choices and word not in self.choices:
-                raise ValueError(f"{option} is {word!r}: SGLang takes {', '.join(self.choices)}.")
-            try:
-                values.append(reader(word))
-            except ValueError:
-                raise ValueError(f"{option} is {word!r}: SGLang expects {self.kind} there.") from None
-        if self.nargs == 0:
-            if values:
-                raise ValueError(f"{option} is a switch and takes no value, but {words[0]!r} follows it.")
-            return True
+        try:
+            values = [reader(word) for word in words]
+        except ValueError:
+            raise ValueError(f"{option} is {' '.join(words)!r}: SGLang expects {self.kind} there.") from None
         if self.nargs in ("+", "*"):
             return values
-        if len(values) != 1 and self.nargs != "?":
-            raise ValueError(f"{option} takes one value, found {len(values)}.")
         return values[0] if values else True
 
 
@@ -103,27 +111,25 @@ class ProgramFlags:
         words = self.renamed.get(name) if name not in self.by_option else None
         return words if words is None or not words or words.split()[0] in self.by_option else None
 
-    def tell(self, option: str, now: str) -> str:
-        return f"{option}: {self.program} {f'calls it {now}' if now else 'has no such flag any more'}."
+    def note(self, option: str, now: str) -> str:
+        return f"{option}: {self.program} {f'calls it {now}' if now else 'has no such flag'}."
 
     def read(self, found: Mapping[str, list[str]]) -> tuple[dict[str, Any], list[str], list[str]]:
-        """(name -> value, the words for the program's own command line, what to tell) of `split_flags`."""
-        values, words, told, refused = {}, [], [], []
+        """Return (name -> value, the words for the program's own command line, what to report)."""
+        values, words, notes, refused = {}, [], [], []
         for option, given in found.items():
-            try:
-                now = self.translate(option)
-                if now is not None:
-                    told.append(
-                        f"{option}: {self.program} {f'calls it {now}' if now else 'has no such flag'}."
-                    )
-                    if not now:
-                        continue
-                    option, *more = (self.prefix + now.removeprefix("--")).split()
-                    given = [*more, *given]
-                known = self.by_option.get(self.own_option(option))
-                if known is not None and known.dest in self.left_out:
-                    told.append(f"{option} is left out: {self.owned[known.dest]}.")
+            now = self.translate(option)
+            if now is not None:
+                notes.append(self.note(option, now))
+                if not now:
                     continue
+                option, *more = (self.prefix + now.removeprefix("--")).split()
+                given = [*more, *given]
+            known = self.by_option.get(self.own_option(option))
+            if known is not None and known.dest in self.left_out:
+                notes.append(f"{option} is left out: {self.owned[known.dest]}.")
+                continue
+            try:
                 flag = self.find(option)
                 values[flag.dest] = flag.read(given, option)
                 words += [self.own_option(option), *given]
@@ -131,7 +137,7 @@ class ProgramFlags:
                 refused.append(str(error))
         if refused:
             raise Refused(refused)
-        return values, words, told
+        return values, words, notes
 
 
 def read_flag_rows(rows: list[dict[str, Any]]) -> dict[str, ProgramFlag]:

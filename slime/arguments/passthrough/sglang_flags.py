@@ -41,17 +41,22 @@ OWNED = {
     "skip_tokenizer_init": "answers must carry text",
     "random_seed": "--seed decides it",
     "skip_server_warmup": "slime waits for its engines in its own way",
-    "api_key": "each run makes its own where other machines reach its engines, or takes SLIME_ENGINE_TOKEN",
-    "admin_api_key": "each run makes its own where other machines reach its engines, or takes "
-    "SLIME_ENGINE_TOKEN",
+    **dict.fromkeys(
+        ("api_key", "admin_api_key"),
+        "each run makes its own where other machines reach its engines, or takes SLIME_ENGINE_TOKEN",
+    ),
 }
 # Those of them that slime leaves out of a launch line without a word: here they are left out and told of.
-_LEFT_OUT = frozenset(
-    """
-    model_path port nccl_port tp_size nnodes node_rank dist_init_addr base_gpu_id gpu_id_step random_seed
-    enable_memory_saver skip_server_warmup
-    """.split()  # noqa: SIM905 - a paragraph is easier to scan
-)
+_REFUSED = {
+    "host",
+    "grpc_port",
+    "device",
+    "weight_version",
+    "skip_tokenizer_init",
+    "api_key",
+    "admin_api_key",
+}
+_LEFT_OUT = frozenset(OWNED) - _REFUSED
 # Names of other releases, and the words that mean the same in the one that is installed, or nothing.
 _NEW_NAMES = {
     "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
@@ -73,19 +78,10 @@ RENAMED = {
     "--enable-flashinfer-cutlass-moe": "--moe-runner-backend flashinfer_cutlass",
     "--enable-flashinfer-trtllm-moe": "--moe-runner-backend flashinfer_trtllm",
     "--enable-triton-kernel-moe": "--moe-runner-backend triton_kernel",
-    **dict.fromkeys(
-        (
-            "--enable-ep-moe",
-            "--enable-piecewise-cuda-graph",
-            "--piecewise-cuda-graph-max-tokens",
-            "--enable-nan-detection",
-            "--collect-tokens-histogram",
-            "--hybrid-kvcache-ratio",
-            "--keep-mm-feature-on-device",
-            "--mm-max-concurrent-calls",
-        ),
-        "",
-    ),
+    **dict.fromkeys(("--enable-ep-moe", "--enable-piecewise-cuda-graph", "--enable-nan-detection"), ""),
+    **dict.fromkeys(("--piecewise-cuda-graph-max-tokens", "--collect-tokens-histogram"), ""),
+    **dict.fromkeys(("--hybrid-kvcache-ratio", "--keep-mm-feature-on-device"), ""),
+    "--mm-max-concurrent-calls": "",
 }
 
 
@@ -113,15 +109,14 @@ def need_python(given: str | None, reason: str) -> str:
 
 def server_flags(python: str) -> ProgramFlags:
     """The flags of the SGLang that `python` has; asked once per version, since that takes half a minute."""
-    version = _installed_version(python)
-    cache = _cache_folder() / f"sglang-flags-{version}.json"
-    if cache.exists():
-        return _read_table(json.loads(cache.read_text()))
-    table = _ask(python)
-    part = cache.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(table))
-    part.rename(cache)
-    return _read_table(table)
+    cache = _cache_folder() / f"sglang-flags-{_installed_version(python)}.json"
+    if not cache.exists():
+        part = cache.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(_ask(python)))
+        part.rename(cache)
+    table = json.loads(cache.read_text())
+    flags = read_flag_rows(table["flags"])
+    return ProgramFlags(f"SGLang {table['version']}", PREFIX, OWNED, flags, RENAMED, _LEFT_OUT)
 
 
 @functools.cache
@@ -129,30 +124,20 @@ def _installed_version(python: str) -> str:
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
     if done.returncode:
-        raise ValueError(
-            f"--sglang-python is {python}: it has no SGLang ({done.stderr.strip().splitlines()[-1]})."
-        )
+        why = done.stderr.strip().splitlines()[-1]
+        raise ValueError(f"--sglang-python is {python}: it has no SGLang ({why}).")
     return done.stdout.strip()
 
 
 def _ask(python: str) -> dict[str, Any]:
     device = [] if visible_gpus() else ["--device", "cpu"]
-    done = subprocess.run(
-        [python, "-P", str(_LAUNCH), "--print-flags", *device],
-        capture_output=True,
-        text=True,
-        timeout=_ASK_TIMEOUT_S,
-    )
+    command = [python, "-P", str(_LAUNCH), "--print-flags", *device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
     for line in done.stdout.splitlines():
         if line.startswith(_TABLE_MARK):
             table: dict[str, Any] = json.loads(line.removeprefix(_TABLE_MARK))
             return table
     raise ValueError(f"--sglang-python is {python}: SGLang did not say its flags:\n{done.stderr[-2000:]}")
-
-
-def _read_table(table: dict[str, Any]) -> ProgramFlags:
-    flags = read_flag_rows(table["flags"])
-    return ProgramFlags(f"SGLang {table['version']}", PREFIX, OWNED, flags, RENAMED, _LEFT_OUT)
 
 
 def _cache_folder() -> Path:
@@ -162,11 +147,3 @@ def _cache_folder() -> Path:
         return folder
     except OSError:  # a home that cannot be written
         return Path(tempfile.gettempdir())
-
-
-def read_server_flags(
-    found: dict[str, list[str]], python: str
-) -> tuple[dict[str, Any], list[str], list[str]]:
-    """(`sglang_<name>` -> value for args, the words for the server's own command line, what to tell)."""
-    values, words, told = server_flags(python).read(found)
-    return {f"sglang_{name}": value for name, value in values.items()}, words, told
