@@ -140,10 +140,10 @@ def make_args(folder: Path, port: int, num_samples: int, concurrency: int) -> An
     info = RunInfo(
         run_id="bench",
         run_dir=str(folder / "run"),
-        router_ip="127.0.0.1",
-        router_port=port,
+        sglang_router_ip="127.0.0.1",
+        sglang_router_port=port,
         engine_urls=(f"http://127.0.0.1:{port}",),
-        num_engines=1,
+        rollout_num_engines=1,
         num_rollout=1,
         vocab_size=100_000,
         max_context_len=4096,

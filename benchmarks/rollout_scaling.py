@@ -102,10 +102,10 @@ def make_args(folder: Path, options: argparse.Namespace, urls: list[str], port: 
     info = RunInfo(
         run_id="bench",
         run_dir=str(folder / "run"),
-        router_ip="127.0.0.1",
-        router_port=port,
+        sglang_router_ip="127.0.0.1",
+        sglang_router_port=port,
         engine_urls=tuple(urls),
-        num_engines=len(urls),
+        rollout_num_engines=len(urls),
         num_rollout=1_000_000,
         vocab_size=100_000,
         max_context_len=4096,

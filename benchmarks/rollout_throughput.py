@@ -148,10 +148,10 @@ def rollout_namespace(args: Args, port: int, model: Path) -> Any:
     info = RunInfo(
         run_id="bench",
         run_dir=args.run_dir,
-        router_ip="127.0.0.1",
-        router_port=port,
+        sglang_router_ip="127.0.0.1",
+        sglang_router_port=port,
         engine_urls=(f"http://127.0.0.1:{port}",),
-        num_engines=1,
+        rollout_num_engines=1,
         num_rollout=1,
         vocab_size=config["vocab_size"],
         max_context_len=config["max_position_embeddings"],

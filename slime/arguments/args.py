@@ -96,10 +96,7 @@ class Args(Flags):
 
 
 def default_args(**changes: Any) -> Args:
-    """Every flag at its default except those named, for commands and tests that build a trainer alone.
-
-    No rule runs: only what a trainer reads and flags leave open is derived.
-    """
+    """Every flag at its default except those named, to build a trainer alone; no rule runs."""
     values = {name: copy.copy(spec.default) for name, spec in all_specs().items()} | changes
     derived = {
         "policy_loss_type": ESTIMATORS[values["advantage_estimator"]].policy_loss,

@@ -1,7 +1,4 @@
-"""The rules in the order they run: each refuses a combination, with the fix, or derives a value.
-
-A rule is declared next to its flags, in groups/.
-"""
+"""The rules in the order they run; each is declared next to its flags, in groups/."""
 
 from collections.abc import Callable
 

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Action:
-    """One row. `setting`: the flag whose value it changes; None: it is something to do.
-
-    Example: Action("Change the learning rate", "...", setting="lr", low=0.0).
-    """
+    """One row. `setting`: the flag whose value it changes; None: it is something to do."""
 
     title: str
     what: str

@@ -5,10 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One trainer. `create` gets the run's arguments, rank, number of ranks and device: a `TrainBackend`.
-
-    A path, because a trainer may need packages that are not installed where another one runs.
-    """
+    """One trainer. `create`: a function of arguments, rank, number of ranks and device."""
 
     create: str
     help: str

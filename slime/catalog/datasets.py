@@ -15,11 +15,7 @@ HUB = "hf:"
 
 @dataclass(frozen=True, slots=True)
 class DatasetFormat:
-    """`reader` takes what stands in the flag and yields each row as a dict, with its place in the file.
-
-    Example: `.jsonl` yields (train.jsonl, line 3) and {"input": "1+1=", "label": "2"}. `package` is what the
-    reader imports beyond our own dependencies, `extra` the name by which pip installs it.
-    """
+    """`reader` takes what stands in the flag and yields each row as a dict, with its place in the file."""
 
     reader: str
     help: str

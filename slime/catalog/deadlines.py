@@ -1,7 +1,4 @@
-"""Every deadline of a run: the rows of `--timeouts NAME=SECONDS,...`.
-
-Flags of other releases that set a deadline are read as --timeouts (`DEADLINE_FLAGS`).
-"""
+"""Every deadline of a run: the rows of `--timeouts NAME=SECONDS,...`."""
 
 from collections.abc import Mapping
 from typing import Any

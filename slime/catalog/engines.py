@@ -43,11 +43,7 @@ _SGLANG = Dialect(
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """One inference engine. What only this engine knows is in the modules `command` and `rules` of `folder`.
-
-    Every engine's folder has both, with the same functions: `command` says how its process is started,
-    `rules` what it demands of a run's arguments.
-    """
+    """One inference engine. What only it knows is in the modules `command` and `rules` of `folder`."""
 
     folder: str
     help: str

@@ -11,11 +11,7 @@ HELD_OUT, TRAINING = "heldout", "train"
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFamily:
-    """`module` has `task_names()` (without it any name is tried) and `make(task, options)`, an Environment.
-
-    Example: `--env reasoning_gym:chain_sum` calls `make("chain_sum", {})` of the module in that row.
-    `package` is what the module imports, `extra` the name by which pip installs it.
-    """
+    """`module` has `task_names()` (without it any name is tried) and `make(task, options)`."""
 
     module: str
     help: str

@@ -8,10 +8,7 @@ _ADVANTAGES = "slime.algorithms.advantages"
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """`function` takes `AdvantageInputs` and returns per-sample lists of advantages and returns.
-
-    Example: grpo compares a reward with the mean of its group and divides by the group's standard deviation.
-    """
+    """`function` takes `AdvantageInputs` and returns per-sample lists of advantages and returns."""
 
     function: str
     help: str

@@ -1,7 +1,4 @@
-"""Model families whose training was compared with transformers, and how each runs on the FSDP trainer.
-
-`slime verify-model --families all` makes the comparison; docs/model_families.md says what is compared.
-"""
+"""Model families that `slime verify-model --families all` compared (docs/model_families.md)."""
 
 from slime.catalog.backends import BACKENDS
 from slime.catalog.vision import VISION_FAMILIES

@@ -10,10 +10,7 @@ FEED = "slime.observability.trackers.feed.Feed"  # starts the process of a track
 
 @dataclass(frozen=True, slots=True)
 class TrackerRow:
-    """One tracker. `service`: a `Service` of `observability/trackers/base.py`, in a process of its own.
-
-    Example: `--use-trackio` needs the package trackio, which the extra `slime[trackio]` installs.
-    """
+    """One tracker. `service`: a `Service` of `observability/trackers/base.py`, in its own process."""
 
     service: str
     title: str

@@ -149,7 +149,7 @@ class RolloutManager:
             run_id=run.run_id,
             run_dir=str(run.run_dir),
             start_rollout_id=start_rollout_id,
-            overlapped=overlapped,
+            overlapped_loop=overlapped,
         )
         with phases.starting("data") as part:
             path = args.data_source_path

@@ -43,10 +43,7 @@ CHECKS = {
 
 
 def preflight(args: Args, *, overlapped: bool = False) -> Report:
-    """Report all problems at once. Starts no engine and no trainer, and writes nothing.
-
-    `overlapped`: the asynchronous loop will run these settings.
-    """
+    """Report all problems at once, starting nothing. `overlapped`: the asynchronous loop runs them."""
     findings = list(check_loop(args, overlapped=overlapped))
     failed: set[str] = set()
     for name, row in CHECKS.items():

@@ -26,10 +26,7 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_va
 
 
 def check_model_files(args: Args) -> Iterator[Finding]:
-    """Every folder or hub name that a flag gives, and the policy's configuration.
-
-    All but --hf-checkpoint may be checkpoints of a run.
-    """
+    """Every folder or hub name that a flag gives, and the policy's configuration."""
     models = {FLAG: args.hf_checkpoint, "--ref-load": args.ref_load, "--critic-load": args.critic_load}
     models |= {"--opd-teacher-load": args.opd_teacher_load}
     models |= {f"model_path of {model.name}": model.model_path for model in args.engine_topology.models}
@@ -49,10 +46,7 @@ def check_model_files(args: Args) -> Iterator[Finding]:
 
 
 def _check_families(args: Args) -> Iterator[Finding]:
-    """Refuse to train families that nobody compared with transformers.
-
-    A model of the hub whose config is not here is checked where the trainer builds it.
-    """
+    """Refuse to train families that nobody compared with transformers."""
     if args.debug_rollout_only or args.allow_unverified_model or args.custom_model_provider_path:
         return
     trained = {FLAG: args.hf_checkpoint, "--critic-load": args.critic_load}

@@ -1,8 +1,6 @@
-"""Megatron's pipeline schedules on paper: when a stage works and waits, how many micro-batches it keeps.
+"""Megatron's pipeline schedules on paper; a forward or backward pass of a layer takes one unit of time.
 
-A forward or backward pass of a layer takes one unit of time, sending takes none. Interleaved stages take
-micro-batches in groups, as many as there are stages, so the last group is filled with idle work. Whoever
-compares many layouts asks for the same few schedules again and again.
+Interleaved stages take micro-batches in groups of as many as there are stages; the last one is filled up.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """The reward, tried before anything starts: on a made-up answer, and on the label itself as the answer.
 
-A value that is no score would end the run at its first sample, so it is an error here. What depends on the
-world (a judge that is down, a slow sandbox, engines that do not run yet) is a warning or a note: such a
-reward may well work in the run. `--skip-preflight reward` leaves it alone.
+A value that is no score is an error. What depends on the world (a judge that is down, a slow sandbox) is a
+warning or a note, since such a reward may work in the run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """What a run will cost, estimated from its settings and config.json: memory of a device, seconds of a step.
 
-Memory counts weights, gradients, Adam and activations of the trainer, weights and KV cache of an engine.
-Seconds on GPUs come from the cost model of `step_costs`, those on a CPU from a timed matrix product. Unless
-the caller knows better, responses have half the allowed length on average, and the longest all of it. Not
-covered: fragmentation, buffers of collectives, what a Python process needs itself, a critic's or teacher's
-own pass.
+Unless the caller knows better, responses have half the allowed length on average, and the longest all of it.
+Not covered: fragmentation, buffers of collectives, what a Python process needs, a critic's or teacher's pass.
 """
 
 from __future__ import annotations
@@ -133,10 +130,7 @@ class Device:
 def plan_run(
     args: Args, device: Device, prompt_tokens: float | None = None, response_tokens: float | None = None
 ) -> RunPlan:
-    """Estimate a run; ValueError where the model's config.json is not here, or is of an unknown kind.
-
-    `prompt_tokens`, `response_tokens`: mean lengths; None: assumed.
-    """
+    """Estimate a run; ValueError where the model is not here, or is of an unknown kind."""
     assert args.hf_checkpoint is not None, "a plan is made from a model"
     work = _work(args, prompt_tokens, response_tokens)
     trains, serves = not args.debug_rollout_only, not args.debug_train_only
@@ -247,22 +241,19 @@ def _fsdp_memory(args: Args, model: dict[str, Any], sizes: Sizes, device: Device
     return {**parts, "copy": copy, "activations": item * tokens * sum(kept) + logits}
 
 
-def _engine_memory(args: Args, model: dict[str, Any], device: Device) -> dict[str, float]:
-    item, gpus = device.item_bytes(args), args.rollout_num_gpus_per_engine
-    layers = model["num_hidden_layers"]
-    parameters = sum(layer_parameters(model, layer).total for layer in range(layers))
-    parameters += sum(part.total for part in outside_parameters(model).values())
-    weights = item * parameters / gpus
+def _engine_memory(args: Args, config: dict[str, Any], device: Device) -> dict[str, float]:
+    item, model = device.item_bytes(args), Model(config)
+    weights = item * model.parameters / args.rollout_num_gpus_per_engine
     if ENGINES[args.rollout_engine].takes_sglang_flags:
         return {"weights": weights, "KV cache, as --sglang-mem-fraction-static leaves": 0.0}
-    heads = model["num_attention_heads"]
-    width = model.get("head_dim") or model["hidden_size"] // heads
-    row = 2 * layers * item * width * (model.get("num_key_value_heads") or heads)
-    context = model.get("max_position_embeddings") or 0
+    row = item * model.cache_bytes / 2
+    context = config.get("max_position_embeddings") or 0
     budget = _KV_SHARE * max(0.0, device.room - weights) if device.is_gpu else float(_KV_ON_CPU)
-    most = limit(args, "embedded-requests") * context * row
     cache = limit(args, "embedded-tokens") * row or max(budget, context * row)
-    return {"weights": weights, "KV cache": float(min(cache, most))}
+    return {
+        "weights": weights,
+        "KV cache": float(min(cache, limit(args, "embedded-requests") * context * row)),
+    }
 
 
 def _gpu_seconds(

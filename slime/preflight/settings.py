@@ -11,10 +11,7 @@ from slime.utils.plugin_imports import missing_imports
 
 
 def check_plugin_functions(args: Args) -> Iterator[Finding]:
-    """Load every configured function once, and compare its parameters with the call.
-
-    Also looks up the imports of its module and of the user's modules that it imports.
-    """
+    """Load every configured function, compare its parameters with the call, and look up imports."""
     found: dict[str, Finding] = {}
     for point, path, where in configured_plugins(args):
         try:

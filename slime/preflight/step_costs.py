@@ -1,9 +1,7 @@
 """What a step costs on many GPUs: a model of generation, training and the push, from sizes and rates.
 
-Generation is calibrated on some loads of a real engine on one H200 and tested on others
-(`benchmarks/generation_costs.py`); what happens between GPUs follows from the rates of their links and is
-compared with published steps (`benchmarks/scaling.py`). docs/performance.md has the errors, and
-`slime plan --gpus` prints the ASSUMPTIONS.
+`benchmarks/generation_costs.py` and `benchmarks/scaling.py` compare it with real steps; docs/performance.md
+has the errors, and `slime plan --gpus` prints the ASSUMPTIONS.
 """
 
 from __future__ import annotations
@@ -155,12 +153,8 @@ class EnginePlan:
         read = weights / (own * gpu.memory)
         products = 2 * model.matrices * running / (own * gpu.flops * _DECODE_SHARE)
         caches = cached * model.cache_bytes / (own * gpu.memory * _CACHE_SHARE)
-        return (
-            _DECODE_S
-            + model.layers * (_DECODE_LAYER_S + self._talk_s(running))
-            + max(read, products)
-            + caches
-        )
+        overhead = _DECODE_S + model.layers * (_DECODE_LAYER_S + self._talk_s(running))
+        return overhead + max(read, products) + caches
 
     def _talk_s(self, tokens: float) -> float:
         if self.gpus == 1:
@@ -228,9 +222,8 @@ class TrainPlan:
     @property
     def words(self) -> str:
         s = self.sizes
-        return f"tp {s.tp}, pp {s.pp}, cp {s.cp}, ep {s.ep}, dp {s.dp}" + (
-            ", recompute" if self.recompute else ""
-        )
+        recompute = ", recompute" if self.recompute else ""
+        return f"tp {s.tp}, pp {s.pp}, cp {s.cp}, ep {s.ep}, dp {s.dp}{recompute}"
 
 
 def train_plan(
@@ -345,9 +338,7 @@ class RunCost:
 
     @property
     def way(self) -> str:
-        return (
-            "in turns" if not self.rollout_gpus else "asynchronous" if self.overlapped else "apart, in turns"
-        )
+        return "asynchronous" if self.overlapped else "apart, in turns" if self.rollout_gpus else "in turns"
 
 
 def push_seconds(model: Model, gpu: GpuRow, gpus: int, *, apart: bool) -> float:
@@ -363,10 +354,11 @@ def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]
     whole = best_training(model, gpu, gpus, work)
     engines = list(engine_plans(model, gpu, work, most=gpus))
     if whole is not None and engines:
-        engine = min(engines, key=lambda e: e.generate_s(work, work.samples / (gpus // e.gpus)))
-        seconds = engine.generate_s(work, work.samples / (gpus // engine.gpus))
+        times = [(e.generate_s(work, work.samples / (gpus // e.gpus)), e) for e in engines]
+        seconds, engine = min(times, key=lambda pair: pair[0])
         push = push_seconds(model, gpu, gpus, apart=False)
         found.append(RunCost(gpus, 0, engine, whole, seconds, push, SWAP_S, False))
+    push = push_seconds(model, gpu, gpus, apart=True)
     for part in range(1, _PARTS):
         rollout = gpus * part // _PARTS
         trainer = best_training(model, gpu, gpus - rollout, work) if 0 < rollout < gpus else None
@@ -378,13 +370,8 @@ def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]
         in_flight = min(engine.max_running, max(1, round(2 * work.samples / (rollout // engine.gpus))))
         engine = replace(engine, max_running=in_flight)
         busy = min(rollout // engine.gpus, 2 * work.samples)  # no more engines than answers in flight
-        rate = engine.tokens_per_s(work) * busy
-        seconds = work.samples * work.answer / rate
-        found.append(
-            RunCost(
-                gpus, rollout, engine, trainer, seconds, push_seconds(model, gpu, gpus, apart=True), 0.0, True
-            )
-        )
+        seconds = work.samples * work.answer / (engine.tokens_per_s(work) * busy)
+        found.append(RunCost(gpus, rollout, engine, trainer, seconds, push, 0.0, True))
     return sorted(found, key=lambda run: run.step_s)
 
 
@@ -418,27 +405,20 @@ def model_config(name: str) -> dict[str, Any]:
 def run_lines(
     model: Model, gpu_name: str, runs: Sequence[RunCost], work: Work, fewer: RunCost | None = None
 ) -> list[str]:
-    """The best run by its parts, then every way that was looked at, then what all of it assumes.
-
-    `fewer`: the best on some of the GPUs, which is told of if it is faster.
-    """
-    lines = [
-        f"{model.parameters / 1e9:.1f}B parameters ({model.matrices / 1e9:.1f}B a token) on {runs[0].gpus} "
-        f"{gpu_name}; {work.samples} answers of {work.answer:.0f} tokens to prompts of {work.prompt:.0f}"
-    ]
+    """The best run by its parts, then every way; `fewer`: the best on some of the GPUs."""
     best = runs[0]
+    trainer, engine = best.trainer, best.engine
     where = "all GPUs in turns" if not best.rollout_gpus else f"{best.gpus - best.rollout_gpus} GPUs"
-    lines.append(f"best: {best.way}, a step {best.step_s:.1f} s")
-    lines.append(f"  train on {where}: {best.trainer.words}; {best.trainer.memory / 2**30:.0f} GiB a GPU")
-    parts = ", ".join(
-        f"{name} {seconds:.1f}" for name, seconds in best.trainer.parts.items() if seconds > 0.05
-    )
-    lines.append(f"  training {best.trainer.seconds:.1f} s ({parts})")
-    lines.append(
-        f"  generating {best.generate_s:.1f} s: engines of {best.engine.gpus} GPUs, "
-        f"{best.engine.max_running} requests each; push {best.push_s:.1f} s, change of places "
-        f"{best.swap_s:.1f} s"
-    )
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in trainer.parts.items() if seconds > 0.05)
+    lines = [
+        f"{model.parameters / 1e9:.1f}B parameters ({model.matrices / 1e9:.1f}B a token) on {best.gpus} "
+        f"{gpu_name}; {work.samples} answers of {work.answer:.0f} tokens to prompts of {work.prompt:.0f}",
+        f"best: {best.way}, a step {best.step_s:.1f} s",
+        f"  train on {where}: {trainer.words}; {trainer.memory / 2**30:.0f} GiB a GPU",
+        f"  training {trainer.seconds:.1f} s ({parts})",
+        f"  generating {best.generate_s:.1f} s: engines of {engine.gpus} GPUs, {engine.max_running} requests "
+        f"each; push {best.push_s:.1f} s, change of places {best.swap_s:.1f} s",
+    ]
     if fewer is not None and fewer.step_s < best.step_s:
         lines.append(
             f"  fewer are faster: on {fewer.gpus} a step takes {fewer.step_s:.1f} s. More help where "

@@ -34,13 +34,10 @@ def check_megatron_folders(args: Args) -> Iterator[Finding]:
             elif config is not None:
                 TorchDistFolder(folder, config)
         except UnknownLayout as error:
-            if is_release(folder):
-                text = (
-                    f"{folder} is not read ({error}): the weights of {args.hf_checkpoint} are taken instead."
-                )
-                yield Finding("warning", flag, text)
-            else:
-                yield Finding("error", flag, f"{folder} cannot be read: {error}.")
+            instead = f": the weights of {args.hf_checkpoint} are taken instead"
+            released = is_release(folder)
+            text = f"{folder} cannot be read ({error}){instead if released else ''}."
+            yield Finding("warning" if released else "error", flag, text)
         except ValueError as error:
             yield error_of(flag, error)
 

@@ -1,8 +1,6 @@
 """Estimates from config.json what a Megatron layout costs: memory, pipeline bubble, expert imbalance.
 
-It counts bf16 weights, fp32 gradients, what of Adam's fp32 weights and moments is on the device, and the
-activations of layers that are not compiled. Not covered: buffers of collectives, fragmentation, the
-inference engine.
+Not covered: compiled layers, buffers of collectives, fragmentation, the inference engine.
 """
 
 import argparse
@@ -326,11 +324,7 @@ def _activations(
 
 
 def kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
-    """Numbers that a layer keeps per token for the backward pass.
-
-    They are the inputs and outputs of both norms; queries, keys and values before and after rotation; the
-    attention's result; gate, up and their product.
-    """
+    """Numbers that a layer keeps per token for the backward pass."""
     hidden, (query, key_value) = model["hidden_size"], _attention_widths(model)
     split = sizes.tp if sizes.sequence_parallel else 1
     if has_experts(model, layer):

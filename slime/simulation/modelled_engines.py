@@ -287,10 +287,10 @@ class ModelledFleet:
 
     def connect(self, info: RunInfo) -> RunInfo:
         values = vars(info) | {
-            "router_ip": "modelled-router",
-            "router_port": 1,
+            "sglang_router_ip": "modelled-router",
+            "sglang_router_port": 1,
             "engine_urls": self.urls,
-            "num_engines": len(self.engines),
+            "rollout_num_engines": len(self.engines),
             "vocab_size": VOCABULARY,
             "max_context_len": 1 << 40,
         }

@@ -184,7 +184,7 @@ def test_evaluation_asks_the_engines_that_are_kept_for_it_and_training_the_other
     with FakeEngine() as engine, FakeEngine() as kept:
         flags = ("--eval-prompt-data", "one", str(data), "--eval-interval", "1", "--eval-num-engines", "1")
         routers = {"default": ("127.0.0.1", engine.port), "evaluation": ("127.0.0.1", kept.port)}
-        args = make_args(tmp_path, engine, *flags, "--rollout-num-gpus", "2", model_routers=routers)
+        args = make_args(tmp_path, engine, *flags, "--rollout-num-gpus", "2", sglang_model_routers=routers)
         generate_rollout(args, 0, make_source(args))
         assert len(engine.requests) == 8 and kept.requests == []
         output = generate_rollout(args, 0, None, evaluation=True)

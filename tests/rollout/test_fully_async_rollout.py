@@ -136,7 +136,7 @@ def test_in_the_overlapped_loop_the_bound_is_against_the_weights_that_are_traine
     """Rollout r is made at version r (the first two at 1) and trained at r + 1: that push counts."""
     with FakeEngine() as engine:
         flags = *FUNCTION, "--max-weight-staleness", "1"
-        args = make_args(tmp_path, engine, *flags, num_rollout=9, overlapped=True)
+        args = make_args(tmp_path, engine, *flags, num_rollout=9, overlapped_loop=True)
         source = make_source(args)
         for rollout_id in range(5):
             engine.version = f"run:{max(1, rollout_id)}"
@@ -155,7 +155,7 @@ def test_in_the_overlapped_loop_the_bound_is_against_the_weights_that_are_traine
 def test_in_the_overlapped_loop_what_a_push_made_too_old_is_generated_again(tmp_path):
     with FakeEngine() as engine:
         flags = *FUNCTION, "--max-weight-staleness", "2"
-        args = make_args(tmp_path, engine, *flags, num_rollout=9, overlapped=True)
+        args = make_args(tmp_path, engine, *flags, num_rollout=9, overlapped_loop=True)
         source = make_source(args)
         rollout(args, source)
         eventually(lambda: len(engine.requests) == 8 * 3 and engine.running == 0)  # two rollouts ahead

@@ -169,7 +169,7 @@ def test_the_state_belongs_to_its_arguments_and_shares_no_parameters(tmp_path):
 
 
 def test_the_model_url_is_that_of_the_router(tmp_path):
-    args = make_args(tmp_path, router_ip="127.0.0.1", router_port=1234)
+    args = make_args(tmp_path, sglang_router_ip="127.0.0.1", sglang_router_port=1234)
     assert get_model_url(args, "default") == "http://127.0.0.1:1234/generate"
     args.sglang_model_routers = {"judge": ("127.0.0.1", 99)}
     assert get_model_url(args, "judge", "/score") == "http://127.0.0.1:99/score"

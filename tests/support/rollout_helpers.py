@@ -43,9 +43,13 @@ def make_args(folder: Path, engine: FakeEngine | None = None, *flags: str, promp
     }
     argv = [token for name, value in defaults.items() if name not in flags for token in (name, value)]
     args = parse_args([*argv, *flags])
-    info = {"vocab_size": 128, "max_context_len": 64, "num_engines": 1, "num_rollout": 1, **facts}
+    info = {"vocab_size": 128, "max_context_len": 64, "rollout_num_engines": 1, "num_rollout": 1, **facts}
     if engine is not None:
-        info |= {"router_ip": "127.0.0.1", "router_port": engine.port, "engine_urls": (engine.url,)}
+        info |= {
+            "sglang_router_ip": "127.0.0.1",
+            "sglang_router_port": engine.port,
+            "engine_urls": (engine.url,),
+        }
     namespace = plugin_args(args, RunInfo(run_id="test", run_dir=str(folder / "run"), **info))
     return namespace
 

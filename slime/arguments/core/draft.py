@@ -115,10 +115,7 @@ def is_given(source: str) -> bool:
 
 
 def refuse_flags_without_effect(draft: Draft) -> None:
-    """Refuse a flag that was given and has no effect with the other flags, as its declaration says.
-
-    A harmless one is only reported. Files of plug-ins (--custom-config-path) may hold values for later.
-    """
+    """Refuse given flags that have no effect with the others; a harmless one is only reported."""
     refused: list[str] = []
     for name, spec in draft.specs.items():
         value = getattr(draft, name)

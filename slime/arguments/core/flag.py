@@ -146,11 +146,7 @@ def flag(default: Any, help: str, *, only_with: OnlyWith | tuple[OnlyWith, ...] 
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One declared flag, ready for a parser.
-
-    Example: `rollout_stop: list[str] | None = flag(None, "...")` in group "Rollout" becomes
-    FlagSpec(name="rollout_stop", group="Rollout", kind=str, many=True, one_or_many=False, default=None, ...).
-    """
+    """One declared flag, ready for a parser."""
 
     name: str  # the attribute of args: rollout_batch_size
     group: str
@@ -214,10 +210,7 @@ def _read_type(hint: Any) -> tuple[type, bool, bool]:
 
 
 def convert(spec: FlagSpec, value: Any) -> Any:
-    """Convert a value as written (on the command line or in a YAML file) to the flag's type.
-
-    Raises ValueError with the reason only; the caller knows where the value was written.
-    """
+    """Convert a value as written to the flag's type; ValueError gives the reason alone."""
     if spec.kind is bool:
         return _to_bool(value)
     if spec.kind is dict:

@@ -50,11 +50,7 @@ UNBUILT_KEYS = (
 
 @dataclass
 class EvalDatasetConfig:
-    """One evaluation dataset, fully resolved. `None` means: what the run's own flag or the engine says.
-
-    Example: EvalDatasetConfig(name="aime", path="aime.jsonl", rm_type="math", temperature=0.0, ...) is
-    evaluated greedily and scored as math, whatever --rollout-temperature and --rm-type are.
-    """
+    """One evaluation dataset, fully resolved. `None`: what the run's own flag or the engine says."""
 
     name: str
     path: str

@@ -71,10 +71,7 @@ def resolve_eval_datasets(draft: Draft) -> None:
 
 
 def _read_eval_config(draft: Draft) -> tuple[Any, dict[str, Any]]:
-    """The datasets and the defaults of the file; the top level `eval:` may be left out.
-
-    `delegate` lists services of the user's, which an --eval-function-path reads from the file and asks.
-    """
+    """Read datasets and defaults of the file; an --eval-function-path may ask services (`delegate`)."""
     path = draft.eval_config
     content = read_yaml_mapping(path, "--eval-config")
     content = content.get("eval", content)

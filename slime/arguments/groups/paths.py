@@ -20,10 +20,7 @@ _HUB_FOLDER = re.compile(rf"^({HUB})([^#:@]+)(.*)$")
 
 
 def absolute_paths(draft: Draft) -> None:
-    """Resolve relative paths against the folder in which the command was started.
-
-    This rule comes after those that refuse, so that their messages show paths as the user wrote them.
-    """
+    """Resolve relative paths, after the rules that show them as the user wrote them."""
     for name, spec in draft.specs.items():
         draft.values[name] = _of_flag(spec, draft.values[name])
     values = draft.values

@@ -85,11 +85,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """All models of a run, in the order in which they take GPUs.
-
-    Example: Topology((ServedModel("default", "Qwen/Qwen3-0.6B", True, (ServerGroup("regular", 4,
-    2),)),)) is two engines of two GPUs each.
-    """
+    """All models of a run, in the order in which they take GPUs."""
 
     models: tuple[ServedModel, ...]
 

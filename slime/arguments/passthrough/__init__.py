@@ -1,5 +1,1 @@
-"""Flags of other programs on slime's command line: split off, checked against their tables, passed on.
-
-`program.py` is what they share; SGLang's flags start with `--sglang-`, those of its router with `--router-`,
-and Megatron's have no prefix.
-"""
+"""Flags of SGLang, its router and Megatron on slime's command line: split off, checked, passed on."""

@@ -67,11 +67,11 @@ class EnginePlane:
         return _with_model_facts(
             replace(
                 info,
-                router_ip=endpoint[0],
-                router_port=endpoint[1],
-                model_routers=routers,
+                sglang_router_ip=endpoint[0],
+                sglang_router_port=endpoint[1],
+                sglang_model_routers=routers,
                 engine_urls=self._policy.urls,
-                num_engines=len(self._policy.urls),
+                rollout_num_engines=len(self._policy.urls),
             ),
             self._args.hf_checkpoint,
             infos,
