@@ -11,10 +11,6 @@ from slime.arguments.groups.topology import Topology, plain_topology
 from slime.catalog.estimators import ESTIMATORS
 
 
-def secret_names() -> list[str]:
-    return [name for name, spec in all_specs().items() if spec.info.secret]
-
-
 class Args(Flags):
     """Every flag is an attribute: `--rollout-batch-size 32` is `args.rollout_batch_size == 32`.
 
@@ -63,7 +59,8 @@ class Args(Flags):
         """A deep copy of all values, free to change; with `hide_secrets` it may be written to a file."""
         values = copy.deepcopy(vars(self))
         if hide_secrets:
-            values |= {name: "********" for name in secret_names() if values[name] is not None}
+            secret = [name for name, spec in all_specs().items() if spec.info.secret]
+            values |= {name: "********" for name in secret if values[name] is not None}
         return values
 
     def replace(self, **changes: Any) -> "Args":

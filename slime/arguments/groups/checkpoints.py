@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import either, flag, needs, option_of
+from slime.arguments.core.flag import flag, needs, option_of
 from slime.arguments.groups.objectives import REFERENCE
 from slime.catalog.backends import BACKENDS
 from slime.utils.files.step_folders import find_step, step_folders
@@ -22,7 +22,6 @@ MEGATRON_FLAGS = {"load": "ckpt_step", "critic_load": None} | STEP_FLAGS
 # -- when flags have an effect
 LOADS = needs("load", harmless=True)
 SAVES = needs("save", harmless=True)
-READS_CHECKPOINTS = either(needs("load"), needs("ref_load"), needs("opd_teacher_load"), harmless=True)
 
 
 @dataclass

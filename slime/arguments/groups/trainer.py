@@ -8,7 +8,6 @@ from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
 
 # -- when flags have an effect
-_FSDP = BACKENDS["fsdp"]
 FSDP = needs("train_backend", "fsdp")
 # Parameters of the part of sparse attention that chooses what is attended to.
 INDEXER = r"\bindexer\b"
