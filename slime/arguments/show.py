@@ -74,27 +74,23 @@ def _value_name(spec: FlagSpec) -> str:
 
 def _notes(spec: FlagSpec) -> str:
     """` (only with --use-rs) [2.0; > 0]`: when the flag has an effect, its default and its range."""
-    has_default = spec.kind is not bool and spec.default not in (None, [], {})
-    numbers = "; ".join(filter(None, [str(spec.default) if has_default else "", spec.info.limits]))
+    default = str(spec.default) if spec.kind is not bool and spec.default not in (None, [], {}) else ""
+    numbers = "; ".join(filter(None, [default, spec.info.limits]))
     condition = f" ({spec.info.condition})" if spec.info.condition else ""
     return condition + (f" [{numbers}]" if numbers else "")
 
 
 def render_config(args: Args) -> str:
     """Return every value and its source as columns, grouped as in the help; secrets are masked."""
-    specs, sources = all_specs(), args.sources
-    rows = []
-    for name in [*specs, *(name for name in vars(args) if name not in specs)]:
-        group = specs[name].group if name in specs else "Other values"
-        value = getattr(args, name)
-        is_hidden = name in specs and specs[name].info.secret and value is not None
-        rows.append((group, name, "********" if is_hidden else str(value), sources.get(name, "derived")))
-    name_width = max(len(name) for _, name, _, _ in rows)
-    value_width = min(max(len(value) for _, _, value, _ in rows), 48)
+    specs, sources, values = all_specs(), args.sources, args.to_dict(hide_secrets=True)
+    names = [*specs, *(name for name in values if name not in specs)]
+    name_width = max(map(len, names))
+    value_width = min(max(len(str(value)) for value in values.values()), 48)
     lines, group = [], ""
-    for row_group, name, value, source in rows:
-        if row_group != group:
-            group = row_group
+    for name in names:
+        before, group = group, specs[name].group if name in specs else "Other values"
+        if group != before:
             lines += ["", f"# {group}"]
-        lines.append(f"{name:<{name_width}}  {value:<{value_width}}  {source}")
+        source = sources.get(name, "derived")
+        lines.append(f"{name:<{name_width}}  {values[name]!s:<{value_width}}  {source}")
     return "\n".join(lines).lstrip("\n")

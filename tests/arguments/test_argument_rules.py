@@ -90,7 +90,7 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
         ({"rm_type": "mth"}, "--rm-type is 'mth', which is no built-in reward; did you mean math"),
         ({"rm_type": "remote_rm"}, "--rm-type remote_rm needs --rm-url"),
         ({"eval_interval": 5}, "--eval-interval is 5, but there is nothing to evaluate on"),
-        ({"save_interval": 5}, "--save-interval is 5, but there is no folder"),
+        ({"save_interval": 5}, "--save-interval is 5, but .* only with --save or --save-hf"),
         ({"save_hf": "out/{rank}"}, "--save-hf is out/{rank}: every rollout would use the same path"),
         (
             {"save_debug_rollout_data": "x{step}.pt"},
@@ -227,6 +227,7 @@ def test_batch_that_does_not_fit_is_explained(changes, message):
 
 
 NO_EFFECT_VALUES = {
+    "multimodal_keys": '{"image": "images"}',
     "profile_target": "train_actor",
     "memory_recorder": "memray",
     "lora_sync": "adapter",
@@ -274,6 +275,8 @@ NO_EFFECT_BESIDE = {
         "keep_old_actor",
         "turn_discount",
         "use_opd",
+        "use_routing_replay",
+        "use_rollout_routing_replay",
     )
 }
 NO_EFFECT_BESIDE |= {
@@ -281,6 +284,8 @@ NO_EFFECT_BESIDE |= {
     for name in ("calculate_per_token_loss", "loss_reduction")
 }
 NO_EFFECT_BESIDE["spare_samples_per_prompt"] = {"deterministic_mode": True}
+NO_EFFECT_BESIDE["colocate"] = {"rollout_external_engine_addrs": ["127.0.0.1:1"], "rollout_num_gpus": None}
+NO_EFFECT_BESIDE["multimodal_keys"] = {"env": "reasoning_gym:gcd"}
 FSDP_ONLY = (
     "fsdp_cpu_offload",
     "freeze_vision_tower",

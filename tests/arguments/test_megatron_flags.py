@@ -73,7 +73,7 @@ def test_table_is_read_without_importing_the_package():
         (("--use-routing-replay", "--use-rollout-logprobs"), "nothing is recorded"),
         (
             ("--use-routing-replay", "--loss-type", "custom_loss", "--custom-loss-function-path", "a.b"),
-            "no old",
+            "only with --loss-type policy_loss",
         ),
         (("--num-layers", "four"), "--num-layers is 'four': megatron-core expects int"),
         (("--num-layers",), "takes one value, found 0"),

@@ -211,22 +211,22 @@ def _read_type(hint: Any) -> tuple[type, bool, bool]:
 
 def convert(spec: FlagSpec, value: Any) -> Any:
     """Convert a value as written to the flag's type; ValueError gives the reason alone."""
+    info = spec.info
     if spec.kind is bool:
         return _to_bool(value)
     if spec.kind is dict:
-        rows = spec.info.rows
-        return _to_object(value) if rows is None else read_named_numbers(value, rows)
-    if spec.kind is str:
-        if isinstance(value, (dict, list)):
-            raise ValueError(f"expected text, found a {type(value).__name__}")
-        value = with_home(str(value))
-        if spec.info.choices and value not in spec.info.choices:
-            if value in spec.info.not_built:
-                instead = spec.info.not_built[value] or f"choose from {', '.join(spec.info.choices)}"
-                raise ValueError(f"this version does not build it yet; {instead}")
-            raise ValueError(f"choose from {', '.join(spec.info.choices)}")
-        return value
-    return _to_number(spec, value)
+        return _to_object(value) if info.rows is None else read_named_numbers(value, info.rows)
+    if spec.kind is not str:
+        return _to_number(spec, value)
+    if isinstance(value, (dict, list)):
+        raise ValueError(f"expected text, found a {type(value).__name__}")
+    text = with_home(str(value))
+    if info.choices and text not in info.choices:
+        known = f"choose from {', '.join(info.choices)}"
+        if text in info.not_built:
+            raise ValueError(f"this version does not build it yet; {info.not_built[text] or known}")
+        raise ValueError(known)
+    return text
 
 
 def with_home(text: str) -> str:

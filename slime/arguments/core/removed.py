@@ -1,11 +1,9 @@
 """Flags that earlier versions of slime had, and what takes the place of each: the text of the error."""
 
-_DEADLINES = {
-    **{f"{name}-timeout-s": name for name in ("custom-generate", "generate", "reward", "env", "episode")},
-    **{f"{name}-timeout-s": name for name in ("judge", "worker-silence", "host", "hang", "engine-start")},
-    **{f"{name}-timeout-s": name for name in ("engine-silence", "no-engine", "update-weight")},
-    "restart-wait-s": "restart-wait",
-}
+_DEADLINES = """
+    custom-generate generate reward env episode judge worker-silence host hang engine-start engine-silence
+    no-engine update-weight
+"""
 _LIMITS = {
     "group-max-attempts": "group-attempts",
     "reward-retries": "reward-retries",
@@ -26,7 +24,8 @@ _LOSS_ARGS = """
 """
 
 REMOVED_FLAGS: dict[str, str] = {
-    **{old: f"give it as --timeouts {name}=SECONDS" for old, name in _DEADLINES.items()},
+    **{f"{name}-timeout-s": f"give it as --timeouts {name}=SECONDS" for name in _DEADLINES.split()},
+    "restart-wait-s": "give it as --timeouts restart-wait=SECONDS",
     **{old: f"give it as --limits {name}=NUMBER" for old, name in _LIMITS.items()},
     **{name: f"give it as --policy-loss-args {name.replace('-', '_')}=NUMBER" for name in _LOSS_ARGS.split()},
     **{

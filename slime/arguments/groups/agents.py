@@ -74,8 +74,6 @@ def environment(draft: Draft) -> None:
         draft.derive("custom_generate_function_path", EPISODE_FUNCTION, "--env plays episodes")
     if draft.rollout_max_response_len is None:
         raise ValueError("--env needs --rollout-max-response-len: the longest episode in tokens.")
-    if draft.multimodal_keys:
-        raise ValueError("--multimodal-keys with --env, whose environment shows images itself; remove it.")
     if draft.prompt_data is not None and draft.was_given("prompt_data"):
         return
     for name in ("input_key", "label_key", "prompt_template"):

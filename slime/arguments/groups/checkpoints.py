@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag, needs, option_of
+from slime.arguments.core.flag import either, flag, needs, option_of
 from slime.arguments.groups.objectives import REFERENCE
 from slime.catalog.backends import BACKENDS
 from slime.utils.files.step_folders import find_step, step_folders
@@ -22,6 +22,7 @@ MEGATRON_FLAGS = {"load": "ckpt_step", "critic_load": None} | STEP_FLAGS
 # -- when flags have an effect
 LOADS = needs("load", harmless=True)
 SAVES = needs("save", harmless=True)
+KEEPS = either(needs("save"), needs("save_hf"))
 
 
 @dataclass
@@ -34,7 +35,7 @@ class CheckpointFlags:
     ckpt_step: int | None = flag(None, "which checkpoint of --load; default: the last", ge=0, only_with=LOADS)
     finetune: bool = flag(False, "take only the weights of --load and start from rollout 0", only_with=LOADS)
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
-    save_interval: int | None = flag(None, "rollouts between checkpoints", ge=1)
+    save_interval: int | None = flag(None, "rollouts between checkpoints", ge=1, only_with=KEEPS)
     no_load_optim: bool = flag(
         False, "leave the optimizer's state in --load alone: moments start from zero", only_with=LOADS
     )
@@ -131,34 +132,25 @@ def _megatron_weights(draft: Draft, name: str, step_name: str | None) -> str | N
         draft.set(step_name, None, f"derived: {name} is that iteration")
     try:
         chosen = str(find_iteration(path, step))
-        if why := _unread_family(draft):
-            raise UnreadFolder(why)
+        kind = read_config(draft.hf_checkpoint).get("model_type") if draft.hf_checkpoint else None
+        known = BACKENDS["megatron"].families or ()
+        if kind is not None and kind not in known:
+            raise UnreadFolder(f"is read for {', '.join(known)}, and this is a {kind}")
     except UnreadFolder as error:
+        what = f"{path}, a checkpoint in Megatron's format, which {error}"
         if name == "opd_teacher_load" or step is not None or was_trained(path):
-            what = f"{option} is {path}, a checkpoint in Megatron's format, which {error}"
-            raise ValueError(f"{what}; export it to a Hugging Face folder, and give that.") from None
+            advice = "export it to a Hugging Face folder, and give that"
+            raise ValueError(f"{option} is {what}; {advice}.") from None
         draft.derive(name, None, "hf_checkpoint has these weights")
         draft.warn(
-            f"{option} {path} is a checkpoint in Megatron's format, which {error}: the weights of "
-            f"--hf-checkpoint {draft.hf_checkpoint} are taken instead."
+            f"{option} {what}: the weights of --hf-checkpoint {draft.hf_checkpoint} are taken instead."
         )
         return None
     draft.set(name, chosen, f"derived: the iteration of {path}")
     return chosen
 
 
-def _unread_family(draft: Draft) -> str | None:
-    """Why the tensors of such a model have no names here; None: they have, or its type is not known yet."""
-    kind = read_config(draft.hf_checkpoint).get("model_type") if draft.hf_checkpoint else None
-    known = BACKENDS["megatron"].families or ()
-    return None if kind is None or kind in known else f"is read for {', '.join(known)}, and this is a {kind}"
-
-
 def checkpoints(draft: Draft) -> None:
-    if draft.save_interval is not None and draft.save is None and draft.save_hf is None:
-        raise ValueError(
-            f"--save-interval is {draft.save_interval}, but there is no folder to save in; add --save DIR."
-        )
     if draft.push_to_hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", draft.push_to_hub):
         raise ValueError(f"--push-to-hub is {draft.push_to_hub}: write OWNER/NAME, e.g. me/my-model.")
     rollouts = draft.save_debug_rollout_data

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag, option_of
+from slime.arguments.core.flag import flag, lacks, option_of
 from slime.arguments.groups.precision import derive_precision
 from slime.catalog.backends import BACKENDS
 
@@ -23,7 +23,9 @@ class ClusterFlags:
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine", ge=1)
     num_gpus_per_node: int | None = flag(None, "GPUs of one machine; default: those visible", ge=1)
-    colocate: bool = flag(False, "trainer and engines share the same GPUs, in turns")
+    colocate: bool = flag(
+        False, "trainer and engines share GPUs, in turns", only_with=lacks("rollout_external_engine_addrs")
+    )
     offload_train: bool | None = flag(None, "move the trainer off the device while engines generate")
     offload_rollout: bool | None = flag(None, "release engine memory while the trainer works")
     release_train: bool = flag(False, "end the trainer's processes while engines generate; needs --save")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag, option_of
+from slime.arguments.core.flag import flag, lacks, option_of
 from slime.arguments.groups.trainer import FSDP
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
@@ -15,7 +15,9 @@ from slime.utils.models.model_config import read_config
 class ImageFlags:
     """Images."""
 
-    multimodal_keys: dict | None = flag(None, 'columns of media, as JSON: {"image": "images"}')
+    multimodal_keys: dict | None = flag(
+        None, 'columns of media, as JSON: {"image": "images"}', only_with=lacks("env")
+    )
     freeze_vision_tower: bool = flag(False, "train only the text model of a vision model", only_with=FSDP)
 
 

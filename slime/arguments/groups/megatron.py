@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft, Refused
 from slime.arguments.core.flag import flag, needs, option_of, specs_of
+from slime.arguments.groups.objectives import POLICY_LOSS
 from slime.catalog.backends import BACKENDS
 from slime.utils.models.model_config import read_config
 
@@ -71,10 +72,14 @@ class MegatronFlags:
         choices=("auto", "local", "flash", "fused", "unfused"),
     )
     use_routing_replay: bool = flag(
-        False, "training passes send tokens to the experts that the pass of the old policy chose"
+        False,
+        "training passes send tokens to the experts that the pass of the old policy chose",
+        only_with=POLICY_LOSS,
     )
     use_rollout_routing_replay: bool = flag(
-        False, "passes of the policy send tokens to the experts that the engine chose while it sampled"
+        False,
+        "passes of the policy send tokens to the experts that the engine chose while it sampled",
+        only_with=POLICY_LOSS,
     )
     enable_mtp_training: bool = flag(
         False, "train the checkpoint's heads that predict further tokens, without changing the policy"
@@ -123,8 +128,8 @@ def _family_not_built(draft: Draft, backend: str) -> str | None:
 
 def _train_without_megatron(draft: Draft, kind: str) -> None:
     """FSDP takes the run: flags that say how Megatron computes are left out, others must be its own."""
+    why, fields = f"fsdp trains a {kind}", draft.megatron_config
     draft.derive("train_backend", "fsdp", f"Megatron does not build a {kind}")
-    fields = draft.megatron_config
     refused = [
         f"{option_of(name)} {value} changes what is trained, and --train-backend fsdp, which trains a {kind} "
         f"here, does not know it; leave it out or set it to {TRAINED_FIELDS[name]}."
@@ -141,12 +146,12 @@ def _train_without_megatron(draft: Draft, kind: str) -> None:
         )
     left_out = [name for name in LAYOUT if draft.was_given(name)]
     for name in left_out:
-        draft.derive(name, draft.specs[name].default, f"fsdp trains a {kind}")
-    draft.derive("megatron_config", {}, f"fsdp trains a {kind}")
+        draft.derive(name, draft.specs[name].default, why)
+    draft.derive("megatron_config", {}, why)
+    instead = f" instead of {', '.join(map(option_of, left_out))}" if left_out else ""
     draft.warn(
         f"--train-backend fsdp: {draft.hf_checkpoint} is a {kind}, which Megatron does not build here. Its "
-        "architecture is that of its config, and it is sharded over all ranks of the trainer"
-        + (f" instead of {', '.join(map(option_of, left_out))}." if left_out else ".")
+        f"architecture is that of its config, and it is sharded over all ranks of the trainer{instead}."
     )
     if refused:
         raise Refused(refused)
@@ -242,9 +247,6 @@ def _experts(draft: Draft) -> None:
         raise ValueError(
             f"--moe-router-load-balancing-type is {balancing}: over packed samples there are {known}."
         )
-    for name in ("use_routing_replay", "use_rollout_routing_replay"):
-        if getattr(draft, name) and draft.loss_type != "policy_loss":
-            raise ValueError(f"{option_of(name)}: --loss-type {draft.loss_type} has no old policy to follow.")
     if draft.use_routing_replay and draft.use_rollout_logprobs and not draft.use_rollout_routing_replay:
         raise ValueError(
             "--use-routing-replay with --use-rollout-logprobs: no pass of the old policy runs, so nothing "

@@ -225,8 +225,6 @@ def topology_source(draft: Draft) -> None:
         draft.derive("rollout_num_gpus", topology.num_gpus, "the sum over the groups of sglang_config")
         draft.derive("engine_topology", topology, "sglang_config")
     if draft.rollout_external_engine_addrs:
-        if draft.colocate:
-            raise ValueError("--colocate with --rollout-external-engine-addrs, which share no GPU with us.")
         if draft.was_given("rollout_num_gpus") and draft.rollout_num_gpus:
             draft.idle.append(
                 f"--rollout-num-gpus is {draft.rollout_num_gpus}, but external engines bring their own GPUs."
