@@ -14,9 +14,7 @@ from slime.catalog.estimators import ESTIMATORS
 class Args(Flags):
     """Every flag is an attribute: `--rollout-batch-size 32` is `args.rollout_batch_size == 32`.
 
-    Built by `parse_args`. Nothing is written to it afterwards: facts that appear while a run is going (router
-    address, number of rollouts) live in `RunInfo`. The group classes are bases so that editors know names and
-    types.
+    Nothing is written to it after `parse_args`: facts of a run that is going live in `RunInfo`.
     """
 
     eval_datasets: list[EvalDatasetConfig]  # from --eval-config or --eval-prompt-data; empty: no evaluation

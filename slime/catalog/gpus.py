@@ -1,8 +1,4 @@
-"""GPUs and models that runs are planned for: what `slime plan --gpus` and `slime simulate` choose from.
-
-Rates of a GPU are what large operations reach, not what its data sheet promises: of the H200 as measured
-(docs/performance.md), of the others in proportion to their data sheets.
-"""
+"""GPUs and models that runs are planned for; rates are what large operations reach."""
 
 from __future__ import annotations
 

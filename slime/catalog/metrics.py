@@ -1,7 +1,4 @@
-"""The glossary of metrics: every name that a run logs, what it is, and what is normal.
-
-A part of a name in angle brackets stands for one of several: `<stat>` is mean, median, max or min.
-"""
+"""The glossary of metrics: every name that a run logs; `<stat>` is mean, median, max or min."""
 
 import functools
 import re

@@ -14,8 +14,6 @@ class Reward:
     With `in_worker`, `function` compares text that a model wrote, so it runs in a worker process with a
     deadline: it is called with (response, label), and with the `metadata` entries that it reads, and returns
     a score. Otherwise it is awaited in the rollout process with (args, sample, response=...).
-
-    Example: `--rm-type f1` calls `f1_reward("the 42", "42")` in a worker, which returns 1.0.
     """
 
     function: str

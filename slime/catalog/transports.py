@@ -14,11 +14,7 @@ OLDER_NAMES = {"nccl": "distributed"}
 
 @dataclass(frozen=True, slots=True)
 class TransportRow:
-    """One way to bring weights from the trainer to engines.
-
-    `code`: a `weight_sync.base.Transport`; of a live transport the class of its sender. Example: cuda_ipc
-    sends handles of device memory to engines that wait for them, and auto tries it second on GPUs.
-    """
+    """One way to bring weights to engines. `code`: a `Transport`, or the class of a live one's sender."""
 
     code: str
     help: str

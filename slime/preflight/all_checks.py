@@ -36,8 +36,7 @@ CHECKS = {
     "prompt lengths": CheckRow(
         "data", "--prompt-data", "prompts.check_lengths", (TOKENIZER, ROWS), "lengths"
     ),
-    # Not ROWS: without rows it checks less.
-    "reward": CheckRow("reward", "reward", "reward.check_reward", (PLUGINS, TOKENIZER), "reward"),
+    "reward": CheckRow("reward", "reward", "reward.check_reward", (PLUGINS, TOKENIZER, ROWS), "reward"),
     "machine": CheckRow("machine", "machine", "machine.check_machine", (), "machine"),
 }
 

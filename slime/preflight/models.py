@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from slime.utils.models.model_files import check_model
 from slime.utils.processing_utils import load_tokenizer
 
 FLAG = "--hf-checkpoint"
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
 def check_model_files(args: Args) -> Iterator[Finding]:
@@ -105,21 +104,6 @@ def _why_unknown(model: str, config: dict[str, Any]) -> str | None:
     except Exception as error:  # what a value that no model can have raises is up to the model
         said = " ".join(f"{type(error).__name__}: {error}".split())
         return f"{model}/config.json is refused by transformers ({said}); correct it, or copy it again."
-    why = _why_impossible({**config, **(config.get("text_config") or {})})
-    return (
-        f"{model}/config.json: {why}; no model is like that: correct it, or copy it again." if why else None
-    )
-
-
-def _why_impossible(config: Mapping[str, Any]) -> str | None:
-    """What transformers takes, and no layer can be built of."""
-    sizes = {name: config[name] for name in _SIZES if isinstance(config.get(name), int)}
-    small = next((name for name, size in sizes.items() if size < 1), None)
-    if small is not None:
-        return f"{small} is {sizes[small]}"
-    heads, shared = sizes.get("num_attention_heads", 0), sizes.get("num_key_value_heads", 1)
-    if heads % shared:
-        return f"num_attention_heads is {heads}, which num_key_value_heads, {shared}, does not divide"
     return None
 
 

@@ -46,10 +46,7 @@ def most_kept(stage: int, stages: int, chunks: int, micro_batches: int) -> float
 
 @functools.cache
 def bubble_share(layers: tuple[int, ...], chunks: int, micro_batches: int) -> float:
-    """Share of a step in which stages of these many layers do not work on micro-batches, on average.
-
-    Example: two stages of one layer each and 4 micro-batches take 10 units, each stage works 8 -> 0.2.
-    """
+    """Share of a step in which stages of these many layers do not work, on average."""
     stages = len(layers)
     count = run_count(stages, chunks, micro_batches)
     pending = [stage_order(stage, stages, chunks, count) for stage in range(stages)]

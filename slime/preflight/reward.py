@@ -49,15 +49,8 @@ _FACTS = frozenset(PluginArgs.__annotations__) | {"num_rollout"}
 
 def check_reward(args: Args) -> Iterator[Finding]:
     """Whether it returns a score at all, and whether the right answer gets a better one than another."""
-    if not _scores_answers(args):
-        return
     own = _own_generation(args)
-    try:
-        sample = next(first_samples(args, 1), None)
-    except (ValueError, FileNotFoundError):  # the check of the rows reports it
-        if args.custom_rm_path and not own:
-            yield from _without_rows(args)
-        return
+    sample = next(first_samples(args, 1), None) if _scores_answers(args) else None
     if sample is None:
         return
     if not (args.custom_rm_path or args.rm_type or sample.metadata.get("rm_type")):
@@ -69,19 +62,6 @@ def check_reward(args: Args) -> Iterator[Finding]:
             found = list(_try(_Trial(args, scratch), sample))
         # A reward may read what a function of the user's leaves in a sample; a made-up one has none of it.
         yield from (replace(one, kind="warning") for one in found if one.kind == "error") if own else found
-
-
-def _without_rows(args: Args) -> Iterator[Finding]:
-    """No row can be read: all that can be told of a reward is whether what it returns is a score."""
-    sample = Sample(prompt="2 + 2 = ", label="4")
-    if not _can_be_tried(args, sample):
-        return
-    with tempfile.TemporaryDirectory(prefix="slime-preflight-") as scratch:
-        trial = _Trial(args, scratch)
-        if not waits_for_group(trial.args):
-            failure = _failure(trial, [_answered(trial.args, sample, MADE_UP)])
-            if failure is not None and _is_wrong_value(failure):
-                yield _told(trial, [failure])
 
 
 def _scores_answers(args: Args) -> bool:

@@ -169,10 +169,7 @@ class EnginePlan:
         return tokens * (per_token + talk)
 
     def generate_s(self, work: Work, samples: float) -> float:
-        """Return the seconds for requests that are sent at once.
-
-        The engine is full while requests wait; then ever fewer run, until the longest response ends.
-        """
+        """Return the seconds for requests that are sent at once, until the longest response ends."""
         lengths = sorted(work.lengths())
         running = min(float(self.max_running), samples)
         cached = work.prompt + sum(lengths) / len(lengths) / 2

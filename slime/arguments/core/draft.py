@@ -44,8 +44,7 @@ class Refusals:
     def collect(self, group: str, *, unread: str | None = None, alone: bool = False) -> Iterator[None]:
         """Collect a ValueError of the body as a reason; after the first, rules may break on what it left.
 
-        `unread`: the flag whose value the body reads. `alone`: stop after it, since it reads many flags and
-        all of them would be reported as missing.
+        `unread`: the flag whose value the body reads. `alone`: stop after it.
         """
         try:
             yield

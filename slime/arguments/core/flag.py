@@ -15,11 +15,7 @@ from slime.catalog.named_numbers import NamedNumber, check_range, read_named_num
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """A condition under which a flag has an effect, made by `needs`, `lacks`, `either` or `both`.
-
-    Example: needs("use_rs") on --rs-upper shows "only with --use-rs" in the help, and a run without it is
-    refused with "--rs-upper is 3, but it has an effect only with --use-rs".
-    """
+    """A condition under which a flag has an effect, made by `needs`, `lacks`, `either` or `both`."""
 
     words: str  # in the help and in the error, after "only"
     works: Callable[[Any], object]  # of the draft of the settings
@@ -36,10 +32,7 @@ class OnlyWith:
 
 
 def needs(name: str, *values: str, or_if: Callable[[Any], object] | None = None, **more: Any) -> OnlyWith:
-    """Require a flag: one of the values, or without values a switch that is on, a number above 0, a text.
-
-    `or_if`: an exception that the texts do not mention.
-    """
+    """Require one of the values, or a value that is not empty; `or_if`: a silent exception."""
 
     def works(draft: Any) -> object:
         value = getattr(draft, name)

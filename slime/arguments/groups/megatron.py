@@ -96,10 +96,7 @@ class MegatronFlags:
 
 
 def choose_trainer(draft: Draft) -> None:
-    """Whoever gives a flag of Megatron's and names no trainer means Megatron, as in scripts of slime.
-
-    A family that Megatron does not build here is trained by FSDP instead.
-    """
+    """Flags of Megatron choose its trainer, as in scripts of slime; FSDP trains what it does not build."""
     flags = [spec.name for spec in specs_of(MegatronFlags) if draft.was_given(spec.name)]
     given = [*draft.megatron_config, *flags]
     if not given or draft.was_given("train_backend"):

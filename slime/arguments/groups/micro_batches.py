@@ -104,10 +104,7 @@ def micro_batches_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep_micro_batches(draft: Draft) -> None:
-    """A resumed run fills micro-batches as before, whatever default or device there is now.
-
-    Packing changes in which order numbers are added up, and so the last bits of what is trained.
-    """
+    """Fill micro-batches as the resumed run did: packing decides the last bits of what is trained."""
     if draft.finetune:
         return
     for folder in own_folders(draft):

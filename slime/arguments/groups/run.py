@@ -157,10 +157,7 @@ def needed_flags(draft: Draft) -> None:
 
 
 def seeds(draft: Draft) -> None:
-    """Sampling and data order follow --seed, where --rollout-seed is not given.
-
-    A run that is resumed keeps the rollout seed it had: an earlier version did not derive it from --seed.
-    """
+    """Derive --rollout-seed from --seed, unless a run is resumed that did not (an earlier version)."""
     if not draft.was_given("seed") or draft.was_given("rollout_seed"):
         return
     known = _setting_of_resumed_run(draft, "rollout_seed")

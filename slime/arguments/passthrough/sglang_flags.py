@@ -1,7 +1,4 @@
-"""The flags of the installed SGLang as `--sglang-<flag>`: asked once from the interpreter that has it.
-
-SGLang lives in an environment of its own and is never imported here. Its table of flags is cached by version.
-"""
+"""The flags of the installed SGLang as `--sglang-<flag>`, cached by its version; never imported here."""
 
 import functools
 import importlib.util
