@@ -121,13 +121,13 @@ def check_lengths(args: Args) -> Iterator[Finding]:
 
 def _left_out(found: PromptLengths, limit: int) -> Iterator[Finding]:
     count = sum(length > limit for length in found.tokens)
-    text = f"{count} of {len(found.tokens)} prompts are longer than --rollout-max-prompt-len {limit}"
+    which = f"prompts are longer than --rollout-max-prompt-len {limit}"
     if count == len(found.tokens):
         kind: Kind = "error" if found.whole else "warning"
-        text = f"all {text}; the shortest has {min(found.tokens)} tokens: raise it, or shorten the prompts."
+        text = f"all {count} {which}; the shortest has {min(found.tokens)} tokens: raise it."
         yield Finding(kind, "--prompt-data", text)
     elif count:
-        yield Finding("note", "--prompt-data", f"{text} and left out")
+        yield Finding("note", "--prompt-data", f"{count} of {len(found.tokens)} {which} and left out")
 
 
 def _beyond_context(args: Args, found: PromptLengths) -> Iterator[Finding]:
