@@ -82,7 +82,9 @@ def as_observation(name: str, call: str, value: Any) -> Observation:
     fits = isinstance(value, Observation) and isinstance(value.text, str)
     if not fits or not isinstance(value.images, (tuple, list)) or not (value.text or value.images):
         told = f"environment {name}: {call} gave {str(value)[:80]!r}"
-        raise EnvironmentFailure(f"{told}; return text or an Observation that is not empty")
+        raise EnvironmentFailure(
+            f"{told}; return text, or an Observation with text or images (a tuple of them)"
+        )
     return value
 
 
