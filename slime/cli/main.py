@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -21,103 +20,47 @@ from slime.utils.machine.own_command import as_typed
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
 
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: `module.main(argv)` returns an exit code or None."""
-
-    module: str
-    help: str
-    hidden: bool = False
-    goal: str = "tools"  # heading in `slime --help`
-
-
-COMMANDS = {
-    "quickstart": Command(
-        "slime.cli.quickstart",
-        "train a small model on this machine in minutes and show that it learned",
-        goal="get started",
-    ),
-    "new": Command(
-        "slime.cli.new",
-        "create a folder for your own task: prompts, reward, settings, a test",
-        goal="get started",
-    ),
-    "doctor": Command(
-        "slime.cli.doctor",
-        "check the flags, model, data and reward of a run without starting it",
-        goal="check before you start",
-    ),
-    "plan": Command(
-        "slime.cli.plan",
-        "show which engine runs on which GPUs, and the memory and time of a trainer layout",
-        goal="check before you start",
-    ),
-    "simulate": Command(
-        "slime.cli.simulate",
-        "simulate a run before paying for it: step time, utilisation, waste, faults",
-        goal="check before you start",
-    ),
-    "train": Command(
-        "slime.cli.train", "train a model; takes the flags of `python train.py`", goal="train a model"
-    ),
-    "train-async": Command(
-        "slime.cli.train_async",
-        "train a model and generate the next rollout meanwhile, as `python train_async.py`",
-        goal="train a model",
-    ),
-    "status": Command(
-        "slime.cli.inspect.status",
-        "show the state of a run: step, reward, times, what it waits for, how it ended",
-        goal="watch a run",
-    ),
-    "watch": Command("slime.cli.inspect.watch", "show the status of a run until it ends", goal="watch a run"),
-    "samples": Command(
-        "slime.cli.inspect.samples",
-        "show prompts and the model's responses with their rewards",
-        goal="watch a run",
-    ),
-    "ledger": Command(
-        "slime.cli.inspect.ledger",
-        "prove that no sample was lost or trained twice; show one with its tokens",
-        goal="watch a run",
-    ),
-    "plot": Command(
-        "slime.cli.inspect.plot",
-        "plot metrics of one or several runs, in the terminal or as a picture",
-        goal="watch a run",
-    ),
-    "dashboard": Command(
-        "slime.cli.inspect.dashboard",
-        "show runs in a browser: curves, samples, timeline, actions",
-        goal="watch a run",
-    ),
-    "ask": Command(
-        "slime.cli.inspect.ask",
-        "pause or stop a run, save or evaluate it now, change its learning rate",
-        goal="watch a run",
-    ),
-    "trace": Command(
-        "slime.cli.inspect.trace",
-        "write where each step spent its time, for Perfetto or OpenTelemetry",
-        goal="watch a run",
-    ),
-    "track": Command("slime.cli.inspect.track", "send an ended run to TensorBoard, W&B, trackio or MLflow"),
-    "migrate": Command("slime.cli.migrate", "convert a launch script of THUDM/slime into a run.yaml"),
-    "weight-agent": Command(
-        "slime.cli.weight_agent",
-        "keep a copy of the weights next to an engine, and load new versions into it",
-    ),
-    "weight-publisher": Command(
-        "slime.cli.weight_publisher", "serve published weights to weight agents on other machines"
-    ),
-    "convert": Command(
-        "slime.cli.convert", "convert weights between Hugging Face folders, trainer checkpoints and FP8"
-    ),
-    "verify-model": Command(
-        "slime.cli.verify_model",
-        "check that every trainer computes the same numbers as transformers for your architecture",
-    ),
-    "docs": Command("slime.cli.docs", "write the generated pages of docs/", hidden=True),
+_HIDDEN = "hidden"
+_BY_GOAL = {
+    "get started": {
+        "quickstart": "train a small model on this machine in minutes and show that it learned",
+        "new": "create a folder for your own task: prompts, reward, settings, a test",
+    },
+    "check before you start": {
+        "doctor": "check the flags, model, data and reward of a run without starting it",
+        "plan": "show which engine runs on which GPUs, and the memory and time of a trainer layout",
+        "simulate": "simulate a run before paying for it: step time, utilisation, waste, faults",
+    },
+    "train a model": {
+        "train": "train a model; takes the flags of `python train.py`",
+        "train-async": "train a model and generate the next rollout meanwhile, as `python train_async.py`",
+    },
+    "watch a run": {
+        "status": "show the state of a run: step, reward, times, what it waits for, how it ended",
+        "watch": "show the status of a run until it ends",
+        "samples": "show prompts and the model's responses with their rewards",
+        "ledger": "prove that no sample was lost or trained twice; show one with its tokens",
+        "plot": "plot metrics of one or several runs, in the terminal or as a picture",
+        "dashboard": "show runs in a browser: curves, samples, timeline, actions",
+        "ask": "pause or stop a run, save or evaluate it now, change its learning rate",
+        "trace": "write where each step spent its time, for Perfetto or OpenTelemetry",
+    },
+    "tools": {
+        "track": "send an ended run to TensorBoard, W&B, trackio or MLflow",
+        "migrate": "convert a launch script of THUDM/slime into a run.yaml",
+        "weight-agent": "keep a copy of the weights next to an engine, and load new versions into it",
+        "weight-publisher": "serve published weights to weight agents on other machines",
+        "convert": "convert weights between Hugging Face folders, trainer checkpoints and FP8",
+        "verify-model": "check that every trainer computes the same numbers as transformers for your "
+        "architecture",
+    },
+    _HIDDEN: {"docs": "write the generated pages of docs/"},
+}
+_INSPECT = {*_BY_GOAL["watch a run"], "track"}  # modules in slime/cli/inspect
+COMMANDS = {  # name: module, whose `main(argv)` returns an exit code or None
+    name: f"slime.cli.{'inspect.' if name in _INSPECT else ''}{name.replace('-', '_')}"
+    for commands in _BY_GOAL.values()
+    for name in commands
 }
 
 
@@ -158,30 +101,19 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return USER_MISTAKE
     try:
-        return importlib.import_module(COMMANDS[name].module).main(rest) or 0
+        return importlib.import_module(COMMANDS[name]).main(rest) or 0
     except KeyboardInterrupt:  # before or after a run, such as while torch is imported
         _say("interrupted")
         return INTERRUPTED
 
 
 def render_help() -> str:
-    lines = [
-        "usage: slime <command> [flags]",
-        "",
-        "Train language models with reinforcement learning.",
-    ]
-    shown = {name: command for name, command in COMMANDS.items() if not command.hidden}
-    for goal in dict.fromkeys(command.goal for command in shown.values()):
-        lines += ["", f"{goal}:"]
-        lines += [f"  {name:<16} {command.help}" for name, command in shown.items() if command.goal == goal]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"`{as_typed()} <command> --help` shows the flags of a command,",
-            f"`{as_typed('train', '--help', 'WORD')}` the flags that mention a word.",
-        ]
-    )
+    lines = ["usage: slime <command> [flags]", "", "Train language models with reinforcement learning."]
+    for goal, commands in _BY_GOAL.items():
+        if goal != _HIDDEN:
+            lines += ["", f"{goal}:", *(f"  {name:<16} {text}" for name, text in commands.items())]
+    lines += ["", f"`{as_typed()} <command> --help` shows the flags of a command,"]
+    return "\n".join([*lines, f"`{as_typed('train', '--help', 'WORD')}` the flags that mention a word."])
 
 
 def _say(line: str) -> None:
@@ -201,10 +133,8 @@ def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         _say("interrupted: all processes of the run have ended")
-        code = (
-            128 + error.number if isinstance(error, EndedBySignal) else INTERRUPTED
-        )  # the convention of shells
-        raise SystemExit(code) from None
+        # The convention of shells.
+        raise SystemExit(128 + error.number if isinstance(error, EndedBySignal) else INTERRUPTED) from None
     except (ValueError, FileNotFoundError, RunStopped, WaitTimeout) as error:
         message = str(error) or type(error).__name__
         if traceback_file is not None and not isinstance(error, (FolderTaken, NotStarted)):

@@ -26,17 +26,17 @@ def main(
     """Run one training. `train` is the loop and `training_loop` its kind; default: the synchronous loop."""
     open_missing_streams()
     try:
-        return _main(argv, train, training_loop)
+        return _main(argv, train or run_loop, training_loop)
     finally:
         if argv is None:
             watch_exit()
 
 
-def _main(argv: Sequence[str] | None, train: Callable[[Args], Any] | None, training_loop: str) -> int:
+def _main(argv: Sequence[str] | None, train: Callable[[Args], Any], training_loop: str) -> int:
     with user_errors():
         args = parse_args(argv, training_loop=training_loop)
         # Imported here, so that a misspelt flag is reported quickly.
-        from slime.cluster.run_opening import claimed, nothing_left
+        from slime.cluster.run_opening import claimed, nothing_left, refuse_taken
 
         if told := nothing_left(args):
             print(told)
@@ -44,20 +44,14 @@ def _main(argv: Sequence[str] | None, train: Callable[[Args], Any] | None, train
         if args.dry_run:
             return dry_run(args, overlapped=training_loop == ASYNCHRONOUS)
     with claimed(args) as args:
-        return _run(args, train or run_loop)
-
-
-def _run(args: Args, train: Callable[[Args], Any]) -> int:
-    from slime.cluster.run_opening import refuse_taken
-
-    with user_errors():
-        # Before the slow checks, and before the screen, which shows the folder's log.
-        refuse_locked(Path(args.run_dir), "--run-dir")
-        if args.save is not None:
-            refuse_locked(Path(args.save), "--save")
-        refuse_taken(args)
-    with user_errors(traceback_file=Path(args.run_dir) / "error.txt"), shown(args):
-        train(args)
+        with user_errors():
+            # Before the slow checks, and before the screen, which shows the folder's log.
+            refuse_locked(Path(args.run_dir), "--run-dir")
+            if args.save is not None:
+                refuse_locked(Path(args.save), "--save")
+            refuse_taken(args)
+        with user_errors(traceback_file=Path(args.run_dir) / "error.txt"), shown(args):
+            train(args)
     return 0
 
 

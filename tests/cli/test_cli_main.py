@@ -40,8 +40,8 @@ def test_help_groups_commands_by_what_one_wants_and_passes_a_name_on(capsys):
     assert cli.main(["help"]) == 0
     shown = capsys.readouterr().out
     assert shown.index("get started:") < shown.index("quickstart") < shown.index("train a model:")
-    for name, command in cli.COMMANDS.items():
-        assert command.hidden or f"  {name} " in shown
+    for name in cli.COMMANDS:
+        assert name == "docs" or f"  {name} " in shown
     with pytest.raises(SystemExit) as stop:
         cli.main(["help", "train", "reward"])
     assert stop.value.code == 0 and "--reward-key" in capsys.readouterr().out

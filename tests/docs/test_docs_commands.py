@@ -149,7 +149,7 @@ def _slime(name, words, world, monkeypatch):
     else:
         _stop_after_parsing(monkeypatch)
         with pytest.raises(Parsed):
-            importlib.import_module(COMMANDS[name].module).main(words)
+            importlib.import_module(COMMANDS[name]).main(words)
 
 
 def _train(words, world, loop):

@@ -107,7 +107,7 @@ def mistake(text: str) -> str | None:
 @cache
 def flags_of(name: str) -> frozenset[str]:
     """Of a command: those of a run, and what its own code names."""
-    spec = importlib.util.find_spec(COMMANDS[name].module) if name in COMMANDS else None
+    spec = importlib.util.find_spec(COMMANDS[name]) if name in COMMANDS else None
     assert spec is None or spec.origin is not None
     files = [] if spec is None else [Path(spec.origin)]
     if files and files[0].name == "__init__.py":

@@ -17,23 +17,27 @@ Add = Callable[..., Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    with user_errors(), _naming_disk_errors(Path(options.save)):
+    source, target = Path(options.hf_checkpoint), Path(options.save)
+    with user_errors(), _naming_disk_errors(target):
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"--save {target} is there already: give a new folder, or remove that one.")
+        if not (source / "config.json").is_file():
+            raise ValueError(
+                f"--hf-checkpoint {source}: no config.json there, so it is not a Hugging Face model folder."
+            )
+        # Imported here: torch takes seconds to load, and a wrong flag does not need it.
+        from slime.cli.convert import fp8_folder, megatron_checkpoint, trainer_checkpoint
+
         if options.what == "hf-to-fp8":
-            # Imported here: torch takes seconds to load, and a wrong flag does not need it.
-            from slime.cli.convert.fp8_folder import convert
-
-            convert(Path(options.hf_checkpoint), Path(options.save), options)
+            fp8_folder.convert(source, target, options)
+        elif options.what == "hf-to-dist":
+            trainer_checkpoint.from_hf(source, target, options)
+        elif options.what == "hf-to-torch-dist":
+            megatron_checkpoint.from_hf(source, target)
+        elif is_megatron_folder(options.load):
+            megatron_checkpoint.to_hf(source, target, options)
         else:
-            from slime.cli.convert import megatron_checkpoint, trainer_checkpoint
-
-            if options.what == "hf-to-dist":
-                trainer_checkpoint.from_hf(options)
-            elif options.what == "hf-to-torch-dist":
-                megatron_checkpoint.from_hf(options)
-            elif is_megatron_folder(options.load):
-                megatron_checkpoint.to_hf(options)
-            else:
-                trainer_checkpoint.to_hf(options)
+            trainer_checkpoint.to_hf(source, target, options)
     print(f"written: {options.save}")
     return 0
 

@@ -4,7 +4,6 @@ import argparse
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -24,9 +23,10 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 
 
 def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
-    config = _read_config(source)
-    if target.exists():
-        raise ValueError(f"--save {target} is there already: give a new folder, or remove that one.")
+    config = json.loads((source / "config.json").read_text())
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(f"--hf-checkpoint {source} is quantised already ({method}): give the 16-bit model.")
     if min(options.block_size) < 1:
         raise ValueError(
             f"--block-size is {' '.join(map(str, options.block_size))}: both must be at least 1."
@@ -51,19 +51,6 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
     (staging / "config.json").write_text(json.dumps(config | {"quantization_config": how}, indent=2))
     _copy_rest(source, staging)
     staging.rename(target)
-
-
-def _read_config(source: Path) -> dict[str, Any]:
-    file = source / "config.json"
-    if not file.is_file():
-        raise ValueError(
-            f"--hf-checkpoint {source}: no config.json there, so it is not a Hugging Face model folder."
-        )
-    config = json.loads(file.read_text())
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ValueError(f"--hf-checkpoint {source} is quantised already ({method}): give the 16-bit model.")
-    return config
 
 
 def _files(source: Path) -> dict[str, list[str]]:

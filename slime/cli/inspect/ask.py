@@ -19,8 +19,8 @@ from slime.utils.machine.own_command import as_typed
 from slime.utils.printable import printable
 
 _POLL_S = 0.5
-_WHO = "slime ask"
 _NOT_DONE, _INTERRUPTED = 1, 130  # exit codes
+_USAGES = {name: f"{name} NUMBER" if action.setting else name for name, action in ACTIONS.items()}
 
 
 @command
@@ -33,12 +33,12 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         print("\n".join(_listed(folder)))
         return 0
-    row = _ask(folder, words)
+    number = _ask(folder, words)
     print("requested: it takes effect after the current step", flush=True)
     if options.no_wait:
         return 0
     try:
-        return _wait_for_answer(folder, row)
+        return _wait_for_answer(folder, number)
     except KeyboardInterrupt:
         print("no longer waiting; the request stays in effect", file=sys.stderr)
         return _INTERRUPTED
@@ -61,7 +61,7 @@ def _ask(folder: Path, words: list[str]) -> int:
             f"{folder}: this run has ended ({printable(state)}), so it takes no actions. Start it again with "
             "the flags that you want."
         )
-    return ask(folder, name, value, _WHO)
+    return ask(folder, name, value, "slime ask")
 
 
 def _wait_for_answer(folder: Path, number: int) -> int:
@@ -87,8 +87,7 @@ def _rows(folder: Path) -> list[ActionRow]:
 def _listed(folder: Path) -> list[str]:
     """List the actions and the last requests."""
     lines = [f"{as_typed('ask', folder)} ACTION, where ACTION is:"]
-    for name, action in ACTIONS.items():
-        lines.append(f"  {name + ' NUMBER' if action.setting else name:<20} {action.what}")
+    lines += [f"  {_USAGES[name]:<20} {action.what}" for name, action in ACTIONS.items()]
     with contextlib.suppress(RecordError):
         for row in _rows(folder)[-10:]:
             when = time.strftime("%H:%M:%S", time.localtime(row.time))
@@ -99,9 +98,7 @@ def _listed(folder: Path) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = run_parser("ask", __doc__)
-    names = ", ".join(f"{name} NUMBER" if action.setting else name for name, action in ACTIONS.items())
-    parser.add_argument(
-        "action", nargs="*", metavar="ACTION", help=f"{names}; without one: list actions and past requests"
-    )
+    names = f"{', '.join(_USAGES.values())}; without one: list actions and past requests"
+    parser.add_argument("action", nargs="*", metavar="ACTION", help=names)
     parser.add_argument("--no-wait", action="store_true", help="do not wait until the run replies")
     return parser

@@ -36,29 +36,24 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if not options.run and not options.demo:
         raise ValueError("give the folder of a run, or --demo for one that ships with slime")
+    over = threading.Event()
     with contextlib.ExitStack() as stack:
-        folders = [stack.enter_context(demo_run())] if options.demo else []
-        return _show(options, [*options.run, *folders])
-
-
-def _show(options: argparse.Namespace, folders: list[Path]) -> int:
-    ended = threading.Event()
-    if options.beside:
-        _become_a_follower(folders[0], ended)
-    page = Page(open_runs(folders), Access(options.host), may_act=not options.demo)
-    try:
-        asyncio.run(_serve(page, options.host, options.port, ended, open_browser=options.open))
-    except OSError as error:
-        raise ValueError(
-            f"--host {options.host} --port {options.port}: {error.strerror}; try another --port (0 takes any "
-            "free one)."
-        ) from None
+        folders = [*options.run, *([stack.enter_context(demo_run())] if options.demo else [])]
+        if options.beside:
+            _become_a_follower(folders[0], over)
+        page = Page(open_runs(folders), Access(options.host), may_act=not options.demo)
+        try:
+            asyncio.run(_serve(page, options, over))
+        except OSError as error:
+            raise ValueError(
+                f"--host {options.host} --port {options.port}: {error.strerror}; try another --port (0 takes "
+                "any free one)."
+            ) from None
     return 0
 
 
 def _become_a_follower(folder: Path, ended: threading.Event) -> None:
     """Wait until the run that started this process has a folder, and end when its pipe closes."""
-    # Ctrl-C ends the run, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # training comes first
 
@@ -88,45 +83,34 @@ def demo_run() -> Iterator[Path]:
         yield Path(name) / "demo"
 
 
-async def _serve(page: Page, host: str, port: int, over: threading.Event, *, open_browser: bool) -> None:
-    runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=1.0)
+async def _serve(page: Page, options: argparse.Namespace, over: threading.Event) -> None:
+    host, runner = options.host, web.AppRunner(page.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    kept = contextlib.ExitStack()
     try:
         try:
-            site = web.TCPSite(runner, host, port)
-            await site.start()
+            await web.TCPSite(runner, host, options.port).start()
         except OSError:
-            if port != DEFAULT_PORT:
+            if options.port != DEFAULT_PORT:
                 raise
-            site = web.TCPSite(runner, host, 0)  # the default port is taken, any other will do
-            await site.start()
-        assert site._server is not None
-        bound = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-        shown = f"[{host}]" if ":" in host else host
-        address, text = f"http://{shown}:{bound}/", f"dashboard of {', '.join(page.runs)}: "
-        if page.may_act or page.access.asks_everybody:
-            folder = next(iter(page.runs.values())).path
-            file = kept.enter_context(kept_address(folder, f"{address}#token={page.access.token}"))
-            need = "to open it" if page.access.asks_everybody else "to use actions"
-            text += f"{address} ({need}, open the address in {file}, which only you can read)"
-        else:
-            text += address
-        print(text, flush=True)
-        print("Press Ctrl-C to stop the dashboard.", flush=True)
-        if open_browser:
-            webbrowser.open(address)  # without the token: other users see the command lines of processes
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=_tell_end, args=(over, loop, ended), daemon=True).start()
-        if threading.current_thread() is threading.main_thread():
-            numbers = (signal.SIGINT, signal.SIGTERM)
-            for number in numbers:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    loop.add_signal_handler(number, ended.set)
-        await ended.wait()
+            await web.TCPSite(runner, host, 0).start()  # the default port is taken, any other will do
+        address = f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}/"
+        with contextlib.ExitStack() as kept:
+            text = f"dashboard of {', '.join(page.runs)}: {address}"
+            if page.may_act or page.access.asks_everybody:
+                folder = next(iter(page.runs.values())).path
+                file = kept.enter_context(kept_address(folder, f"{address}#token={page.access.token}"))
+                need = "to open it" if page.access.asks_everybody else "to use actions"
+                text += f" ({need}, open the address in {file}, which only you can read)"
+            print(text, flush=True)
+            print("Press Ctrl-C to stop the dashboard.", flush=True)
+            if options.open:
+                webbrowser.open(address)  # without the token: other users see the command lines of processes
+            # Ctrl-C ends the run of a follower, which then ends this process.
+            for number in (signal.SIGTERM,) if options.beside else (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, over.set)
+            while not over.is_set():
+                await asyncio.sleep(0.2)
     finally:
-        kept.close()
         await runner.cleanup()
 
 
@@ -155,13 +139,11 @@ def _write_for_owner(file: Path, address: str) -> bool:
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with open(restricted(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FOR_OWNER), "w") as opened:
-            opened.write(
-                f"{address}\n" if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) == FOR_OWNER else ""
-            )
-        is_written = temporary.stat().st_size > 0
-        if is_written:
+            is_private = stat.S_IMODE(os.fstat(opened.fileno()).st_mode) == FOR_OWNER
+            opened.write(f"{address}\n" if is_private else "")
+        if is_private:
             temporary.replace(file)
-        return is_written
+        return is_private
     except OSError:
         return False
     finally:
@@ -169,33 +151,14 @@ def _write_for_owner(file: Path, address: str) -> bool:
             temporary.unlink(missing_ok=True)
 
 
-def _tell_end(over: threading.Event, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    over.wait()
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(ended.set)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("slime dashboard", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "run",
-        nargs="*",
-        type=Path,
-        metavar="RUN",
-        help="folder of a run, or a folder with several runs in it",
-    )
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; others can connect to any but a loopback address, with the token. "
-        "Default: %(default)s",
-    )
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="default: %(default)s, or any free port"
-    )
-    parser.add_argument("--demo", action="store_true", help="show a small recorded run that ships with slime")
-    parser.add_argument(
-        "--beside", action="store_true", help=argparse.SUPPRESS
-    )  # set by `slime train --dashboard`
-    parser.add_argument("--open", action="store_true", help="open a browser")
+    add = parser.add_argument
+    add("run", nargs="*", type=Path, metavar="RUN", help="folder of a run, or one with several runs in it")
+    others = "others can connect to any but a loopback address, with the token"
+    add("--host", default="127.0.0.1", help=f"address to listen on; {others}. Default: %(default)s")
+    add("--port", type=int, default=DEFAULT_PORT, help="default: %(default)s, or any free port")
+    add("--demo", action="store_true", help="show a small recorded run that ships with slime")
+    add("--beside", action="store_true", help=argparse.SUPPRESS)  # set by `slime train --dashboard`
+    add("--open", action="store_true", help="open a browser")
     return parser

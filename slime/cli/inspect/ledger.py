@@ -16,14 +16,16 @@ from slime.utils.files.run_file import RunRecord, is_used, no_run, read_run, run
 from slime.utils.files.step_folders import read_step, step_folders
 from slime.utils.printable import printable
 
-_FINISHED = "finished"
-
 
 @command
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        return {"audit": _audit, "show": _show, "replay": _replay}[options.action](options)
+        if options.action == "replay":
+            from slime.cli.inspect.replay import replay  # here: it loads torch and the whole loop
+
+            return replay(options.run, options.step)
+        return _audit(options) if options.action == "audit" else _show(options)
     except ValueError:
         if not _is_run(options.run):
             raise ValueError(no_run(options.run)) from None
@@ -31,11 +33,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    inside = [] if _is_run(options.run) else runs_inside(options.run)
+    inside = [] if _is_run(options.run) else runs_inside(options.run)  # such as those of a quick start
     if not inside:
         return _audit_run(options, options.run)
     codes = []
-    for run in inside:  # a folder of runs, such as that of a quick start
+    for run in inside:
         print(f"{run}:", flush=True) if not options.json else None
         try:
             codes.append(_audit_run(options, run))
@@ -49,7 +51,7 @@ def _audit_run(options: argparse.Namespace, folder: Path) -> int:
     from slime.record.audit import Audit, audit  # here: --help needs none of it
 
     run = read_run(folder)
-    ended, saved = run is not None and run.last.exit == _FINISHED, _saved(run)
+    ended, saved = run is not None and run.last.exit == "finished", _saved(run)
     try:
         run_id = run.id if run is not None else None
         found = audit(folder / RECORD_FILE, finished=ended, run_id=run_id, saved=saved)
@@ -85,12 +87,12 @@ def _is_run(folder: Path) -> bool:
 
 def _saved(run: RunRecord | None) -> list[int]:
     """Return the steps of this run's checkpoints."""
-    folder = run.last.checkpoints if run is not None else None
+    if run is None or run.last.checkpoints is None:
+        return []
     found = []
-    for step, path in step_folders(folder).items() if folder is not None else ():
+    for step, path in step_folders(run.last.checkpoints).items():
         with contextlib.suppress(ValueError):  # loading a damaged one reports it
-            if run is not None and read_step(path).manifest.run_id == run.id:
-                found.append(step)
+            found += [step] if read_step(path).manifest.run_id == run.id else []
     return found
 
 
@@ -109,27 +111,19 @@ def _show(options: argparse.Namespace) -> int:
         for answer in chosen:
             tokens = record.tokens(answer.row)
             fate = f"{answer.outcome}: {answer.reason}" if answer.reason else answer.outcome
-            print(
-                f"step {answer.rollout_id}  group {answer.group_index}  sample {answer.sample_index}  {fate}"
-            )
+            place = f"step {answer.rollout_id}  group {answer.group_index}  sample {answer.sample_index}"
+            print(f"{place}  {fate}")
             print(f"  {answer.status}, reward {answer.reward}, {answer.num_tokens} tokens")
             print(f"  prompt    {printable(answer.prompt)!r}")
             print(f"  response  {printable(answer.response)!r}")
             if answer.label is not None:
                 print(f"  label     {printable(answer.label)!r}")
             print(f"  tokens    {tokens.ids}")
-            print(
-                f"  log-probs {None if tokens.log_probs is None else [round(x, 4) for x in tokens.log_probs]}"
-            )
+            log_probs = tokens.log_probs and [round(value, 4) for value in tokens.log_probs]
+            print(f"  log-probs {log_probs}")
             print(f"  loss mask {'all ones' if tokens.loss_mask is None else tokens.loss_mask}")
             print(f"  versions  {tokens.versions}")
     return 0
-
-
-def _replay(options: argparse.Namespace) -> int:
-    from slime.cli.inspect.replay import replay  # here: it loads torch and the whole loop
-
-    return replay(options.run, options.step)
 
 
 def _parser() -> argparse.ArgumentParser:

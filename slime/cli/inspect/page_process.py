@@ -12,9 +12,6 @@ from collections.abc import Iterator
 
 from slime.utils.machine import children
 
-_END_S = 5.0
-_LAST_LINES = 5
-
 
 @contextlib.contextmanager
 def page_beside(run_dir: str) -> Iterator[None]:
@@ -30,7 +27,7 @@ def page_beside(run_dir: str) -> Iterator[None]:
         assert process.stdin is not None, "it was opened as a pipe"
         with contextlib.suppress(OSError):
             process.stdin.close()  # this ends it
-        children.wait_or_kill(process, _END_S)
+        children.wait_or_kill(process, grace_s=5.0)
 
 
 def _tell(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
@@ -40,7 +37,7 @@ def _tell(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
     first = lines.readline().rstrip()
     if not ended.is_set():
         print(first or "the dashboard of this run could not be started", flush=True)
-    last = deque((line.rstrip() for line in lines), maxlen=_LAST_LINES)
+    last = deque((line.rstrip() for line in lines), maxlen=5)
     code = process.wait()
     if first and not ended.is_set():
         how = children.describe_exit(code)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from slime.catalog.metrics import is_eval_score
 from slime.cli.inspect import MISTAKE, command, need_run
@@ -22,8 +21,8 @@ DEFAULT = (
     "train/grad_norm",
     "train/entropy_loss",
 )
-_ROWS, _COLUMNS = 8, 60
-_BLOCKS = " ▁▂▃▄▅▆▇█"
+_COLUMNS = 60
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 Curve = dict[int, float]
 
@@ -34,9 +33,11 @@ def main(argv: Sequence[str]) -> int:
     runs = {name: _curves(Path(name)) for name in options.run}
     known = sorted({key for curves in runs.values() for key in curves})
     shown = [key for key in known if options.metric or not key.startswith("eval/") or is_eval_score(key)]
-    names, unknown = _chosen(options.metric or DEFAULT, shown)
-    if options.list or not names or (options.metric and unknown):
-        for pattern in unknown if options.metric else ():
+    found = {pattern: fnmatch.filter(shown, pattern) for pattern in options.metric or DEFAULT}
+    names = list(dict.fromkeys(name for matches in found.values() for name in matches))
+    unknown = [pattern for pattern, matches in found.items() if options.metric and not matches]
+    if options.list or not names or unknown:
+        for pattern in unknown:
             near = get_close_matches(pattern, known, n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             print(f"error: no metric {pattern!r} in these runs{hint}", file=sys.stderr)
@@ -44,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
             print("\n".join(known) or "nothing is logged yet")
         return 0 if options.list else MISTAKE
     if options.out:
-        return _draw_png(runs, names, Path(options.out))
+        _draw_png(runs, names, Path(options.out))
+        return 0
     for name in names:
         print("\n".join(_draw_text(name, {run: c[name] for run, c in runs.items() if name in c})))
     return 0
@@ -60,24 +62,9 @@ def _curves(folder: Path) -> dict[str, Curve]:
     for row in read_metrics(file):
         step = row.get("step")
         for key, value in row.items():
-            if isinstance(step, int) and "/" in key and _is_number(value):
+            if isinstance(step, int) and "/" in key and type(value) in (int, float):
                 curves.setdefault(key, {})[step] = float(value)
     return curves
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _chosen(patterns: Iterable[str], known: Sequence[str]) -> tuple[list[str], list[str]]:
-    names: list[str] = []
-    unknown = []
-    for pattern in patterns:
-        found = [name for name in fnmatch.filter(known, pattern) if name not in names]
-        names += found
-        if not fnmatch.filter(known, pattern):
-            unknown.append(pattern)
-    return names, unknown
 
 
 def _draw_text(name: str, curves: dict[str, Curve]) -> list[str]:
@@ -87,31 +74,23 @@ def _draw_text(name: str, curves: dict[str, Curve]) -> list[str]:
     values = [value for curve in curves.values() for value in curve.values()]
     low, high = min(values), max(values)
     axis = sorted({step for curve in curves.values() for step in curve})
+    count = min(len(axis), _COLUMNS)
     for run, curve in curves.items():
-        points = [curve[step] for step in sorted(curve)]
-        steps = f"steps {min(curve)} to {max(curve)}"
-        columns = _columns(curve, axis, min(len(axis), _COLUMNS))
-        strip = "".join(" " if value is None else _block(value, low, high) for value in columns)
-        lines.append(f"  {run:<{width}} {strip} {points[0]:.4g} -> {points[-1]:.4g} ({steps})")
+        first, last = min(curve), max(curve)
+        strip, block = "", " "
+        for column in range(count):
+            steps = axis[len(axis) * column // count : len(axis) * (column + 1) // count]
+            found = [curve[step] for step in steps if step in curve]
+            if found:
+                height = (sum(found) / len(found) - low) / (high - low) if high > low else 0.5
+                block = _BLOCKS[round(height * 7)]
+            strip += block if steps[0] <= last else " "  # a gap repeats the value before it
+        ends = f"{curve[first]:.4g} -> {curve[last]:.4g} (steps {first} to {last})"
+        lines.append(f"  {run:<{width}} {strip} {ends}")
     return [*lines, f"  {'':<{width}} from {low:.4g} to {high:.4g}", ""]
 
 
-def _block(value: float, low: float, high: float) -> str:
-    return _BLOCKS[1 + round((value - low) / (high - low) * 7)] if high > low else _BLOCKS[4]
-
-
-def _columns(curve: Curve, axis: list[int], count: int) -> list[float | None]:
-    """Average a curve over `count` equal shares of the axis; a gap repeats the value before it."""
-    columns: list[float | None] = []
-    for i in range(count):
-        steps = axis[len(axis) * i // count : len(axis) * (i + 1) // count]
-        values = [curve[step] for step in steps if step in curve]
-        before = columns[-1] if columns and steps[0] <= max(curve) else None
-        columns.append(sum(values) / len(values) if values else before)
-    return columns
-
-
-def _draw_png(runs: dict[str, dict[str, Curve]], names: list[str], out: Path) -> int:
+def _draw_png(runs: dict[str, dict[str, Curve]], names: list[str], out: Path) -> None:
     try:
         import matplotlib
 
@@ -140,21 +119,15 @@ def _draw_png(runs: dict[str, dict[str, Curve]], names: list[str], out: Path) ->
     except (OSError, ValueError) as error:
         raise ValueError(f"--out {out} cannot be written: {error}") from None
     print(f"wrote {out}: {', '.join(names)}")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("slime plot", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument(
-        "-m",
-        "--metric",
-        action="append",
-        metavar="NAME",
-        help="a metric, or a pattern such as 'eval/*'; may repeat",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="write a picture (.png, .pdf, .svg) instead of plotting in the terminal"
-    )
-    parser.add_argument("--list", action="store_true", help="list the names of all metrics of these runs")
+    add = parser.add_argument
+    add("run", nargs="+", metavar="RUN", help="folder of a run")
+    metric = "a metric, or a pattern such as 'eval/*'; may repeat"
+    add("-m", "--metric", action="append", metavar="NAME", help=metric)
+    picture = "write a picture (.png, .pdf, .svg) instead of plotting in the terminal"
+    add("--out", metavar="FILE", help=picture)
+    add("--list", action="store_true", help="list the names of all metrics of these runs")
     return parser

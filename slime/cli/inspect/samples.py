@@ -16,7 +16,6 @@ from slime.cli.inspect import command, need_run, run_parser
 from slime.record import Answer, Record, RecordError, Select, open_record
 from slime.utils.printable import cut_lines, printable
 
-_PROMPT_LINES, _ANSWER_LINES = 6, 14
 _DIFF_PROMPTS = 5
 _NAMED = 8  # steps in a message
 
@@ -44,21 +43,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show_answer(
-    answer: Answer, width: int, *, whole: bool, num_lines: tuple[int, int] = (_PROMPT_LINES, _ANSWER_LINES)
+    answer: Answer, width: int, *, whole: bool, num_lines: tuple[int, int] = (6, 14)
 ) -> RenderableType:
     """Render a response with prompt, label, reward and outcome; texts have `num_lines` unless `whole`."""
 
     def shown(text: str, lines: int) -> str:
         return printable(text) if whole else cut_lines(printable(text), lines, max(width - 2, 20))
 
-    right = answer.reward is not None and answer.reward > 0
-    title = Text(_title(answer), style="bold")
-    parts: list[RenderableType] = [Rule(title, align="left", style="dim")]
-    parts.append(Text(shown(answer.prompt, num_lines[0]), style="dim"))
-    parts.append(Text(shown(answer.response, num_lines[1]), style="green" if right else "red"))
-    if answer.label is not None:
-        parts.append(Text.assemble(("label ", "dim"), shown(answer.label, 3)))
-    return Group(*parts)
+    label = [] if answer.label is None else [Text.assemble(("label ", "dim"), shown(answer.label, 3))]
+    return Group(
+        Rule(Text(_title(answer), style="bold"), align="left", style="dim"),
+        Text(shown(answer.prompt, num_lines[0]), style="dim"),
+        Text(shown(answer.response, num_lines[1]), style="green" if (answer.reward or 0) > 0 else "red"),
+        *label,
+    )
 
 
 def _title(answer: Answer) -> str:

@@ -18,7 +18,6 @@ from slime.dashboard.timeline import all_spans, packed
 from slime.utils.files.run_file import no_run
 
 _BATCH = 2000  # spans in one request to a collector
-_MOST_STEPS = (1 << 63) - 1  # that SQLite can hold
 
 
 @command
@@ -67,16 +66,9 @@ def chrome_events(spans: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def otlp_request(name: str, run_id: str, spans: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return an OTLP/HTTP request as JSON; each step is one trace."""
-    return {
-        "resourceSpans": [
-            {
-                "resource": {"attributes": [_attribute("service.name", "slime"), _attribute("run", name)]},
-                "scopeSpans": [
-                    {"scope": {"name": "slime"}, "spans": [_otlp_span(run_id, span) for span in spans]}
-                ],
-            }
-        ]
-    }
+    resource = {"attributes": [_attribute("service.name", "slime"), _attribute("run", name)]}
+    scope = {"scope": {"name": "slime"}, "spans": [_otlp_span(run_id, span) for span in spans]}
+    return {"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}
 
 
 def _otlp_span(run_id: str, span: dict[str, Any]) -> dict[str, Any]:
@@ -104,11 +96,8 @@ def _send(run: RunFolder, spans: list[dict[str, Any]], address: str) -> int:
     for start in range(0, len(spans), _BATCH):
         body = json.dumps(otlp_request(name, run_id, spans[start : start + _BATCH])).encode()
         try:
-            request = urllib.request.Request(
-                address.rstrip("/") + "/v1/traces", body, {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=30):
-                pass
+            url, headers = address.rstrip("/") + "/v1/traces", {"Content-Type": "application/json"}
+            urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30).close()
         except (urllib.error.URLError, ValueError) as error:
             print(f"error: --otlp {address}: {error}", file=sys.stderr)
             return 1
@@ -121,7 +110,7 @@ def _steps(text: str) -> tuple[int, int]:
     if not first.isdecimal() or (last and not last.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps; write 12 or 10-20")
     steps = int(first), int(last or first)
-    if not steps[0] <= steps[1] <= _MOST_STEPS:
+    if not steps[0] <= steps[1] < 1 << 63:  # the most that SQLite can hold
         raise argparse.ArgumentTypeError(f"{text!r} contains no step; write 12 or 10-20")
     return steps
 
@@ -130,7 +119,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = run_parser("trace", __doc__)
     parser.add_argument("--steps", type=_steps, metavar="A-B", help="only these steps; default: all")
     parser.add_argument("--out", metavar="FILE", help="file to write; default: RUN/trace.json")
-    parser.add_argument(
-        "--otlp", metavar="URL", help="send to an OpenTelemetry collector (OTLP over HTTP) instead"
-    )
+    collector = "send to an OpenTelemetry collector (OTLP over HTTP) instead"
+    parser.add_argument("--otlp", metavar="URL", help=collector)
     return parser

@@ -32,8 +32,6 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: {TRACKERS[name].title}: {follower.progress.error}", file=sys.stderr)
             return 1
     sent, refused = follower.progress.offset, follower.progress.refused
-    print(
-        f"{TRACKERS[name].title} has the run: {sent:,} bytes of metrics"
-        + (f"; {refused} reports were refused" if refused else "")
-    )
+    left_out = f"; {refused} reports were refused" if refused else ""
+    print(f"{TRACKERS[name].title} has the run: {sent:,} bytes of metrics{left_out}")
     return 0

@@ -36,7 +36,6 @@ from slime.cli.quickstart.two_runs import (
     build_rl_argv,
     build_sft_argv,
     describe,
-    warmed_up,
     write_run_file,
 )
 from slime.cli.train import run_loop
@@ -46,7 +45,6 @@ from slime.utils.machine.own_command import as_typed
 from slime.utils.machine.warm_start import warm_starts
 
 RANDOM_REWARD = "random-reward"
-_SCRATCH = "slime-quickstart-"  # folders that are thrown away
 # Modules that trainers and engines of both runs import first.
 _OF_CHILDREN = (
     "transformers.models.auto.modeling_auto",
@@ -72,6 +70,11 @@ class Options:
     require_accuracy: float | None
     extra: tuple[str, ...]
 
+    @property
+    def recipe(self) -> Recipe:
+        recipe = RECIPES[self.model]
+        return recipe if self.num_rollout is None else recipe.shortened_to(self.num_rollout)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the quick start and return its exit code."""
@@ -81,9 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with user_errors():
             if sys.flags.optimize > 1:
                 raise ValueError(f"slime quickstart: {NEEDS_DOCSTRINGS}.")
-            check_flags(options, screen)
-        stack.enter_context(warm_starts(_OF_CHILDREN))
-        with user_errors():
             made = stack.enter_context(rehearsed(options, screen))
             earlier = stack.enter_context(opened(options.run_dir))
         if earlier is not None:
@@ -101,27 +101,17 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         "and wins over the recipe.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--model", choices=tuple(RECIPES), default="tiny", help="tiny: from scratch; smollm2: a real LLM"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of data, model and sampling (default 0)")
-    parser.add_argument(
-        "--advantage-estimator",
-        default="grpo",
-        metavar="NAME",
-        help=f"default grpo; presets exist for {', '.join(PRESETS)}",
-    )
-    parser.add_argument("--control", choices=(RANDOM_REWARD,), help="replace the reward by coin tosses")
-    parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs/quickstart"), help="folder for everything it writes"
-    )
-    parser.add_argument(
-        "--num-rollout", type=int, metavar="N", help="number of RL steps (default: the recipe's)"
-    )
-    parser.add_argument("--hf-checkpoint", help="with --model smollm2: use this local folder or hub name")
-    parser.add_argument(
-        "--require-accuracy", type=float, metavar="X", help="fail unless held-out accuracy reaches X of 1"
-    )
+    add = parser.add_argument
+    add("--model", choices=tuple(RECIPES), default="tiny", help="tiny: from scratch; smollm2: a real LLM")
+    add("--seed", type=int, default=0, help="seed of data, model and sampling (default 0)")
+    presets = f"default grpo; presets exist for {', '.join(PRESETS)}"
+    add("--advantage-estimator", default="grpo", metavar="NAME", help=presets)
+    add("--control", choices=(RANDOM_REWARD,), help="replace the reward by coin tosses")
+    add("--run-dir", type=Path, default=Path("runs/quickstart"), help="folder for everything it writes")
+    add("--num-rollout", type=int, metavar="N", help="number of RL steps (default: the recipe's)")
+    add("--hf-checkpoint", help="with --model smollm2: use this local folder or hub name")
+    accuracy = "fail unless held-out accuracy reaches X of 1"
+    add("--require-accuracy", type=float, metavar="X", help=accuracy)
     known, extra = parser.parse_known_args(argv)
     if known.num_rollout is not None and known.num_rollout < 2:
         parser.error(
@@ -136,61 +126,51 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     return Options(**vars(known), extra=tuple(extra))
 
 
-def check_flags(options: Options, screen: Screen) -> None:
-    """Parse the flags before torch is loaded or a model is made; `--print-config` ends here."""
-    recipe = recipe_of(options)
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name, screen.logging_to(Path(name, "log.txt")):
-        scratch = replace(options, run_dir=Path(name))
-        if options.model != "tiny" and not options.hf_checkpoint:
-            screen.say(
-                f"Model: SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}; 4-bit, de-quantised."
-            )
-        with naming(options.run_dir, in_place_of=name):  # in what --print-config shows
-            files = write_files(replace(recipe, warm_up=None), scratch)
-            parse_args(rl_argv(recipe, scratch, files, stand_in(scratch)))
-
-
 @contextlib.contextmanager
 def rehearsed(options: Options, screen: Screen) -> Iterator[Path | str]:
     """Run everything up to the first training step in a temporary folder; yield the model made for it.
 
     Errors are raised here: before an earlier quick start is touched, and not only after the warm-up.
     """
-    recipe = recipe_of(options)
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name:
+    recipe = options.recipe
+    # The first chunk of the warm-up is enough: no flag changes the conversations.
+    short = replace(recipe, warm_up=recipe.warm_up and replace(recipe.warm_up, num_chunks=1))
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="slime-quickstart-"))
         scratch = replace(options, run_dir=Path(name))
         with screen.logging_to(scratch.run_dir / "log.txt"):
-            from slime.preflight.all_checks import (
-                preflight,  # here: it loads torch, which no help need wait for
-            )
+            if options.model != "tiny" and not options.hf_checkpoint:
+                model = f"SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}"
+                screen.say(f"Model: {model}; 4-bit, de-quantised.")
+            files = write_files(short, scratch)
+            # Before torch is loaded and a model is made; --print-config ends here.
+            with naming(options.run_dir, in_place_of=name):
+                parse_args(rl_argv(scratch, files, options.hf_checkpoint or stand_in(scratch.run_dir)))
+        stack.enter_context(warm_starts(_OF_CHILDREN))
+        with screen.logging_to(scratch.run_dir / "log.txt"):
+            # Here: it loads torch, which no help need wait for.
+            from slime.preflight.all_checks import preflight
 
-            files = write_files(shortened(recipe), scratch)
             checkpoint = make_model(scratch)
-            args = parse_args(rl_argv(recipe, scratch, files, checkpoint))
+            args = parse_args(rl_argv(scratch, files, checkpoint))
             preflight(args).raise_errors()
             if recipe.warm_up:
-                warm_up = sft_argv(recipe, scratch, files, checkpoint)
+                warm_up = sft_argv(scratch, files, checkpoint)
                 preflight(parse_args(warm_up, training_loop=ASYNCHRONOUS), overlapped=True).raise_errors()
         check_evaluations(args)
-        why = (
-            "as the recipe has it"
-            if args.dtype in recipe.precision
-            else args.sources["dtype"].removeprefix("derived: ")
-        )
+        derived = args.sources["dtype"].removeprefix("derived: ")
+        why = "as the recipe has it" if args.dtype in recipe.precision else derived
         screen.say(f"Precision: {args.dtype} ({why}).")
         for warning in args.warnings:
             screen.say(f"Note: {warning}")
         yield checkpoint
 
 
-def stand_in(options: Options) -> Path | str:
+def stand_in(folder: Path) -> Path:
     """Return a placeholder for the model before it is made."""
-    if options.hf_checkpoint:
-        return options.hf_checkpoint
-    folder = options.run_dir / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    return folder
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    return folder / "model"
 
 
 @contextlib.contextmanager
@@ -216,22 +196,6 @@ def check_evaluations(args: Args) -> None:
         )
 
 
-def recipe_of(options: Options) -> Recipe:
-    recipe = RECIPES[options.model]
-    return recipe if options.num_rollout is None else recipe.shortened_to(options.num_rollout)
-
-
-def shortened(recipe: Recipe) -> Recipe:
-    """Return the recipe with the warm-up's first chunk alone: no flag changes the conversations."""
-    return replace(recipe, warm_up=recipe.warm_up and replace(recipe.warm_up, num_chunks=1))
-
-
-def prepare(recipe: Recipe, options: Options, made: Path | str) -> tuple[DataFiles, Path | str]:
-    """Write the data, and move the model that the rehearsal made into the run folder."""
-    checkpoint = Path(shutil.move(made, options.run_dir / "model")) if options.model == "tiny" else made
-    return write_files(recipe, options), checkpoint
-
-
 def write_files(recipe: Recipe, options: Options) -> DataFiles:
     num_sft = recipe.warm_up.num_samples if recipe.warm_up else 0
     folder, seed = options.run_dir / "data", options.seed
@@ -241,13 +205,20 @@ def write_files(recipe: Recipe, options: Options) -> DataFiles:
 def run(options: Options, screen: Screen, made: Path | str) -> dict[str, Any]:
     """Train and report in an empty folder; return the content of summary.json. `made`: the model."""
     started = time.monotonic()
-    recipe, folder = recipe_of(options), options.run_dir
+    recipe, folder = options.recipe, options.run_dir
     screen.say(f"Task: {recipe.task.question}")
     screen.say(describe(options.advantage_estimator, recipe.model))
-    files, checkpoint = prepare(recipe, options, made)
+    checkpoint = Path(shutil.move(made, folder / "model")) if options.model == "tiny" else made
+    files = write_files(recipe, options)
     if recipe.warm_up:
-        checkpoint = run_warm_up(recipe, options, files, checkpoint, screen)
-    args = parse_args(rl_argv(recipe, options, files, checkpoint))
+        # In the asynchronous loop: a batch of written text is the same whatever the weights, and is made
+        # while the one before is trained on.
+        args = parse_args(sft_argv(options, files, checkpoint), training_loop=ASYNCHRONOUS)
+        phase = ShownPhase("SFT", recipe.warm_up.num_steps, LOSS, "loss")
+        with screen.following(phase, folder / "sft" / "metrics.jsonl"):
+            run_overlapped(args)
+        checkpoint = folder / "sft" / f"hf-{recipe.warm_up.num_chunks - 1}"
+    args = parse_args(rl_argv(options, files, checkpoint))
     assert args.num_rollout is not None, "every recipe says how many steps it takes"
     phase = ShownPhase("RL", args.num_rollout, REWARD, "reward")
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
@@ -263,7 +234,7 @@ def run(options: Options, screen: Screen, made: Path | str) -> dict[str, Any]:
         wall_s=time.monotonic() - started,
     )
     write_run_file(args, folder / "run.yaml")
-    report(outcome, summary, recipe, options, screen)
+    report(outcome, summary, options, screen)
     return summary
 
 
@@ -274,9 +245,9 @@ def make_model(options: Options) -> Path | str:
     return options.hf_checkpoint or smollm2.ensure_checkpoint()
 
 
-def rl_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:
+def rl_argv(options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:
     return build_rl_argv(
-        recipe,
+        options.recipe,
         checkpoint=checkpoint,
         files=files,
         run_dir=options.run_dir / "rl",
@@ -287,49 +258,25 @@ def rl_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path
     )
 
 
-def sft_argv(recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:
-    folder = options.run_dir / "sft"
+def sft_argv(options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:
+    run_dir, seed, extra = options.run_dir / "sft", options.seed, options.extra
     return build_sft_argv(
-        recipe, checkpoint=checkpoint, files=files, run_dir=folder, seed=options.seed, extra=options.extra
+        options.recipe, checkpoint=checkpoint, files=files, run_dir=run_dir, seed=seed, extra=extra
     )
 
 
-def run_warm_up(
-    recipe: Recipe, options: Options, files: DataFiles, checkpoint: Path | str, screen: Screen
-) -> Path:
-    """SFT on the four habits; returns the folder of the warmed-up model.
-
-    In the asynchronous loop: a batch of written text is the same whatever the weights, and is made while the
-    one before is trained on.
-    """
-    assert recipe.warm_up is not None, f"{recipe.model} has no warm-up"
-    folder = options.run_dir / "sft"
-    args = parse_args(sft_argv(recipe, options, files, checkpoint), training_loop=ASYNCHRONOUS)
-    with screen.following(
-        ShownPhase("SFT", recipe.warm_up.num_steps, LOSS, "loss"), folder / "metrics.jsonl"
-    ):
-        run_overlapped(args)
-    return warmed_up(recipe, folder)
-
-
-def report(
-    outcome: QuickstartOutcome,
-    summary: dict[str, Any],
-    recipe: Recipe,
-    options: Options,
-    screen: Screen,
-) -> None:
+def report(outcome: QuickstartOutcome, summary: dict[str, Any], options: Options, screen: Screen) -> None:
     """Write the files first, so that they exist even if the terminal fails."""
-    folder = options.run_dir
+    folder, task = options.run_dir, options.recipe.task
     write_summary(summary, folder / "summary.json")
-    title = f"slime quickstart: {recipe.task.name}, {recipe.model}, seed {options.seed}"
     written = "summary.json"
     try:
+        title = f"slime quickstart: {task.name}, {options.model}, seed {options.seed}"
         draw_plot(outcome, folder / "curve.png", title=title)
         written += ", curve.png"
     except ImportError:
         screen.say("No plot: matplotlib is missing (pip install 'slime[plot]').")
-    screen.show_outcome(outcome, recipe.task, num_held_out=summary["num_held_out"], control=options.control)
+    screen.show_outcome(outcome, task, num_held_out=summary["num_held_out"], control=options.control)
     screen.say(
         f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, "
         f"{summary['wall_s']:.0f} s. Written to {folder}: {written}, run.yaml."

@@ -40,10 +40,6 @@ class Screen:
         self.terminal = Terminal(console=console)
         self._quiet = quiet
 
-    @property
-    def console(self) -> Console:
-        return self.terminal.console
-
     def say(self, text: str) -> None:
         self.terminal.print(Text(text))
 
@@ -94,10 +90,8 @@ class _View:
 
     def __init__(self, terminal: Terminal, phase: ShownPhase, rows: MetricsReader) -> None:
         self._terminal, self._phase, self._rows = terminal, phase, rows
-        self._progress = Progress(
-            phase.num_steps, phase.title, phase.value_key, phase.value_name, done_key=phase.value_key
-        )
-        self._stride = max(1, phase.num_steps // NUM_PLAIN_LINES)
+        key, name = phase.value_key, phase.value_name
+        self._progress = Progress(phase.num_steps, phase.title, key, name, done_key=key)
         self._note = ""
         if not terminal.is_live:
             terminal.print(Text(f"{phase.title}: {phase.num_steps} steps"))
@@ -118,7 +112,7 @@ class _View:
             greedy, sampled = (row[ACCURACY[name]] for name in ("greedy", "sampled"))
             self._terminal.print(Text(f"  held-out accuracy: greedy {greedy:.1%}, sampled {sampled:.1%}"))
         done, total = self._progress.done, self._phase.num_steps
-        if ended and (done % self._stride == 0 or done == total):
+        if ended and (done % max(1, total // NUM_PLAIN_LINES) == 0 or done == total):
             value = f"{self._phase.value_name} {row[self._phase.value_key]:.3f}"
             self._terminal.print(Text(f"  step {done}/{total}  {value}"))
 

@@ -7,24 +7,19 @@ from pathlib import Path
 
 from slime.utils.files.folder_lock import FolderLock
 
-OWNED = (
-    "data",
-    "model",
-    "sft",
-    "rl",
-    "summary.json",
-    "curve.png",
-    "log.txt",
-    "error.txt",
-)  # what a quick start writes
+# What a quick start writes.
+OWNED = ("data", "model", "sft", "rl", "summary.json", "curve.png", "log.txt", "error.txt")
 MADE_BY_ONE = ("log.txt", "summary.json")  # the first and the last thing that it writes
-EARLIER = "earlier"
 
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[Path | None]:
     """Lock the folder for this quick start; yields the folder that an earlier one was moved to."""
-    _make(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--run-dir {folder} cannot be written to: {error.strerror}.") from None
     lock = FolderLock(folder, "--run-dir")
     try:
         yield set_aside(folder)
@@ -43,21 +38,9 @@ def set_aside(folder: Path) -> Path | None:
     if not any((folder / name).exists() for name in MADE_BY_ONE):
         name = f"{found[0].name}/" if found[0].is_dir() else found[0].name
         raise ValueError(f"--run-dir {folder} holds {name}, which no quick start made; give another folder.")
-    target = _free_name(folder / EARLIER)
+    taken = [int(path.name) for path in folder.glob("earlier/*") if path.name.isdigit()]
+    target = folder / "earlier" / str(max(taken, default=0) + 1)
     target.mkdir(parents=True)
     for path in found:
         path.rename(target / path.name)
     return target
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"--run-dir {folder} cannot be written to: {error.strerror}.") from None
-
-
-def _free_name(folder: Path) -> Path:
-    taken = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
-    return folder / str(max(taken, default=0) + 1)

@@ -9,13 +9,12 @@ from typing import Any
 from slime.cli.quickstart.tasks import GREEDY, SAMPLED, DataFiles, Problem
 from slime.cli.quickstart.two_runs import Recipe
 from slime.observability.terminal.metrics_tail import MetricsReader
-from slime.record import Record, RecordError, Select, open_record
+from slime.record import RecordError, Select, open_record
 
 LOSS, REWARD = "train/loss", "rollout/raw_reward"
 NUM_SAMPLES, WEIGHT_VERSION = "rollout/num_samples", "rollout/weight_version"
 ACCURACY = {"greedy": f"eval/{GREEDY}", "sampled": f"eval/{SAMPLED}"}
 NUM_EXAMPLES = 6
-_ALL = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,7 @@ def read_outcome(run_dir: Path, questions: list[Problem]) -> QuickstartOutcome:
     if len(evaluations) < 2:
         raise ValueError(
             f"{run_dir}/metrics.jsonl holds fewer than two evaluations: a quick start compares before with "
-            "after, so "
-            "leave --eval-interval and --eval-config alone and do not skip the evaluation before training."
+            "after, so leave --eval-interval, --eval-config and --skip-eval-before-train alone."
         )
     return QuickstartOutcome(
         # An evaluation is logged under the rollout it follows; only the first one comes before its rollout.
@@ -68,7 +66,8 @@ def read_examples(run_dir: Path, questions: list[Problem]) -> list[Example]:
             steps = [row.rollout_id for row in record.rollouts() if row.kind == "eval" and not row.pruned]
             if len(steps) < 2:
                 return []
-            first, last = (_greedy_answers(record, step) for step in (min(steps), max(steps)))
+            selects = [Select("eval", s, GREEDY, limit=1_000_000) for s in (min(steps), max(steps))]
+            first, last = ({a.prompt: a.response for a in record.answers(select)} for select in selects)
     except RecordError:  # switched off
         return []
     pairs = [
@@ -79,11 +78,6 @@ def read_examples(run_dir: Path, questions: list[Problem]) -> list[Example]:
         if question.prompt in prompt
     ]
     return sorted(pairs, key=lambda example: example.before == example.after)[:NUM_EXAMPLES]
-
-
-def _greedy_answers(record: Record, step: int) -> dict[str, str]:
-    select = Select(kind="eval", rollout_id=step, dataset=GREEDY, limit=_ALL)
-    return {answer.prompt: answer.response for answer in record.answers(select)}
 
 
 def summarise(

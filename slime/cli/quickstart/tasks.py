@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -202,12 +202,10 @@ def write_data(task: Task, folder: Path, *, seed: int, num_sft: int, num_rl: int
     )
     if files.sft:
         _write_lines(files.sft, map(_conversation, itertools.islice(draw_habits(seed), num_sft)))
-    _write_lines(files.rl, map(_prompt, training))
-    _write_lines(files.held_out, map(_prompt, held_out))
+    _write_lines(files.rl, map(asdict, training))
+    _write_lines(files.held_out, map(asdict, held_out))
     # JSON is YAML, so that no YAML writer is needed.
-    files.eval_config.write_text(
-        json.dumps(eval_config(task, files.held_out), indent=2) + "\n", encoding="utf-8"
-    )
+    files.eval_config.write_text(json.dumps(eval_config(task, files.held_out), indent=2), encoding="utf-8")
     return files
 
 
@@ -223,20 +221,14 @@ def eval_config(task: Task, held_out: Path) -> dict[str, Any]:
         "n_samples_per_eval_prompt": 1,
         "skip_special_tokens": True,
     }
-    datasets = [
-        defaults | {"name": GREEDY, "temperature": 0.0},
-        defaults | {"name": SAMPLED, "temperature": 1.0},
-    ]
+    temperatures = {GREEDY: 0.0, SAMPLED: 1.0}
+    datasets = [defaults | {"name": name, "temperature": t} for name, t in temperatures.items()]
     return {"eval": {"datasets": datasets}}
 
 
 def _conversation(problem: Problem) -> dict[str, Any]:
     user = {"role": "user", "content": problem.prompt}
     return {"messages": [user, {"role": "assistant", "content": problem.label}]}
-
-
-def _prompt(problem: Problem) -> dict[str, Any]:
-    return {"prompt": problem.prompt, "label": problem.label}
 
 
 def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -51,12 +51,8 @@ class WarmUp:
         return self.num_chunks * self.steps_per_chunk
 
     @property
-    def chunk_size(self) -> int:
-        return self.steps_per_chunk * self.batch_size
-
-    @property
     def num_samples(self) -> int:
-        return self.num_chunks * self.chunk_size
+        return self.num_steps * self.batch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +135,7 @@ def build_sft_argv(
     seed: int,
     extra: Iterable[str] = (),
 ) -> list[str]:
-    """Return the flags of the warm-up, which leaves a Hugging Face folder at `warmed_up(recipe, run_dir)`."""
+    """Return the flags of the warm-up, which saves a Hugging Face folder after each chunk."""
     warm_up = recipe.warm_up
     assert warm_up is not None and files.sft is not None, f"{recipe.model} has no warm-up"
     settings = {
@@ -152,7 +148,7 @@ def build_sft_argv(
         "loss-mask-type": "qwen",
         "rollout-function-path": "slime.rollout.sft_rollout.generate_rollout",
         "num-rollout": warm_up.num_chunks,
-        "rollout-batch-size": warm_up.chunk_size,
+        "rollout-batch-size": warm_up.steps_per_chunk * warm_up.batch_size,
         "global-batch-size": warm_up.batch_size,
         "loss-type": "sft_loss",
         "lr": warm_up.lr,
@@ -164,19 +160,9 @@ def build_sft_argv(
         "max-tokens-per-gpu": recipe.max_tokens_per_gpu,
         "trainer-threads": 1,  # steps of a thousand tokens; the next chunk is tokenised meanwhile
     } | _saving(run_dir, warm_up.num_chunks)
-    switches = [
-        "debug-train-only",
-        "calculate-per-token-loss",
-        "disable-compute-advantages-and-returns",
-        "use-dynamic-batch-size",
-    ]
+    switches = ["debug-train-only", "calculate-per-token-loss", "use-dynamic-batch-size"]
+    switches.append("disable-compute-advantages-and-returns")
     return [*_as_argv(settings, switches), *recipe.precision[:2], *machine_flags(extra)]
-
-
-def warmed_up(recipe: Recipe, run_dir: Path) -> Path:
-    """Return the folder of the warmed-up model."""
-    assert recipe.warm_up is not None, f"{recipe.model} has no warm-up"
-    return run_dir / f"hf-{recipe.warm_up.num_chunks - 1}"
 
 
 def build_rl_argv(
@@ -231,12 +217,20 @@ def build_rl_argv(
     switches = ["use-dynamic-batch-size", "rollout-skip-special-tokens", "rollout-shuffle"]
     if task.chat:
         switches.append("apply-chat-template")
-    return [*_as_argv(settings, switches), *recipe.precision, *preset_flags(estimator, recipe.model), *extra]
+    return [
+        *_as_argv(settings, switches),
+        *recipe.precision,
+        *preset(estimator, recipe.model).split(),
+        *extra,
+    ]
 
 
 def write_run_file(args: Args, path: Path) -> None:
     """Write the RL run as a file for `slime train --config`, with a run folder of its own that it resumes."""
-    given = {name: value for name, value in args.to_dict(hide_secrets=True).items() if _was_given(args, name)}
+    values = args.to_dict(hide_secrets=True)
+    given = {name: value for name, value in values.items() if args.sources.get(name) == COMMAND_LINE}
+    for name in ("config", "print_config"):
+        given.pop(name, None)
     own = path.parent.absolute() / "mine"
     given |= {"run_dir": own, "save": own / "checkpoints", "load": own / "checkpoints"}
     given["save_hf"] = own / "hf-{rollout_id}"
@@ -249,16 +243,9 @@ def write_run_file(args: Args, path: Path) -> None:
         if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
             value = str(Path(value).absolute())
         text = yaml.safe_dump(value, width=1000, default_flow_style=True, allow_unicode=True)
-        text = text.removesuffix("...\n").strip()
-        lines.append(
-            f"{name.replace('_', '-')}: {text}"
-            + (f"    # {_CHANGE_THESE[name]}" if name in _CHANGE_THESE else "")
-        )
+        hint = f"    # {_CHANGE_THESE[name]}" if name in _CHANGE_THESE else ""
+        lines.append(f"{name.replace('_', '-')}: {text.strip().removesuffix('...').strip()}{hint}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _was_given(args: Args, name: str) -> bool:
-    return args.sources.get(name) == COMMAND_LINE and name not in ("config", "print_config")
 
 
 def _saving(run_dir: Path, last: int) -> dict[str, object]:
@@ -271,10 +258,8 @@ def machine_flags(extra: Iterable[str]) -> list[str]:
     kept: list[str] = []
     keep = False
     for word in extra:
-        if word.startswith("--"):
-            keep = word.partition("=")[0] in MACHINE_FLAGS
-        if keep:
-            kept.append(word)
+        keep = word.partition("=")[0] in MACHINE_FLAGS if word.startswith("--") else keep
+        kept += [word] if keep else []
     return kept
 
 
@@ -289,37 +274,27 @@ def _as_argv(settings: dict[str, object], switches: Iterable[str]) -> list[str]:
     return pairs + [f"--{name}" for name in switches]
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """Flags of an estimator that differ from GRPO's: what it needs, and what suits the tiny model."""
-
-    needs: tuple[str, ...] = ()
-    tiny: tuple[str, ...] = ()
-
-    def flags(self, model: str) -> tuple[str, ...]:
-        return self.needs + (self.tiny if model == "tiny" else ())
-
-
+# Flags of an estimator that differ from GRPO's.
 PRESETS = {
-    "grpo": Preset(),
-    "gspo": Preset(),
-    "cispo": Preset(tiny=("--eps-clip", "1.0", "--eps-clip-high", "4.0")),
-    "dr_grpo": Preset(),
-    "rloo": Preset(),
-    "reinforce_plus_plus": Preset(needs=("--normalize-advantages",)),
-    "reinforce_plus_plus_baseline": Preset(needs=("--normalize-advantages",)),
-    "ppo": Preset(tiny=("--critic-lr", "1e-3")),
+    "grpo": "",
+    "gspo": "",
+    "cispo": "--eps-clip 1.0 --eps-clip-high 4.0",
+    "dr_grpo": "",
+    "rloo": "",
+    "reinforce_plus_plus": "--normalize-advantages",
+    "reinforce_plus_plus_baseline": "--normalize-advantages",
+    "ppo": "--critic-lr 1e-3",
 }
+_FOR_TINY = ("cispo", "ppo")  # what suits the tiny model only
+
+
+def preset(estimator: str, model: str) -> str:
+    """Return the flags of the estimator's preset; empty where the recipe of GRPO does."""
+    return "" if estimator in _FOR_TINY and model != "tiny" else PRESETS.get(estimator, "")
 
 
 def describe(estimator: str, model: str) -> str:
     """Return one line for the screen: `Preset of ppo: --critic-lr 1e-3`."""
     if estimator not in PRESETS:
         return f"Preset of {estimator}: none; the recipe is that of grpo."
-    flags = " ".join(PRESETS[estimator].flags(model))
-    return f"Preset of {estimator}: {flags or 'the recipe of grpo, unchanged'}."
-
-
-def preset_flags(estimator: str, model: str) -> list[str]:
-    """Return the preset's flags; none for an estimator without a preset."""
-    return list(PRESETS[estimator].flags(model)) if estimator in PRESETS else []
+    return f"Preset of {estimator}: {preset(estimator, model) or 'the recipe of grpo, unchanged'}."

@@ -17,9 +17,19 @@ FAILED = 1  # exit code where numbers differ
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     with user_errors():
-        _check(options)
+        if (options.hf_checkpoint is None) == (not options.families):
+            raise ValueError("give either --hf-checkpoint DIR or --families TYPE ... (or all).")
+        if options.layers < 1 or options.tolerance <= 0:
+            raise ValueError(
+                f"--layers is {options.layers} and --tolerance {options.tolerance}: use at least one layer, "
+                "and a tolerance above 0; fp32 differs by 1e-6 or so."
+            )
         if options.families:
-            return _survey(options.families)
+            # Imported here: it loads torch and transformers, which a wrong flag does not need.
+            from slime.cli.verify_model.survey import DIFFERS, chosen_kinds, survey
+
+            rows = survey(chosen_kinds(options.families))
+            return FAILED if any(row.result == DIFFERS for row in rows) else 0
         with tempfile.TemporaryDirectory(prefix="slime-verify-") as folder:
             return verify(options, Path(folder))
 
@@ -31,49 +41,18 @@ def _parser() -> argparse.ArgumentParser:
         "under each layout and optionally an engine, on a small random model of your architecture. Needs "
         "only config.json and a CPU.",
     )
-    parser.add_argument("--hf-checkpoint", metavar="DIR", help="folder (or hub id) with a config.json")
-    parser.add_argument(
-        "--families",
-        nargs="+",
-        metavar="TYPE",
-        help="instead of one model, check these causal LM types of transformers (or `all`) with FSDP",
-    )
-    parser.add_argument(
-        "--layers", type=int, default=2, help="number of decoder layers of the small model [2]"
-    )
-    parser.add_argument(
-        "--full-width", action="store_true", help="keep the numbers of heads and widths; slower"
-    )
-    parser.add_argument(
-        "--layouts",
-        metavar="LIST",
-        help="Megatron layouts, such as tp2,pp2,tp2pp2 [all of two ranks, one of four]",
-    )
-    parser.add_argument("--engine", choices=tuple(ENGINES), help="also check an engine that serves the model")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference [1e-4]")
-    parser.add_argument(
-        "--deadline-s", type=float, default=300.0, help="time limit of one layout in seconds [300]"
-    )
+    add = parser.add_argument
+    add("--hf-checkpoint", metavar="DIR", help="folder (or hub id) with a config.json")
+    families = "instead of one model, check these causal LM types of transformers (or `all`) with FSDP"
+    add("--families", nargs="+", metavar="TYPE", help=families)
+    add("--layers", type=int, default=2, help="number of decoder layers of the small model [2]")
+    add("--full-width", action="store_true", help="keep the numbers of heads and widths; slower")
+    layouts = "Megatron layouts, such as tp2,pp2,tp2pp2 [all of two ranks, one of four]"
+    add("--layouts", metavar="LIST", help=layouts)
+    add("--engine", choices=tuple(ENGINES), help="also check an engine that serves the model")
+    add("--tolerance", type=float, default=1e-4, help="largest relative difference [1e-4]")
+    add("--deadline-s", type=float, default=300.0, help="time limit of one layout in seconds [300]")
     return parser
-
-
-def _check(options: argparse.Namespace) -> None:
-    if (options.hf_checkpoint is None) == (not options.families):
-        raise ValueError("give either --hf-checkpoint DIR or --families TYPE ... (or all).")
-    if options.layers < 1:
-        raise ValueError(f"--layers is {options.layers}: at least one layer is needed.")
-    if options.tolerance <= 0:
-        raise ValueError(
-            f"--tolerance is {options.tolerance}: use a value above 0; fp32 differs by 1e-6 or so."
-        )
-
-
-def _survey(words: Sequence[str]) -> int:
-    # Imported here: it loads torch and transformers, which a wrong flag does not need.
-    from slime.cli.verify_model.survey import DIFFERS, chosen_kinds, survey
-
-    rows = survey(chosen_kinds(words), lambda line: print(line, flush=True))
-    return FAILED if any(row.result == DIFFERS for row in rows) else 0
 
 
 def verify(
@@ -82,56 +61,53 @@ def verify(
     """Print the table line by line and return the exit code. `before_build`: see `TrainerJob`."""
     # Imported here: torch and transformers take seconds to load, and a wrong flag needs neither.
     from slime.cli.verify_model import image_models, reference, shrink, trainer_job
-    from slime.cli.verify_model.cases import documents
     from slime.cli.verify_model.compare import Table
     from slime.cli.verify_model.layouts import choose_targets
 
     reference.be_quiet()
     full = shrink.read_config(options.hf_checkpoint)
     if image_models.has_images(full):
-        return _verify_images(options, full, folder)
+        if options.engine or options.layouts:
+            raise ValueError(
+                f"--engine and --layouts: a {full.model_type} is verified with images on the FSDP trainer "
+                "alone; leave them out."
+            )
+        return FAILED if image_models.verify(options, full, folder) else 0
     config = shrink.shrink(full, layers=options.layers, full_width=options.full_width)
     megatron = importlib.util.find_spec("megatron") is not None
     targets = choose_targets(options.layouts, experts=shrink.has_experts(config), megatron=megatron)
     renamed = shrink.type_for_megatron_alone(options.hf_checkpoint)
     if renamed is not None:
         targets = _only_megatron(options, targets, renamed)
-    print(
-        f"{options.hf_checkpoint}, as {shrink.describe(config)}; relative differences to transformers in fp32"
-    )
-    shrink.build(config, folder / "model", options.hf_checkpoint)
-    trained = folder / "model"
+    name = f"{options.hf_checkpoint}, as {shrink.describe(config)}"
+    print(f"{name}; relative differences to transformers in fp32")
+    model = trained = folder / "model"
+    shrink.build(config, model, options.hf_checkpoint)
     if renamed is not None:
         trained = folder / f"model-{renamed}"
-        shrink.retype(folder / "model", trained, renamed)
+        shrink.retype(model, trained, renamed)
         print(
-            f"{renamed} is trained by Megatron alone; the reference is transformers' {config.model_type} of "
-            "the same tensors"
+            f"{renamed} is trained by Megatron alone; the reference is transformers' {config.model_type} of"
         )
-    expected = reference.compute(folder / "model", folder / "after", config.vocab_size)
-    table = Table()
+        print("the same tensors")
+    expected = reference.compute(model, folder / "after", config.vocab_size)
+    table = Table(options.tolerance)
     for target in targets:
-        job = trainer_job.TrainerJob(
-            str(trained), target, str(folder / target.name.replace(" ", "-")), config.vocab_size, before_build
-        )
-        _check_target(options, job, expected, table)
+        place = str(folder / target.name.replace(" ", "-"))
+        job = trainer_job.TrainerJob(str(trained), target, place, config.vocab_size, before_build)
+        started = time.monotonic()
+        try:
+            found = trainer_job.run(job, options.deadline_s)
+        except trainer_job.JobFailed as error:
+            table.failed(target.name, target.ranks, started, error)
+        else:
+            table.compared(target.name, target.ranks, started, expected, found)
     if options.engine:
-        prompts = [tokens.tolist() for tokens in documents(config.vocab_size)["tokens"]]
-        _check_served(options, prompts, folder, table)
+        _check_engine(options, model, config.vocab_size, table)
     if not megatron:
         print("megatron-core is not installed: the Megatron trainer was not compared.")
-    return _conclude(table)
-
-
-def _verify_images(options: argparse.Namespace, config: Any, folder: Path) -> int:
-    from slime.cli.verify_model import image_models
-
-    if options.engine or options.layouts:
-        raise ValueError(
-            f"--engine and --layouts: a {config.model_type} is verified with images on the FSDP trainer "
-            "alone; leave them out."
-        )
-    return FAILED if image_models.verify(options, config, folder) else 0
+    print("\n".join(["", *table.problems]) if table.problems else f"all {table.rows} agree")
+    return FAILED if table.problems else 0
 
 
 def _only_megatron(options: argparse.Namespace, targets: list[Any], kind: str) -> list[Any]:
@@ -147,40 +123,16 @@ def _only_megatron(options: argparse.Namespace, targets: list[Any], kind: str) -
     return found
 
 
-def _check_target(options: argparse.Namespace, job: Any, expected: Any, table: Any) -> None:
-    from slime.cli.verify_model import trainer_job
-    from slime.cli.verify_model.compare import compare
-
-    target, started = job.target, time.monotonic()
-    Path(job.folder).mkdir()
-    try:
-        found = trainer_job.run(job, options.deadline_s)
-    except trainer_job.JobFailed as error:
-        table.failed(target.name, target.ranks, time.monotonic() - started, str(error))
-        return
-    verdict = compare(expected, found, options.tolerance)
-    table.compared(target.name, target.ranks, time.monotonic() - started, verdict)
-
-
-def _check_served(options: argparse.Namespace, prompts: list[list[int]], folder: Path, table: Any) -> None:
+def _check_engine(options: argparse.Namespace, model: Path, vocabulary: int, table: Any) -> None:
+    from slime.cli.verify_model.cases import documents
     from slime.cli.verify_model.engine_check import check_engine
     from slime.utils.errors import RunStopped
 
-    started = time.monotonic()
-    name = f"{options.engine} engine"
+    prompts = [tokens.tolist() for tokens in documents(vocabulary)["tokens"]]
+    name, started = f"{options.engine} engine", time.monotonic()
     try:
-        worst = check_engine(options.engine, folder / "model", prompts, folder, deadline_s=options.deadline_s)
+        worst = check_engine(options.engine, model, prompts, model.parent, deadline_s=options.deadline_s)
     except RunStopped as error:
-        table.failed(name, 1, time.monotonic() - started, str(error))
-        return
-    table.served(name, time.monotonic() - started, worst, options.tolerance)
-
-
-def _conclude(table: Any) -> int:
-    if not table.problems:
-        print(f"all {table.rows} agree")
-        return 0
-    print()
-    for name, problem in table.problems:
-        print(f"{name} {'' if problem.startswith('did not') else 'diverges first at '}{problem}")
-    return FAILED
+        table.failed(name, 1, started, error)
+    else:
+        table.served(name, started, worst)

@@ -1,7 +1,8 @@
 """Compares a trainer's outcome with the reference, finds what diverges first, and prints the table."""
 
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from slime.cli.verify_model.cases import LEARNING_RATE, CaseOutcome
 
 COLUMNS = ("log-probs", "entropy", "loss", "grad norm", "gradients", "SGD step", "round trip")
 EXACT = "round trip"
-_BUFFER = "buffer"
+_BUFFER = "buffer "
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,83 +26,76 @@ class Verdict:
 
 def compare(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> Verdict:
     """Compare all numbers within `tolerance`; weights that were only loaded must be bit-identical."""
-    expected = _gradients(reference)
+    expected, own = _gradients(reference), _gradients(found)
     # A gradient that is zero in theory (bias of keys) is noise: compare it with the largest one.
     floor = 1e-2 * max((float(tensor.abs().max()) for tensor in expected.values()), default=1.0)
-    gradients = _by_tensor(expected, _gradients(found), floor, lambda n: _rounding(reference.before[n]))
-    weights = _by_tensor(reference.after, found.after)
-    trip = {
-        name: _differing(reference.before.get(name), found.before.get(name))
-        for name in _names(reference, found)
+    gradients = {
+        name: _relative(gradient, own[name], floor, _rounding(reference.before[name]))
+        for name, gradient in expected.items()
+        if name in own
     }
+    # A tied output matrix may be exported twice.
+    names = [
+        *reference.before,
+        *(n for n in found.before if n not in reference.before and n != "lm_head.weight"),
+    ]
+    trip = {name: _differing(reference.before.get(name), found.before.get(name)) for name in names}
     if found.buffers:
         theirs = reference.buffers
-        trip |= {f"{_BUFFER} {n}": _differing(b, found.buffers.get(n)) for n, b in theirs.items()}
+        trip |= {_BUFFER + name: _differing(b, found.buffers.get(name)) for name, b in theirs.items()}
+    after = (_relative(t, found.after[name]) for name, t in reference.after.items() if name in found.after)
     errors = {
-        "log-probs": _of_documents(reference.log_probs, found.log_probs),
+        "log-probs": _largest(map(_relative, reference.log_probs, found.log_probs)),
         # For a nearly certain distribution it is a difference of large numbers.
-        "entropy": _of_documents(reference.entropy, found.entropy, floor=0.1),
+        "entropy": _largest(
+            _relative(a, b, 0.1) for a, b in zip(reference.entropy, found.entropy, strict=True)
+        ),
         "loss": abs(found.loss - reference.loss) / max(abs(reference.loss), 1.0),
         "grad norm": abs(found.grad_norm - reference.grad_norm) / reference.grad_norm,
         "gradients": _largest(gradients.values()),
-        "SGD step": _largest(weights.values()),
+        "SGD step": _largest(after),
         EXACT: float(sum(trip.values())),
     }
     wrong = [name for name, error in errors.items() if not error <= (0.0 if name == EXACT else tolerance)]
     if not wrong:
         return Verdict(errors, None)
-    return Verdict(errors, _first_divergence(reference, found, wrong, trip, gradients, tolerance))
-
-
-def _first_divergence(
-    reference: CaseOutcome,
-    found: CaseOutcome,
-    wrong: list[str],
-    trip: dict[str, int],
-    gradients: dict[str, float],
-    tolerance: float,
-) -> str:
-    """Name the earliest cause: a wrongly loaded weight, else an activation, else a gradient."""
     if EXACT in wrong:
-        tensor = next(name for name, differing in trip.items() if differing)
-        if tensor.startswith(f"{_BUFFER} "):
-            return f"{tensor} does not have the values that transformers computes for it"
-        if tensor not in found.before:
-            return f"tensor {tensor} is missing from the trainer's export"
-        if tensor not in reference.before:
-            return f"tensor {tensor} does not belong to the model"
-        changed = f"{trip[tensor]} of {reference.before[tensor].numel()} elements"
-        return f"tensor {tensor}: {changed} changed between load and export"
+        return Verdict(errors, _changed_tensor(reference, found, trip))
     if {"log-probs", "entropy"} & set(wrong):
         part = first_activation(reference, found, tolerance)
-        return part or "the output layer: activations agree, log-probs do not"
-    name = next((name for name, error in gradients.items() if not error <= tolerance), None)
-    return f"gradient of {name}" if name else f"{wrong[0]}: passes agree, the optimizer step does not"
+        return Verdict(errors, part or "the output layer: activations agree, log-probs do not")
+    wrong_gradients = [name for name, error in gradients.items() if not error <= tolerance]
+    passes = f"{wrong[0]}: passes agree, the optimizer step does not"
+    return Verdict(errors, f"gradient of {wrong_gradients[0]}" if wrong_gradients else passes)
+
+
+def _changed_tensor(reference: CaseOutcome, found: CaseOutcome, trip: dict[str, int]) -> str:
+    """Describe the first tensor that did not come through load and export unchanged."""
+    name = next(name for name, differing in trip.items() if differing)
+    if name.startswith(_BUFFER):
+        return f"{name} does not have the values that transformers computes for it"
+    if name not in found.before:
+        return f"tensor {name} is missing from the trainer's export"
+    if name not in reference.before:
+        return f"tensor {name} does not belong to the model"
+    total = reference.before[name].numel()
+    return f"tensor {name}: {trip[name]} of {total} elements changed between load and export"
 
 
 def first_activation(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> str | None:
     """Return the first layer whose output differs, and the first part of it that does."""
-    layers = sorted({layer for _, layer, _ in reference.activations})
-    for layer in layers:
-        if not _differs(reference, found, layer, layer_capture.OUTPUT, tolerance):
-            continue
-        differing = (p for p in layer_capture.PARTS if _differs(reference, found, layer, p, tolerance))
-        part = next(differing, layer_capture.OUTPUT)
-        weights = [n for n in reference.before if f"layers.{layer}.{part}." in n]
-        beside = f" (weights {', '.join(weights[:6])})" if weights else ""
-        return f"layer {layer}, {part}{beside}"
-    return None
-
-
-def _differs(reference: CaseOutcome, found: CaseOutcome, layer: int, part: str, tolerance: float) -> bool:
-    keys = [key for key in reference.activations if key[1:] == (layer, part) and key in found.activations]
-    return any(not _relative(reference.activations[key], found.activations[key]) <= tolerance for key in keys)
-
-
-def _names(reference: CaseOutcome, found: CaseOutcome) -> list[str]:
-    """Return all tensor names in the reference's order; a tied output matrix may be exported twice."""
-    extra = [name for name in found.before if name not in reference.before and name != "lm_head.weight"]
-    return [*reference.before, *extra]
+    differing = {
+        key[1:]
+        for key, expected in reference.activations.items()
+        if key in found.activations and not _relative(expected, found.activations[key]) <= tolerance
+    }
+    layers = [layer for layer, part in differing if part == layer_capture.OUTPUT]
+    if not layers:
+        return None
+    layer = min(layers)
+    part = next((p for p in layer_capture.PARTS if (layer, p) in differing), layer_capture.OUTPUT)
+    weights = [n for n in reference.before if f"layers.{layer}.{part}." in n]
+    return f"layer {layer}, {part}" + (f" (weights {', '.join(weights[:6])})" if weights else "")
 
 
 def _differing(expected: Tensor | None, found: Tensor | None) -> int:
@@ -115,22 +109,9 @@ def _gradients(outcome: CaseOutcome) -> dict[str, Tensor]:
     return {name: (outcome.before[name] - after) / LEARNING_RATE for name, after in outcome.after.items()}
 
 
-def _of_documents(expected: list[Tensor], found: list[Tensor], floor: float = 1e-3) -> float:
-    return _largest(_relative(a, b, floor) for a, b in zip(expected, found, strict=True))
-
-
 def _rounding(weight: Tensor) -> float:
     """Return the rounding error of an fp32 weight update, as a gradient."""
     return 2 * torch.finfo(torch.float32).eps * float(weight.abs().max()) / LEARNING_RATE
-
-
-def _by_tensor(
-    expected: dict[str, Tensor],
-    found: dict[str, Tensor],
-    floor: float = 1e-3,
-    slack: Callable[[str], float] = lambda _name: 0.0,
-) -> dict[str, float]:
-    return {n: _relative(t, found[n], floor, slack(n)) for n, t in expected.items() if n in found}
 
 
 def _relative(expected: Tensor, found: Tensor, floor: float = 1e-3, slack: float = 0.0) -> float:
@@ -149,40 +130,39 @@ def _largest(values: Iterable[float]) -> float:
     return float(listed.max()) if len(listed) else math.nan
 
 
-_NAME, _WIDTH = 20, 11
-
-
 class Table:
     """Prints one line per trainer as soon as it is known, and keeps problems for the end."""
 
-    def __init__(self) -> None:
-        self.rows = 0
-        self.problems: list[tuple[str, str]] = []  # (trainer and layout, reason)
-        head = "".join(f"{name:>{_WIDTH}}" for name in COLUMNS)
-        print(f"\n{'trainer':<{_NAME}}{'ranks':>6}{head}{'seconds':>9}  result", flush=True)
+    def __init__(self, tolerance: float) -> None:
+        self.rows, self._tolerance = 0, tolerance
+        self.problems: list[str] = []
+        head = "".join(f"{name:>11}" for name in COLUMNS)
+        print(f"\n{'trainer':<20}{'ranks':>6}{head}{'seconds':>9}  result", flush=True)
 
-    def compared(self, name: str, ranks: int, seconds: float, verdict: Verdict) -> None:
-        cells = [_exact(verdict.errors[c]) if c == EXACT else f"{verdict.errors[c]:.1e}" for c in COLUMNS]
-        self._line(name, ranks, cells, seconds, "same" if verdict.first is None else "DIVERGES")
-        if verdict.first is not None:
-            self.problems.append((name, verdict.first))
+    def compared(
+        self, name: str, ranks: int, started: float, expected: CaseOutcome, found: CaseOutcome
+    ) -> None:
+        verdict = compare(expected, found, self._tolerance)
+        first = None if verdict.first is None else f"diverges first at {verdict.first}"
+        self._add(name, ranks, started, verdict.errors, first)
 
-    def served(self, name: str, seconds: float, worst: float, tolerance: float) -> None:
-        good = worst <= tolerance
-        cells = [f"{worst:.1e}", *["-"] * (len(COLUMNS) - 1)]
-        self._line(name, 1, cells, seconds, "same" if good else "DIVERGES")
-        if not good:
-            self.problems.append((name, f"the log-probs of tokens it drew: off by {worst:.2g}"))
+    def served(self, name: str, started: float, worst: float) -> None:
+        text = f"diverges first at the log-probs of tokens it drew: off by {worst:.2g}"
+        self._add(name, 1, started, {COLUMNS[0]: worst}, None if worst <= self._tolerance else text)
 
-    def failed(self, name: str, ranks: int, seconds: float, reason: str) -> None:
-        self._line(name, ranks, ["-"] * len(COLUMNS), seconds, "FAILED")
-        self.problems.append((name, f"did not finish: {reason}"))
+    def failed(self, name: str, ranks: int, started: float, error: Exception) -> None:
+        self._add(name, ranks, started, {}, f"did not finish: {error}")
 
-    def _line(self, name: str, ranks: int, cells: list[str], seconds: float, result: str) -> None:
+    def _add(
+        self, name: str, ranks: int, started: float, errors: dict[str, float], problem: str | None
+    ) -> None:
+        cells = {column: f"{error:.1e}" for column, error in errors.items()}
+        if EXACT in errors:
+            cells[EXACT] = f"{errors[EXACT]:.0f} differ" if errors[EXACT] else "exact"
+        shown = "".join(f"{cells.get(column, '-'):>11}" for column in COLUMNS)
+        result = "same" if problem is None else "DIVERGES" if errors else "FAILED"
+        seconds = time.monotonic() - started
+        print(f"{name:<20}{ranks:>6}{shown}{seconds:>9.1f}  {result}", flush=True)
         self.rows += 1
-        shown = "".join(f"{cell:>{_WIDTH}}" for cell in cells)
-        print(f"{name:<{_NAME}}{ranks:>6}{shown}{seconds:>9.1f}  {result}", flush=True)
-
-
-def _exact(differing: float) -> str:
-    return "exact" if not differing else f"{int(differing)} differ"
+        if problem is not None:
+            self.problems.append(f"{name} {problem}")

@@ -17,7 +17,6 @@ from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, SamplingParams
 
 NEW_TOKENS = 12
-
 _ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # where log-probs are compared to the last bits
 
 

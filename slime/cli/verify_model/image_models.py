@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.vision.towers import family_of, num_image_tokens, smallest_picture
+from slime.arguments import default_args
+from slime.backends.fsdp import create_backend
+from slime.backends.shared.microbatch import build_micro_batch
 from slime.catalog.vision import VISION_FAMILIES
+from slime.cli.one_rank import alone
 from slime.cli.verify_model import shrink
 from slime.utils.types import RolloutBatch
 
@@ -70,43 +74,37 @@ def documents(config: Any) -> RolloutBatch:
     def words(count: int) -> Tensor:
         return torch.randint(5, 250, (count,), generator=generator)
 
-    batch: dict[str, Any] = {
-        "tokens": [],
-        "response_lengths": list(_RESPONSES),
-        "multimodal_train_inputs": [],
-    }
+    every_tokens, every_media = [], []
     for images, length in zip(_SHOWN, _RESPONSES, strict=True):
-        media = _media(config, images, generator)
-        parts, left = [words(3)], 0 if media is None else num_image_tokens(config, media)
+        media = _media(config, images, generator) if images else None
+        parts = [words(3)]
         for rows, columns in images:
             tiles = VISION_FAMILIES[config.model_type].tiles
-            count = left // len(images) if tiles else rows * columns
+            count = num_image_tokens(config, media or {}) // len(images) if tiles else rows * columns
             parts += [torch.full((count,), config.image_token_id), words(2)]
-        batch["tokens"].append(torch.cat([*parts, words(length)]))
-        batch["multimodal_train_inputs"].append(media)
-    count = len(_RESPONSES)
-    batch["loss_masks"] = [torch.ones(length) for length in _RESPONSES]
-    batch |= {"rollout_mask_sums": [1.0] * count, "sample_indices": list(range(count))}
+        every_tokens.append(torch.cat([*parts, words(length)]))
+        every_media.append(media)
+    batch: dict[str, Any] = {
+        "tokens": every_tokens,
+        "response_lengths": list(_RESPONSES),
+        "multimodal_train_inputs": every_media,
+        "loss_masks": [torch.ones(length) for length in _RESPONSES],
+        "rollout_mask_sums": [1.0] * len(_RESPONSES),
+        "sample_indices": list(range(len(_RESPONSES))),
+    }
     return batch  # type: ignore[return-value]
 
 
-def _media(
-    config: Any, images: tuple[tuple[int, int], ...], generator: torch.Generator
-) -> dict[str, Any] | None:
+def _media(config: Any, images: tuple[tuple[int, int], ...], generator: torch.Generator) -> dict[str, Any]:
     """Return random pixels in the shapes of the family's processor."""
-    if not images:
-        return None
-    smallest = smallest_picture(config, torch.device("cpu"))
+    made: dict[str, Any] = smallest_picture(config, torch.device("cpu"))
     if VISION_FAMILIES[config.model_type].tiles:
-        made = {
-            name: tensor.repeat(1, len(images), *[1] * (tensor.dim() - 2))
-            for name, tensor in smallest.items()
-        }
+        made = {name: tensor.repeat_interleave(len(images), dim=1) for name, tensor in made.items()}
     else:
         merge = config.vision_config.spatial_merge_size
         grid = torch.tensor([[1, rows * merge, columns * merge] for rows, columns in images])
-        made = {"pixel_values": torch.empty(int(grid.prod(-1).sum()), smallest["pixel_values"].shape[1])}
-        made["image_grid_thw"] = grid
+        patches = torch.empty(int(grid.prod(-1).sum()), made["pixel_values"].shape[1])
+        made = {"pixel_values": patches, "image_grid_thw": grid}
     made["pixel_values"] = torch.randn(made["pixel_values"].shape, generator=generator)
     return made
 
@@ -134,19 +132,12 @@ def reference(folder: Path, batch: RolloutBatch) -> tuple[list[Tensor], dict[str
 
 def trainer(folder: Path, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute log-probs and gradients of one packed micro-batch with the FSDP trainer."""
-    import torch.distributed as dist
-
-    from slime.arguments import default_args
-    from slime.backends.fsdp import create_backend
-    from slime.backends.shared.microbatch import build_micro_batch
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=f"file://{folder.parent}/meet", rank=0, world_size=1)
     args = default_args(hf_checkpoint=str(folder), dtype="float32", run_dir=str(folder.parent))
-    backend = create_backend(args, rank=0, world_size=1, device="cpu")
-    mb, share = backend._send(build_micro_batch(batch, range(len(_RESPONSES))), backend.model)
-    log_probs = backend._forward(mb, share).log_probs
-    log_probs.sum().backward()
+    with alone():
+        backend = create_backend(args, rank=0, world_size=1, device="cpu")
+        mb, share = backend._send(build_micro_batch(batch, range(len(_RESPONSES))), backend.model)
+        log_probs = backend._forward(mb, share).log_probs
+        log_probs.sum().backward()
     named = backend.model.lm.named_parameters()
     return log_probs.detach(), {name: p.grad for name, p in named if p.grad is not None}
 
@@ -164,9 +155,8 @@ def verify(options: Any, config: Any, folder: Path) -> int:
         "log-probs": float((torch.cat(expected) - found).abs().max()),
         "gradients": max(float((own[name] - g).abs().max()) for name, g in gradients.items()) / scale,
     }
-    print(
-        f"{options.hf_checkpoint}, as a small {small.model_type} with both towers, compared with transformers"
-    )
+    model = f"{options.hf_checkpoint}, as a small {small.model_type} with both towers"
+    print(f"{model}, compared with transformers")
     for what, value in apart.items():
         print(f"fsdp, packed with images  {what:10}  {value:.1e}")
     wrong = [what for what, value in apart.items() if not value <= options.tolerance]

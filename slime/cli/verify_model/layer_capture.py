@@ -20,8 +20,6 @@ PARTS = {
     "post_attention_layernorm": "pre_mlp_layernorm",
     "mlp": "mlp",
 }
-
-
 # (keyword arguments of a layer, micro-batch) -> which of its tokens this rank computes, -1 for padding
 Share = Callable[[dict[str, Any], MicroBatch], Tensor]
 

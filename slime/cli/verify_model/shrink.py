@@ -20,26 +20,12 @@ _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _WINDOWS, WINDOW = ("sliding_window", "attention_chunk_size", "window_size"), 4
 # Upper limits of sizes inside layers with a recurrent state.
-_STATES = dict(
-    rotary_dim=8,
-    hidden_size_per_layer_input=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    mamba_n_heads=4,
-    mamba_num_heads=4,
-) | {
-    name: 8
-    for name in (
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "mamba_d_state",
-        "ssm_state_size",
-        "state_size",
-    )
-}
+_STATES = dict(hidden_size_per_layer_input=16, linear_num_key_heads=2, linear_num_value_heads=4)
+_STATES |= dict(mamba_n_heads=4, mamba_num_heads=4, rotary_dim=8, linear_key_head_dim=8)
+_STATES |= dict(linear_value_head_dim=8, mamba_d_state=8, ssm_state_size=8, state_size=8)
 _TOWERS, _TOWER_LAYERS = ("vision_config", "audio_config"), ("num_hidden_layers", "num_blocks")
+_OF_WEIGHTS = ("config.json", "generation_config.json")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json")
 
 
 def type_for_megatron_alone(path: str) -> str | None:
@@ -110,7 +96,7 @@ def _fewer_layers(values: dict[str, Any], layers: int) -> dict[str, Any]:
     changes: dict[str, Any] = {"num_hidden_layers": layers}
     for name, value in values.items():
         if isinstance(value, list) and len(value) == values["num_hidden_layers"]:
-            changes[name] = _pick_both_ends(value, layers)
+            changes[name] = [value[0], *[value[-1]] * (layers - 1)]
     if values.get("layer_types"):
         kinds = list(dict.fromkeys(values["layer_types"]))
         changes["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
@@ -138,10 +124,6 @@ def _lower_towers(values: dict[str, Any]) -> dict[str, Any]:
         for name, part in values.items()
         if name in _TOWERS and isinstance(part, dict)
     }
-
-
-def _pick_both_ends(kinds: list[str], layers: int) -> list[str]:
-    return [kinds[0], *[kinds[-1]] * (layers - 1)]
 
 
 def _fewer_experts(values: dict[str, Any]) -> dict[str, Any]:
@@ -201,15 +183,10 @@ def build(config: Any, folder: Path, source: str, *, seed: int = 0) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     draw(model)
     model.save_pretrained(folder)
-    if Path(source).is_dir():
-        skipped = {file for pattern in _WEIGHT_FILES for file in Path(source).glob(pattern)}
-        for file in Path(source).iterdir():
-            if (
-                file.suffix in (".json", ".txt", ".model", ".jinja")
-                and file.is_file()
-                and file not in skipped
-            ):
-                shutil.copyfile(file, folder / file.name)
+    for file in Path(source).iterdir() if Path(source).is_dir() else ():
+        is_text = file.suffix in (".json", ".txt", ".model", ".jinja") and file.is_file()
+        if is_text and file.name not in _OF_WEIGHTS and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)
 
 
 @torch.no_grad()

@@ -6,18 +6,17 @@ trainer over packed documents is compared with transformers, which gets one docu
 
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slime.backends.fsdp import families
 from slime.catalog.backends import BACKENDS
 from slime.catalog.families import BY_STATE, PACKED, PADDED
+from slime.cli.one_rank import alone
 from slime.cli.verify_model import reference, shrink, trainer_job
 from slime.cli.verify_model.compare import compare
 from slime.cli.verify_model.layouts import CheckTarget
@@ -66,21 +65,7 @@ def chosen_kinds(words: Sequence[str]) -> list[str]:
     return known if "all" in words else list(words)
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Create the process group of one rank that trainers need, unless there is one."""
-    if dist.is_initialized():
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="slime-verify-") as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
-def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> SurveyRow:
+def examine(kind: str, folder: Path) -> SurveyRow:
     """Train one small model of the family and compare it; errors are in the row."""
     from transformers import CONFIG_MAPPING
 
@@ -94,20 +79,17 @@ def examine(kind: str, folder: Path, *, tolerance: float = 1e-4) -> SurveyRow:
     except families.NotTrainable as error:
         return SurveyRow(kind, REFUSED, how, note=_message(error))
     except Exception as error:  # models that are not text models fail in many ways
-        return SurveyRow(
-            kind, NO_REFERENCE, note=f"no small text model of its default config ({_message(error)})"
-        )
-    job = trainer_job.TrainerJob(
-        str(folder / "model"), CheckTarget("fsdp", "single", 1), str(folder), config.vocab_size
-    )
+        note = f"no small text model of its default config ({_message(error)})"
+        return SurveyRow(kind, NO_REFERENCE, note=note)
+    target = CheckTarget("fsdp", "single", 1)
+    job = trainer_job.TrainerJob(str(folder / "model"), target, str(folder), config.vocab_size)
     try:
         found = trainer_job.compute(0, job)
     except Exception as error:
-        return SurveyRow(
-            kind, REFUSED if isinstance(error, ValueError) else DIFFERS, how, note=_message(error)
-        )
+        result = REFUSED if isinstance(error, ValueError) else DIFFERS
+        return SurveyRow(kind, result, how, note=_message(error))
     assert found is not None, "rank 0 has the outcome"
-    verdict = compare(expected, found, tolerance)
+    verdict = compare(expected, found, tolerance=1e-4)
     result = EXACT if verdict.first is None else DIFFERS
     errors = verdict.errors["log-probs"], verdict.errors["gradients"]
     return SurveyRow(kind, result, how, *errors, note=verdict.first or "")
@@ -157,19 +139,20 @@ def summary(rows: Sequence[SurveyRow]) -> str:
     )
 
 
-def survey(kinds: Sequence[str], show: Callable[[str], object] = print) -> list[SurveyRow]:
+def survey(kinds: Sequence[str]) -> list[SurveyRow]:
     """Return the rows of all types; each is printed as a line of a Markdown table when it is known."""
     from transformers import __version__
 
     reference.be_quiet()
     torch.set_num_threads(1)
-    show(f"transformers {__version__}, torch {torch.__version__.split('+')[0]}\n")
-    show("| family | FSDP | how | log-probs | gradients | Megatron | note |\n|---|---|---|---|---|---|---|")
+    print(f"transformers {__version__}, torch {torch.__version__.split('+')[0]}\n")
+    print("| family | FSDP | how | log-probs | gradients | Megatron | note |\n|---|---|---|---|---|---|---|")
     rows = []
     with alone():
         for kind in kinds:
             with tempfile.TemporaryDirectory(prefix="slime-verify-") as folder:
                 rows.append(examine(kind, Path(folder)))
-            show("| " + " | ".join(cell.replace("|", "/") for cell in rows[-1].cells()) + " |")
-    show("\n" + summary(rows))
+            cells = " | ".join(cell.replace("|", "/") for cell in rows[-1].cells())
+            print(f"| {cells} |", flush=True)
+    print("\n" + summary(rows))
     return rows

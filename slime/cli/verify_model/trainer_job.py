@@ -55,20 +55,20 @@ def run(job: TrainerJob, deadline_s: float) -> CaseOutcome:
     context = multiprocessing.get_context("spawn")
     numbers = range(job.target.ranks)
     ranks = [context.Process(target=_rank_main, args=(rank, job), daemon=True) for rank in numbers]
+    Path(job.folder).mkdir()
     for process in ranks:
         process.start()
     try:
-        _wait(ranks, job, time.monotonic() + deadline_s, deadline_s)
+        _wait(ranks, job, deadline_s)
     finally:
         for process in ranks:
-            if process.is_alive():
-                process.kill()
+            process.kill()
             process.join()
     return torch.load(Path(job.folder) / "outcome.pt", weights_only=False)
 
 
-def _wait(ranks: list[Any], job: TrainerJob, deadline: float, deadline_s: float) -> None:
-    running = list(ranks)
+def _wait(ranks: list[Any], job: TrainerJob, deadline_s: float) -> None:
+    running, deadline = list(ranks), time.monotonic() + deadline_s
     while running:
         ready = wait([process.sentinel for process in running], timeout=max(deadline - time.monotonic(), 0.0))
         if not ready:
@@ -79,23 +79,10 @@ def _wait(ranks: list[Any], job: TrainerJob, deadline: float, deadline_s: float)
             raise JobFailed(errors[0].read_text().strip() if errors else "a process ended without a message")
 
 
-def settings(model: str, target: CheckTarget) -> Args:
-    """Return default flags with plain SGD and the flags of the layout."""
-    return default_args(
-        hf_checkpoint=model,
-        allow_unverified_model=True,
-        train_backend=target.backend,
-        dtype="float32",
-        optimizer="sgd",
-        lr=LEARNING_RATE,
-        weight_decay=0.0,
-        clip_grad=0.0,
-        **dict(target.settings),
-    )
-
-
 def _rank_main(rank: int, job: TrainerJob) -> None:
-    _end_with_parent()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this runs in a child process"
+    watch_parent(parent.sentinel)
     torch.set_num_threads(1)
     reference.be_quiet()
     try:
@@ -116,29 +103,29 @@ def _rank_main(rank: int, job: TrainerJob) -> None:
     os._exit(0)
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "this runs in a child process"
-    watch_parent(parent.sentinel)
-
-
 def compute(rank: int, job: TrainerJob) -> CaseOutcome | None:
     """Log-probs with activations, one optimizer step, and the weights before and after; on rank 0."""
     target = job.target
     create_backend = importlib.import_module(f"slime.backends.{target.backend}").create_backend
-    args = settings(job.model, target)
+    args = default_args(
+        hf_checkpoint=job.model,
+        allow_unverified_model=True,
+        train_backend=target.backend,
+        dtype="float32",
+        optimizer="sgd",
+        lr=LEARNING_RATE,
+        weight_decay=0.0,
+        clip_grad=0.0,
+        **dict(target.settings),
+    )
     backend = create_backend(args, rank=rank, world_size=target.ranks, device="cpu")
     buffers = buffers_of(backend.model.lm) if BACKENDS[target.backend].trains_transformers_model else {}
     layout = backend.layout
     ids = list(range(NUM_DOCUMENTS))[layout.dp_rank :: layout.dp_size]
     batch = documents(job.vocabulary, ids)
     half = -(-len(ids) // 2)
-    positions = [list(range(half)), list(range(half, len(ids)))]
-    mbs = [
-        build_micro_batch(batch, chosen, {"advantages": batch["advantages"]})
-        for chosen in positions
-        if chosen
-    ]
+    halves = (range(half), range(half, len(ids)))
+    mbs = [build_micro_batch(batch, half, {"advantages": batch["advantages"]}) for half in halves if half]
     layers, share = _layers_of(backend, args)
     with layer_capture.recording(layers, mbs, ids, share) as pieces:
         lists = backend.log_probs(mbs, entropy=True)
