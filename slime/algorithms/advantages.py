@@ -88,11 +88,7 @@ def _discounted(
 def _rewards_of_actions(
     rewards: Sequence[float] | Tensor, kl: Sequence[Tensor], chosen: Sequence[Tensor], kl_coef: float
 ) -> TokenLists:
-    """Rewards of the policy's own actions, the tokens at `chosen`; what a tool wrote is none of them.
-
-    One rule for every estimator that discounts, so that a long tool answer
-    does not make the turn before it worth less.
-    """
+    """Rewards of the policy's own actions, the tokens at `chosen`: tool output is not discounted."""
     token_rewards = []
     for reward, k, index in zip(rewards, kl, chosen, strict=True):
         actions = -kl_coef * k[index]
@@ -139,12 +135,10 @@ def ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
     """GAE over the trained tokens, with the reward on the last of them; tokens that are not trained get 0."""
     assert inputs.values is not None, "ppo needs the critic's values"
     chosen = [mask.nonzero().squeeze(1) for mask in inputs.loss_masks]
-    token_rewards = inputs.of_actions(chosen)
+    rewards = inputs.of_actions(chosen)
     values = [value[index] for value, index in zip(inputs.values, chosen, strict=True)]
     lengths = [len(index) for index in chosen]
-    packed = get_advantages_and_returns_batch(
-        lengths, lengths, values, token_rewards, inputs.gamma, inputs.lambd
-    )
+    packed = get_advantages_and_returns_batch(lengths, lengths, values, rewards, inputs.gamma, inputs.lambd)
     advantages, returns = (_at_actions(parts, chosen, inputs.kl) for parts in packed)
     return advantages, returns
 

@@ -81,8 +81,7 @@ def select_clip_cov(
 ) -> list[Tensor]:
     """A random share `ratio` of trained tokens (at least one), among those with covariance in [low, high].
 
-    `seeds` [N] draw each sample's random keys, so that the same
-    samples give the same choice wherever they lie.
+    `seeds` [N] draw each sample's random keys: the same samples give the same choice wherever they lie.
     """
     covariances = token_covariances(advantages, log_probs, masks, total)
     within = [((c >= low) & (c <= high)).float() * m for c, m in zip(covariances, masks, strict=True)]
@@ -94,6 +93,5 @@ def select_clip_cov(
 
 
 def _count(masks: Sequence[Tensor], ratio: float, total: SumOverRanks) -> int:
-    own = sum(float(mask.sum()) for mask in masks)
-    trained = float(total(torch.tensor([own], dtype=torch.float64)))
+    trained = float(total(torch.tensor([sum(float(mask.sum()) for mask in masks)], dtype=torch.float64)))
     return max(1, math.floor(ratio * trained)) if ratio > 0 else 0

@@ -8,17 +8,12 @@ from torch import Tensor
 
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, T] by the textbook recursion; the value after the last token is 0."""
-    if rewards.shape[1] == 0:
-        return torch.zeros_like(rewards), torch.zeros_like(values)
-    last = torch.zeros_like(rewards[:, 0])
-    next_value = torch.zeros_like(last)
-    advantages = []
+    result = torch.zeros_like(rewards)
+    last = next_value = torch.zeros(len(rewards), dtype=rewards.dtype, device=rewards.device)
     for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        last = delta + gamma * lambd * last
+        last = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lambd * last
         next_value = values[:, t]
-        advantages.append(last)
-    result = torch.stack(advantages[::-1], dim=1)
+        result[:, t] = last
     return result, result + values
 
 

@@ -5,7 +5,6 @@ are the tokens; columns are a part of the vocabulary or all of it. Imported only
 Triton's interpreter).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -110,7 +109,3 @@ def logit_gradient_(
 
 def _block(columns: int) -> int:
     return min(_BLOCK, triton.next_power_of_2(columns))
-
-
-def usable(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -51,8 +51,7 @@ def _kernels() -> ModuleType | None:
 
 
 def _kernels_for(tensor: Tensor) -> ModuleType | None:
-    kernels = _kernels() if tensor.is_cuda else None
-    return kernels if kernels is not None and kernels.usable(tensor) else None
+    return _kernels() if tensor.is_cuda and tensor.dtype != torch.float64 else None
 
 
 def _statistics(
@@ -187,11 +186,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_log_probs = torch.zeros_like(log_sums)
         kernels = _kernels_for(hidden)
         gradient = kernels.logit_gradient_ if kernels is not None else _gradient
-        grads = (
-            grad_log_probs.contiguous(),
-            entropy,
-            None if grad_entropy is None else grad_entropy.contiguous(),
-        )
+        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        grads = grad_log_probs.contiguous(), entropy, grad_entropy
         if ctx.kept is not None:
             logits, ctx.kept = ctx.kept, None
             grad = gradient(logits, targets, 0, ctx.temperature, log_sums, *grads)
@@ -278,9 +274,10 @@ def calculate_log_probs_and_entropy(
             "calculate_log_probs_and_entropy: a vocabulary sharded over several ranks is not supported here."
         )
     rows = chunk_size if chunk_size > 0 else max(1, logits.shape[0])
-    log_probs, entropies = [], []
+    empty = logits.new_zeros(0, dtype=_compute_dtype(logits.dtype))
+    log_probs, entropies = [empty[:, None]], [empty]
     for start in range(0, logits.shape[0], rows):
-        part = logits[start : start + rows].to(_compute_dtype(logits.dtype))
+        part = logits[start : start + rows].to(empty.dtype)
         target = tokens[start : start + rows, None]
         kept = part
         if log_prob_keep_mask is not None:
@@ -288,12 +285,9 @@ def calculate_log_probs_and_entropy(
             kept = part.masked_fill(~keep, float("-inf"))
         log_probs.append(kept.gather(1, target) - torch.logsumexp(kept, dim=-1, keepdim=True))
         if with_entropy:
-            source = part if with_entropy_grad else part.detach()
-            log_dist = torch.log_softmax(source, dim=-1)
+            log_dist = torch.log_softmax(part if with_entropy_grad else part.detach(), dim=-1)
             entropies.append(-(log_dist.exp() * log_dist).sum(-1))
-    empty = logits.new_zeros(0, dtype=_compute_dtype(logits.dtype))
-    entropy = (torch.cat(entropies) if entropies else empty) if with_entropy else None
-    return (torch.cat(log_probs) if log_probs else empty[:, None]), entropy
+    return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
 
 
 def compute_log_probs(logits: Tensor, tokens: Tensor, process_group: Any = None) -> Tensor:

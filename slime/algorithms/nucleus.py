@@ -6,13 +6,12 @@ what is impossible has probability 0, adds nothing to the entropy and gets no gr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# Finite, so that probability 0 times its logarithm is 0 and not NaN; far
-# below any logit, at any temperature in use.
+# Finite, so that probability 0 times its logarithm is 0 and not NaN; far below any logit.
 IMPOSSIBLE = -1e30
 
 
@@ -20,8 +19,7 @@ IMPOSSIBLE = -1e30
 class Nucleus:
     """The ids that each of R rows of logits may be; a row without ids may be any.
 
-    Example: ids [3, 7, 5], row_of [0, 0, 2], offsets [0, 2, 2, 3]: row 0
-    is 3 or 7, row 1 anything, row 2 only 5.
+    Example: ids [3, 7, 5], row_of [0, 0, 2], offsets [0, 2, 2, 3]: row 0 is 3 or 7, row 1 any, row 2 only 5.
     """
 
     ids: Tensor  # [N] int32, row after row
@@ -55,9 +53,8 @@ class Nucleus:
         return self._from_counts(self.ids[index.to(self.ids.device)], counts)
 
     def to(self, device: torch.device) -> "Nucleus":
-        return replace(
-            self, ids=self.ids.to(device, non_blocking=True), row_of=self.row_of.to(device, non_blocking=True)
-        )
+        ids, row_of = (tensor.to(device, non_blocking=True) for tensor in (self.ids, self.row_of))
+        return Nucleus(ids, row_of, self.offsets)
 
     def cut_(self, logits: Tensor, targets: Tensor, first: int = 0) -> Tensor:
         """Makes all but the rows' ids and `targets` [R] impossible in logits [R, columns] from id `first`."""
@@ -68,8 +65,6 @@ class Nucleus:
             inside = (token >= first) & (token < first + columns)
             # What stands outside of these columns goes to the entry behind them: no size depends on the data.
             keep.index_fill_(0, torch.where(inside, row * columns + token - first, rows * columns), True)
-        is_cut = torch.zeros(rows, dtype=torch.bool, device=logits.device).index_fill_(
-            0, self.row_of.long(), True
-        )
+        is_cut = torch.zeros_like(every, dtype=torch.bool).index_fill_(0, self.row_of.long(), True)
         keep = keep[:-1].view(rows, columns).logical_or_(~is_cut[:, None])
         return logits.masked_fill_(keep.logical_not_(), IMPOSSIBLE)

@@ -19,8 +19,6 @@ from slime.algorithms.ratios import bound_log_ratio, exp_ratio
 from slime.algorithms.reduce import segment_mean, segment_sum
 from slime.arguments import PluginArgs
 
-LEVELS = ("token", "sequence", "geometric")
-
 
 @dataclass(frozen=True)
 class TokenLayout:
@@ -47,22 +45,8 @@ def importance_ratios(log_ratio: Tensor, layout: TokenLayout, level: str) -> Ten
         masked = torch.where(layout.mask != 0, log_ratio, torch.zeros_like(log_ratio))
         log_ratio = segment_sum(masked, layout.segments, layout.num_samples)[layout.segments]
     elif level == "geometric":
-        masked = torch.where(layout.mask != 0, log_ratio, torch.zeros_like(log_ratio))
-        log_ratio = segment_mean(masked, layout.mask, layout.segments, layout.num_samples)[layout.segments]
-    elif level != "token":
-        raise ValueError(f"level {level!r}: choose one of {', '.join(LEVELS)}.")
+        log_ratio = segment_mean(log_ratio, layout.mask, layout.segments, layout.num_samples)[layout.segments]
     return exp_ratio(log_ratio)
-
-
-def truncate(ratio: Tensor, low: float, high: float) -> Tensor:
-    """Cuts weights off at `high`; there is no lower bound."""
-    del low
-    return ratio.clamp(max=high)
-
-
-def clip(ratio: Tensor, low: float, high: float) -> Tensor:
-    """The ratio, cut off at low and high."""
-    return ratio.clamp(low, high)
 
 
 def mask_outside(ratio: Tensor, low: float, high: float) -> Tensor:
@@ -71,8 +55,8 @@ def mask_outside(ratio: Tensor, low: float, high: float) -> Tensor:
 
 
 WEIGHT_MODES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
-    "clip": clip,
-    "truncate": truncate,
+    "clip": torch.clamp,
+    "truncate": lambda ratio, low, high: ratio.clamp(max=high),  # there is no lower bound
     "mask": mask_outside,
 }
 
@@ -80,15 +64,14 @@ WEIGHT_MODES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 def importance_weights(
     log_ratio: Tensor, layout: TokenLayout, *, level: str, mode: str, low: float, high: float
 ) -> Correction:
-    """Truncated importance sampling (TIS) and its relatives: a level of LEVELS, a mode of WEIGHT_MODES."""
+    """Truncated importance sampling (TIS) and its relatives: of a level and a mode of WEIGHT_MODES."""
     ratio = importance_ratios(log_ratio, layout, level)
     weights = WEIGHT_MODES[mode](ratio, low, high)
-    metrics = {
-        "tis": ratio,
-        "tis_clipfrac": (weights != ratio).to(ratio.dtype),
-        "tis_abs": (ratio - 1).abs(),
-    }
-    return Correction(weights, torch.ones_like(weights), metrics)
+    return Correction(weights, torch.ones_like(weights), _weight_metrics(weights, ratio))
+
+
+def _weight_metrics(weights: Tensor, ratio: Tensor) -> dict[str, Tensor]:
+    return {"tis": ratio, "tis_clipfrac": (weights != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
 
 
 def weight_moments(weights: Tensor, layout: TokenLayout, level: str) -> Tensor:
@@ -117,10 +100,8 @@ def rejection(
     if veto is not None:
         token_ratio = importance_ratios(log_ratio, layout, "token")
         fatal = ((token_ratio < veto) & (layout.mask != 0)).to(ratio.dtype)
-        vetoed = (segment_sum(fatal, layout.segments, layout.num_samples) > 0)[layout.segments].to(
-            ratio.dtype
-        )
-        metrics["rs_vetoed"] = vetoed
+        vetoed_samples = segment_sum(fatal, layout.segments, layout.num_samples) > 0
+        metrics["rs_vetoed"] = vetoed = vetoed_samples[layout.segments].to(ratio.dtype)
         keep = keep * (1.0 - vetoed)
     return Correction(torch.ones_like(ratio), keep, metrics)
 
@@ -144,18 +125,17 @@ def mismatch_metrics(
     train, rollout = train_log_probs.detach(), rollout_log_probs.detach()
     log_ratio = bound_log_ratio(train - rollout)
     token, sequence = (importance_ratios(log_ratio, layout, level) for level in ("token", "sequence"))
-    perplexity = {
-        name: exp_ratio(-segment_mean(values, layout.mask, layout.segments, layout.num_samples))[
-            layout.segments
-        ]
-        for name, values in (("mis_training_ppl", train), ("mis_rollout_ppl", rollout))
-    }
+
+    def perplexity(log_probs: Tensor) -> Tensor:
+        return importance_ratios(-log_probs, layout, "geometric")
+
     return {
         "mis_kl": -log_ratio,
         "mis_k3_kl": token - 1 - log_ratio,
         "mis_chi2_token": token.square() - 1,
         "mis_chi2_seq": sequence.square() - 1,
-        **perplexity,
+        "mis_training_ppl": perplexity(train),
+        "mis_rollout_ppl": perplexity(rollout),
     }
 
 
@@ -171,5 +151,4 @@ def icepop_function(
     """IcePop as a `--custom-tis-function-path`: weights inside [--tis-clip-low, --tis-clip], 0 outside."""
     ratio = exp_ratio(torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).detach()
     weights = mask_outside(ratio, args.tis_clip_low, args.tis_clip)
-    metrics = {"tis": ratio, "tis_clipfrac": (weights != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
-    return pg_loss * weights, list(loss_masks), metrics
+    return pg_loss * weights, list(loss_masks), _weight_metrics(weights, ratio)

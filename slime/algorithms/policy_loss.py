@@ -5,7 +5,7 @@ bounded as in `ratios`. Nothing here reduces: masks and denominators belong to `
 over the response tokens of a micro-batch, [R].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,55 +138,43 @@ def gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 
 def clip_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """PPO clip, and selected tokens of high covariance (log-prob with advantage) lose their gradient."""
-    terms, selected = ppo(x, o), _selected(x)
+    terms, selected = ppo(x, o), x.selected
+    assert selected is not None, "a covariance loss needs the tokens that were selected for the step"
     loss = torch.where(selected.bool(), torch.zeros_like(terms.loss), terms.loss)
     return PolicyTerms(loss, torch.maximum(terms.clipped, selected.to(terms.clipped.dtype)), terms.ppo_kl)
 
 
-def _selected(x: PolicyInputs) -> Tensor:
-    assert x.selected is not None, "a covariance loss needs the tokens that were selected for the step"
-    return x.selected
-
-
 def kl_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """No clip; selected tokens of the highest covariance pay kl_cov_coef x |log-ratio|."""
+    assert x.selected is not None, "a covariance loss needs the tokens that were selected for the step"
     ppo_kl = x.old_log_probs - x.log_probs
-    selected = _selected(x).to(ppo_kl.dtype)
+    selected = x.selected.to(ppo_kl.dtype)
     loss = -exp_ratio(-ppo_kl) * x.advantages + selected * o.kl_cov_coef * ppo_kl.abs()
     return PolicyTerms(loss, selected, ppo_kl)
 
 
-def _divergence_mask(
-    x: PolicyInputs, o: PolicyOptions, divergence: Callable[[Tensor, Tensor], Tensor]
-) -> PolicyTerms:
+def _divergence_mask(x: PolicyInputs, divergence: Tensor, delta: float) -> PolicyTerms:
     """No clip: a token gives no gradient once its probability moved far and the step moves it farther."""
     ppo_kl = x.old_log_probs - x.log_probs
     ratio = exp_ratio(-ppo_kl)
     away = ((x.advantages > 0) & (ratio > 1)) | ((x.advantages < 0) & (ratio < 1))
-    far = divergence(x.old_log_probs.detach().exp(), x.log_probs.detach().exp()) > o.dppo_delta
-    dropped = away & far
+    dropped = away & (divergence > delta)
     loss = torch.where(dropped, torch.zeros_like(ratio), -ratio * x.advantages)
     return PolicyTerms(loss, dropped.to(ratio.dtype), ppo_kl)
 
 
-def binary_tv(old: Tensor, new: Tensor) -> Tensor:
-    """Total variation between "this token" and "another": |p_old - p_new|."""
-    return (old - new).abs()
-
-
-def binary_kl(old: Tensor, new: Tensor) -> Tensor:
-    """KL(old || new) between "this token" and "another"."""
-    tiny = torch.finfo(old.dtype).eps
-    old, new = old.clamp(tiny, 1 - tiny), new.clamp(tiny, 1 - tiny)
-    return old * torch.log(old / new) + (1 - old) * torch.log((1 - old) / (1 - new))
-
-
 def dppo_tv(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    return _divergence_mask(x, o, binary_tv)
+    """The divergence is the total variation between "this token" and "another": |p_old - p_new|."""
+    old, new = x.old_log_probs.detach().exp(), x.log_probs.detach().exp()
+    return _divergence_mask(x, (old - new).abs(), o.dppo_delta)
 
 
 def dppo_kl(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    return _divergence_mask(x, o, binary_kl)
+    """The divergence is KL(old || new) between "this token" and "another"."""
+    tiny = torch.finfo(x.old_log_probs.dtype).eps
+    old, new = (p.detach().exp().clamp(tiny, 1 - tiny) for p in (x.old_log_probs, x.log_probs))
+    kl = old * torch.log(old / new) + (1 - old) * torch.log((1 - old) / (1 - new))
+    return _divergence_mask(x, kl, o.dppo_delta)
 
 
 def compute_policy_terms(name: str, inputs: PolicyInputs, options: PolicyOptions) -> PolicyTerms:

@@ -5,7 +5,7 @@ sample that token j belongs to. Summing first and dividing by a count of the who
 makes a loss independent of packing, micro-batch size and number of ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,17 +13,6 @@ from torch import Tensor
 from slime.catalog.policy_losses import REDUCTIONS
 
 Reducer = Callable[[Tensor], Tensor]
-
-
-def token_weights(mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, per_token: bool) -> Tensor:
-    """Weight of each flat token: its mask, over its rollout's mask total unless `per_token`.
-
-    `rollout_mask_sums` [S] holds, per sample, the mask total over all samples of the same rollout.
-    """
-    mask = mask.to(rollout_mask_sums.dtype)
-    if per_token:
-        return mask
-    return mask / rollout_mask_sums.clamp(min=1.0)[segments]
 
 
 def reduction_weights(
@@ -34,10 +23,13 @@ def reduction_weights(
     *,
     constant: float | None = None,
 ) -> Tensor:
-    """Weight of each flat token under a row of REDUCTIONS, whose count divides the sum of all."""
-    if reduction == "rollout_mean":
-        return token_weights(mask, segments, rollout_mask_sums, per_token=False)
+    """Weight of each flat token under a row of REDUCTIONS, whose count divides the sum of all.
+
+    `rollout_mask_sums` [S] holds, per sample, the mask total over all samples of the same rollout.
+    """
     mask = mask.to(rollout_mask_sums.dtype)
+    if reduction == "rollout_mean":
+        return mask / rollout_mask_sums.clamp(min=1.0)[segments]
     if reduction == "token_mean":
         return mask
     if reduction == "sample_mean":
@@ -65,24 +57,3 @@ def segment_mean(values: Tensor, mask: Tensor, segments: Tensor, num_segments: i
         torch.where(mask != 0, values * mask, torch.zeros_like(values)), segments, num_segments
     )
     return totals / segment_sum(mask, segments, num_segments).clamp(min=1.0)
-
-
-def get_sum_of_sample_mean(
-    loss_masks: Sequence[Tensor],
-    rollout_mask_sums: Sequence[float] | Tensor | None = None,
-    *,
-    calculate_per_token_loss: bool = False,
-) -> Reducer:
-    """The reducer handed to custom losses: flat per-token values of one micro-batch -> summed sample means.
-
-    Without `rollout_mask_sums` each sample is its own denominator.
-    """
-    lengths = torch.tensor([len(mask) for mask in loss_masks])
-    mask = torch.cat(list(loss_masks)).float()
-    segments = torch.repeat_interleave(torch.arange(len(loss_masks)), lengths).to(mask.device)
-    if rollout_mask_sums is None:
-        sums = segment_sum(mask, segments, len(loss_masks))
-    else:
-        sums = torch.as_tensor(rollout_mask_sums, dtype=torch.float32, device=mask.device)
-    weights = token_weights(mask, segments, sums, per_token=calculate_per_token_loss)
-    return lambda values: weighted_sum(values, weights.to(values.device))

@@ -63,13 +63,8 @@ def get_log_probs_and_entropy(
     """
     del non_loss_data, kwargs
     found: dict[str, list[Tensor]] = {name: [] for name in ("log_probs", "entropy")[: 1 + with_entropy]}
-    responses = get_responses(
-        logits,
-        args=args,
-        unconcat_tokens=unconcat_tokens,
-        total_lengths=total_lengths,
-        response_lengths=response_lengths,
-    )
+    samples: dict[str, Any] = {"total_lengths": total_lengths, "response_lengths": response_lengths}
+    responses = get_responses(logits, args=args, unconcat_tokens=unconcat_tokens, **samples)
     chunk_size = getattr(args, "log_probs_chunk_size", None) or -1
     for position, (rows, tokens) in enumerate(responses):
         keep = None

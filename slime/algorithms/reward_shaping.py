@@ -19,8 +19,8 @@ GREEDY_REWARD_KEY = "greedy_reward"
 class GroupRollouts:
     """The n rollouts of one group.
 
-    Example: a rollout that fanned out into samples of rewards 1 and 0 with 3 and 4 trained
-    tokens is one entry: reward 0.5, length 7.
+    Example: a rollout that fanned out into samples of rewards 1 and 0 with 3 and 4 trained tokens is one
+    entry: reward 0.5, length 7.
     """
 
     rewards: list[float]  # [n] mean over siblings
@@ -34,10 +34,8 @@ class GroupRollouts:
     @property
     def std(self) -> float:
         """Unbiased; 0 for one rollout."""
-        if len(self.rewards) == 1:
-            return 0.0
-        mean = self.mean
-        return math.sqrt(math.fsum((reward - mean) ** 2 for reward in self.rewards) / (len(self.rewards) - 1))
+        mean, others = self.mean, max(len(self.rewards) - 1, 1)
+        return math.sqrt(math.fsum((reward - mean) ** 2 for reward in self.rewards) / others)
 
 
 # Per rollout of a group: what is subtracted from its reward and what the difference is divided by.
@@ -52,8 +50,7 @@ def mean_baseline(group: GroupRollouts) -> Baselines:
 def mean_std_baseline(group: GroupRollouts) -> Baselines:
     """The group's mean, in units of its standard deviation."""
     spread = max(group.rewards) - min(group.rewards)
-    # Equal rollouts may hold siblings of unequal reward: divided by epsilon
-    # alone these would dwarf every other group.
+    # Equal rollouts may hold siblings of unequal reward: divided by epsilon these would dwarf all others.
     equal = spread <= 1e-12 * max(1.0, *map(abs, group.rewards))
     return [(group.mean, 1.0 if equal else group.std + STD_EPSILON)] * len(group.rewards)
 
@@ -88,8 +85,7 @@ def greedy_baseline(group: GroupRollouts) -> Baselines:
     if group.greedy_reward is None:
         raise ValueError(
             "--advantage-estimator remax compares with the greedy answer, but the samples carry no "
-            "metadata['greedy_reward']: "
-            "use the default rollout function, which measures it, or set it in your own."
+            "metadata['greedy_reward']: use the default rollout function, or set it in your own."
         )
     return [(group.greedy_reward, 1.0)] * len(group.rewards)
 
@@ -115,8 +111,7 @@ def subtract_baselines(
 ) -> list[float]:
     """(reward - baseline) / scale of each sample, by a row of BASELINES over the sample's group.
 
-    A group of one rollout has nothing to be compared with, except the
-    greedy answer: otherwise its samples get 0.
+    A group of one rollout has nothing to be compared with, except the greedy answer: its samples get 0.
     """
     compute = BASELINES[baseline]
     members: dict[int, list[int]] = defaultdict(list)
@@ -130,30 +125,14 @@ def subtract_baselines(
         if len(siblings) == 1 and baseline != "greedy":
             continue
         group = GroupRollouts(
-            rewards=[_total(rewards, own) / len(own) for own in siblings.values()],
-            lengths=[] if lengths is None else [_total(lengths, own) for own in siblings.values()],
+            rewards=[math.fsum(rewards[p] for p in own) / len(own) for own in siblings.values()],
+            lengths=[math.fsum(lengths[p] for p in own) for own in siblings.values()] if lengths else [],
             greedy_reward=None if greedy_rewards is None else greedy_rewards[positions[0]],
         )
         for own, (shift, scale) in zip(siblings.values(), compute(group), strict=True):
             for p in own:
                 result[p] = (rewards[p] - shift) / scale
     return result
-
-
-def _total(values: Sequence[float], places: Sequence[int]) -> float:
-    return values[places[0]] if len(places) == 1 else math.fsum(values[p] for p in places)
-
-
-def normalize_group_rewards(
-    rewards: Sequence[float],
-    group_index: Sequence[int],
-    rollout_ids: Sequence[int],
-    *,
-    divide_by_std: bool,
-) -> list[float]:
-    """Centre each reward on its group's mean and, with `divide_by_std`, scale by the group's std + 1e-6."""
-    baseline = "mean_std" if divide_by_std else "mean"
-    return subtract_baselines(rewards, group_index, rollout_ids, baseline=baseline)
 
 
 def combine_rewards(components: Mapping[str, float], weights: Mapping[str, float]) -> float:

@@ -8,6 +8,7 @@ last turn. Where only the end is rewarded and the discount is 1, every turn ther
 estimator gives to the whole episode.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,12 +32,8 @@ def whole_turns(turns: Sequence[Turn] | None, response_length: int, reward: floa
 
 def turn_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """G_k of each turn. Example: rewards [0, 1, 4] at discount 0.5 give [1.5, 3, 4]."""
-    returns: list[float] = []
-    following = 0.0
-    for reward in reversed(rewards):
-        following = reward + discount * following
-        returns.append(following)
-    return returns[::-1]
+    returns = itertools.accumulate(reversed(rewards), lambda following, own: own + discount * following)
+    return [*returns][::-1]
 
 
 def compared_returns(turns: Sequence[Sequence[Turn]], discount: float, compare: Compare) -> list[list[float]]:

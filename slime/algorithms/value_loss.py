@@ -10,9 +10,7 @@ def compute_value_loss(
     """Per-token squared error, clipped or plain, whichever is larger, and whether the clip decided (0/1)."""
     moved = values - old_values
     # What the clip leaves alone stays as it is: the sum would differ by rounding, and count as held back.
-    clipped = torch.where(
-        moved.abs() <= value_clip, values, old_values + moved.clamp(-value_clip, value_clip)
-    )
-    plain_error = (values - returns).square()
-    clipped_error = (clipped - returns).square()
+    bounded = old_values + moved.clamp(-value_clip, value_clip)
+    clipped = torch.where(moved.abs() <= value_clip, values, bounded)
+    plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     return torch.maximum(plain_error, clipped_error), (clipped_error > plain_error).to(values.dtype)

@@ -5,7 +5,7 @@ what was learnt since. A token that names no version is taken as fresh: the roll
 token of a run with engines.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +43,7 @@ class Difference:
     totals: Tensor  # [LAGS] absolute differences
     lags: float  # sum of lags, none cut off at LAGS
     signed: float  # trainer - engine, of fresh tokens
-    shifted: tuple[
-        float, float
-    ]  # mean absolute difference to the engine's log-prob of the token before, after
+    shifted: tuple[float, float]  # mean difference to the engine's log-prob of the token before, after
 
     @property
     def num_fresh(self) -> int:
@@ -160,11 +158,8 @@ class Agreement:
         )
 
     def _judge_correction(self, args: Flags, difference: Difference) -> None:
-        if (
-            not difference.num_stale
-            or args.loss_type != "policy_loss"
-            or any(getattr(args, c) for c in CORRECTIONS)
-        ):
+        is_corrected = args.loss_type != "policy_loss" or any(getattr(args, name) for name in CORRECTIONS)
+        if is_corrected or not difference.num_stale:
             return
         share = difference.num_stale / (difference.num_stale + difference.num_fresh)
         self.hints.tell(
@@ -221,10 +216,9 @@ def measure(backend: TrainBackend, batch: RolloutBatch, log_probs: LogProbs, ver
 def _joined(
     batch: RolloutBatch, log_probs: LogProbs, version: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`_by_sample` in one piece, and for each token the number of its sample, each [T].
+    """Trainer's log-probs, engine's, whether trained, versions behind, number of the sample; each [T].
 
-    Together, since a batch has hundreds of samples and a dozen operations on each would take longer than a
-    small model's step.
+    Together, since a dozen operations on each of hundreds of samples take longer than a small model's step.
     """
 
     def joined(rows: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
@@ -238,29 +232,9 @@ def _joined(
     mask = joined((batch["loss_masks"][p] for p in places), torch.long) != 0
     lag = torch.zeros(len(trainer), dtype=torch.long)
     if "versions" in batch:
-        lag = _behind(joined((batch["versions"][p] for p in places), torch.long), version)
+        versions = joined((batch["versions"][p] for p in places), torch.long)
+        lag = torch.where(versions >= 0, (version - versions).clamp(min=0), 0)
     return trainer, engine, mask, lag, torch.repeat_interleave(torch.arange(len(places)), lengths)
-
-
-def _by_sample(
-    batch: RolloutBatch, log_probs: LogProbs, version: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """(trainer's log-probs, engine's, whether trained, lag), each [R_i]."""
-    for position, trainer in log_probs.items():
-        engine = batch["rollout_log_probs"][position].double()
-        mask = batch["loss_masks"][position] != 0
-        yield trainer.double(), engine, mask, _lags(batch, position, version)
-
-
-def _lags(batch: RolloutBatch, position: int, version: int) -> Tensor:
-    """[R_i] versions behind the trainer's; 0 where a token names none."""
-    if "versions" not in batch:
-        return torch.zeros(batch["response_lengths"][position], dtype=torch.long)
-    return _behind(batch["versions"][position].long(), version)
-
-
-def _behind(versions: Tensor, version: int) -> Tensor:
-    return torch.where(versions >= 0, (version - versions).clamp(min=0), 0)
 
 
 def _likely_cause(difference: Difference, temperature: float) -> str:
@@ -299,7 +273,7 @@ def _apart(
 ) -> str:
     lines = [
         _describe(batch, position, t, log_probs[position][t].item())
-        for _, position, t in _worst(batch, log_probs, difference.version)
+        for position, t in _worst(batch, log_probs, difference.version)
     ]
     return (
         f"log-probs of engine and trainer differ by {difference.fresh:.4g} on average over "
@@ -309,18 +283,14 @@ def _apart(
     )
 
 
-def _worst(batch: RolloutBatch, log_probs: LogProbs, version: int) -> list[tuple[float, int, int]]:
-    """(difference, position in the batch, response position) of the fresh tokens that are farthest apart."""
-    found = []
-    for position, (trainer, engine, mask, lag) in zip(
-        log_probs, _by_sample(batch, log_probs, version), strict=True
-    ):
-        gaps = torch.where(mask & (lag == 0), (trainer - engine).abs(), -1.0)
-        found += [
-            (gap.item(), position, int(t))
-            for gap, t in zip(*gaps.topk(min(SHOWN_TOKENS, len(gaps))), strict=True)
-        ]
-    return [entry for entry in sorted(found, reverse=True)[:SHOWN_TOKENS] if entry[0] >= 0]
+def _worst(batch: RolloutBatch, log_probs: LogProbs, version: int) -> list[tuple[int, int]]:
+    """Position in the batch and in the response of the fresh tokens that are farthest apart."""
+    trainer, engine, mask, lag, sample = _joined(batch, log_probs, version)
+    gaps = torch.where(mask & (lag == 0), (trainer - engine).abs(), -1.0)
+    largest = gaps.topk(min(SHOWN_TOKENS, len(gaps)))
+    chosen = largest.indices[largest.values >= 0].tolist()
+    places = list(log_probs)
+    return [(places[sample[i]], i - int((sample < sample[i]).sum())) for i in chosen]
 
 
 def _describe(batch: RolloutBatch, position: int, t: int, trainer: float) -> str:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from slime.algorithms.reduce import token_weights, weighted_sum
+from slime.algorithms.reduce import reduction_weights, weighted_sum
 from slime.algorithms.value_loss import compute_value_loss
 from slime.backends.base import Denominators, Loss, Metrics, MicroBatch, TokenOutputs, TrainBackend
 from slime.backends.shared.microbatch import build_micro_batches
@@ -36,7 +36,8 @@ def value_loss(watch: TokenWatch, value_clip: float, per_token: bool) -> Loss:
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         assert out.values is not None, "a critic has a head for values"
-        weights = token_weights(mb.loss_mask, mb.segments, mb.rollout_mask_sums, per_token=per_token)
+        reduction = "token_mean" if per_token else "rollout_mean"
+        weights = reduction_weights(reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums)
         returns = mb.tokens["returns"]
         errors, clipped = compute_value_loss(out.values, mb.tokens["values"], returns, value_clip)
         watch.record(mb, {"values": out.values, "returns": returns, "value_loss": errors})

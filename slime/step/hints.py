@@ -10,17 +10,16 @@ class Hints:
 
     def __init__(self) -> None:
         self.told: dict[str, str] = {}  # the text by cause
-        self._new: list[str] = []
+        self._num_taken = 0
 
     def tell(self, cause: str, text: str) -> None:
         """Log `text` unless something was told about `cause` before."""
-        if cause in self.told:
-            return
-        self.told[cause] = text
-        self._new.append(text)
-        logger.warning("%s", text)
+        if cause not in self.told:
+            self.told[cause] = text
+            logger.warning("%s", text)
 
     def take(self) -> list[str]:
         """What was told since the last call."""
-        taken, self._new = self._new, []
+        taken = list(self.told.values())[self._num_taken :]
+        self._num_taken = len(self.told)
         return taken

@@ -23,50 +23,40 @@ from slime.utils.types import RolloutBatch
 logger = logging.getLogger(__name__)
 
 
-def build_loss(args: Flags, batch: RolloutBatch, watch: TokenWatch | None = None) -> Loss:
+def build_loss(args: Flags, batch: RolloutBatch, watch: TokenWatch) -> Loss:
     """The loss that `--loss-type` names, over the given batch (custom losses see its per-sample lists).
 
     `watch` sees the per-token terms; a loss of the user's own has none that we know.
     """
-    watch = watch or TokenWatch()
     if args.loss_type == "policy_loss":
         return Loss(policy_loss(args, watch), needs_entropy=True)
     if args.loss_type == "sft_loss":
         return Loss(_sft_loss(args, watch), needs_entropy=False)
     if args.loss_type == "custom_loss":
         assert args.custom_loss_function_path is not None, "parsing asks for it with --loss-type custom_loss"
-        _warn_of_logits()
-        if "rollout_top_p_token_ids" in batch:
-            _warn_of_nucleus()
-        own = _custom_loss(args, batch, args.custom_loss_function_path)
-        return Loss(
-            _recomputed(own) if args.recompute_loss_function else own, needs_logits=True, masked=False
+        _warn_once(
+            "full fp32 logits [tokens, vocabulary] are materialised for each micro-batch; keep "
+            "--max-tokens-per-gpu small."
         )
+        if "rollout_top_p_token_ids" in batch:
+            _warn_once(
+                "the samples were drawn from parts of the vocabulary, over which their recorded log-probs "
+                "are; cut the logits to them (rollout_top_p_token_ids, slime.algorithms.nucleus) before you "
+                "compare."
+            )
+        own = _custom_loss(args, batch, args.custom_loss_function_path)
+        own = _recomputed(own) if args.recompute_loss_function else own
+        return Loss(own, needs_logits=True, masked=False)
     if args.loss_type == "dpo_loss":
         return build_dpo_loss(batch, watch, beta=args.dpo_beta, label_smoothing=args.dpo_label_smoothing)
     if args.loss_type == "rm_loss":
         return build_reward_model_loss(batch, watch)
-    raise ValueError(
-        f"--loss-type is {args.loss_type!r}: choose policy_loss, sft_loss, dpo_loss, rm_loss or custom_loss."
-    )
+    raise AssertionError(f"parsing refuses --loss-type {args.loss_type!r}")
 
 
 @functools.cache
-def _warn_of_logits() -> None:
-    """Warns of logits that a loss asks for: once in a process, not at every step."""
-    logger.warning(
-        "--loss-type custom_loss: full fp32 logits [tokens, vocabulary] are materialised for each "
-        "micro-batch; keep --max-tokens-per-gpu small."
-    )
-
-
-@functools.cache
-def _warn_of_nucleus() -> None:
-    logger.warning(
-        "--loss-type custom_loss: the samples were drawn from parts of the vocabulary, over which their "
-        "recorded log-probs are; cut the logits to them (rollout_top_p_token_ids of the batch, "
-        "slime.algorithms.nucleus) before you compare."
-    )
+def _warn_once(text: str) -> None:
+    logger.warning("--loss-type custom_loss: %s", text)
 
 
 def _sft_loss(args: Flags, watch: TokenWatch) -> LossFunction:
@@ -83,14 +73,11 @@ def _custom_loss(args: Flags, batch: RolloutBatch, path: str) -> LossFunction:
         assert out.logits is not None, "a loss of the user's own asks for them"
         if not mb.positions:
             return out.logits.sum() * 0.0, {}
+        inputs = args, micro_batch_dict(batch, mb), out.logits, loss_reducer(args, mb)
         with plugin_call("--custom-loss-function-path", path):
-            loss, metrics = load_function(path)(
-                args, micro_batch_dict(batch, mb), out.logits, loss_reducer(args, mb)
-            )
-        return loss, {
-            "loss": loss.detach(),
-            **{name: torch.as_tensor(v).detach() for name, v in metrics.items()},
-        }
+            loss, metrics = load_function(path)(*inputs)
+        detached = {name: torch.as_tensor(value).detach() for name, value in metrics.items()}
+        return loss, {"loss": loss.detach(), **detached}
 
     return loss_fn
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.off_policy import (
+    Correction,
     TokenLayout,
     importance_ratios,
     importance_weights,
@@ -39,16 +40,14 @@ class Corrected:
     mask: Tensor | None = None  # [R] times the loss mask, for policy, KL and entropy terms; None: all of it
 
 
-def policy_loss(args: Flags, watch: TokenWatch | None = None) -> LossFunction:
+def policy_loss(args: Flags, watch: TokenWatch) -> LossFunction:
     """The loss function of --loss-type policy_loss; `watch` sees the per-token terms of each micro-batch."""
+    own = ("sapo_tau_pos", "sapo_tau_neg", "kl_cov_coef", "dppo_delta")
     options = PolicyOptions(
         eps_clip=args.eps_clip,
         eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
         eps_clip_c=args.eps_clip_c,
-        sapo_tau_pos=policy_loss_arg(args, "sapo_tau_pos"),
-        sapo_tau_neg=policy_loss_arg(args, "sapo_tau_neg"),
-        kl_cov_coef=policy_loss_arg(args, "kl_cov_coef"),
-        dppo_delta=policy_loss_arg(args, "dppo_delta"),
+        **{name: policy_loss_arg(args, name) for name in own},
     )
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
@@ -63,11 +62,8 @@ def policy_loss(args: Flags, watch: TokenWatch | None = None) -> LossFunction:
         if args.entropy_coef:
             loss = loss - args.entropy_coef * reduce(out.entropy)
         sums = {"pg_loss": pg_loss}
-        watched = _watched(inputs) | {
-            "pg_loss": corrected.loss,
-            "ppo_kl": terms.ppo_kl,
-            "entropy": out.entropy,
-        }
+        watched = {name: getattr(inputs, name) for name in ("log_probs", "old_log_probs", "advantages")}
+        watched |= {"pg_loss": corrected.loss, "ppo_kl": terms.ppo_kl, "entropy": out.entropy}
         if args.use_kl_loss:
             watched["kl"] = _reference_kl(args, inputs, mb)
             kl = reduce(watched["kl"])
@@ -81,8 +77,7 @@ def policy_loss(args: Flags, watch: TokenWatch | None = None) -> LossFunction:
             "ois": exp_ratio(-terms.ppo_kl),
             "ratio_bounded": beyond_bound(terms.ppo_kl),
         }
-        if watch is not None:
-            watch.record(mb, watched)
+        watch.record(mb, watched)
         sums |= {name: mean(values.detach()) for name, values in token_metrics.items()}
         sums["_counted"] = mean(torch.ones_like(terms.ppo_kl.detach()))
         left_out = (terms.loss != 0) & (corrected.loss == 0)
@@ -93,21 +88,14 @@ def policy_loss(args: Flags, watch: TokenWatch | None = None) -> LossFunction:
     return loss_fn
 
 
-def _watched(inputs: PolicyInputs) -> TokenMetrics:
-    return {name: getattr(inputs, name) for name in ("log_probs", "old_log_probs", "advantages")}
-
-
 def loss_reducer(args: Flags, mb: MicroBatch, mask: Tensor | None = None) -> Reducer:
     """Flat per-token values -> the sum that --loss-reduction asks for.
 
     `mask` [R] leaves tokens out of that sum; what it is divided by counts all trained tokens, as without it.
     """
+    per_rollout, constant = mb.rollout_mask_sums, args.loss_denominator
     weights = reduction_weights(
-        args.loss_reduction,
-        mb.loss_mask,
-        mb.segments,
-        mb.rollout_mask_sums,
-        constant=args.loss_denominator,
+        args.loss_reduction, mb.loss_mask, mb.segments, per_rollout, constant=constant
     )
     weights = weights if mask is None else weights * mask
     return lambda values: weighted_sum(values, weights)
@@ -175,14 +163,8 @@ def _correct(args: Flags, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBat
     loss, mask = terms.loss, None
     metrics: TokenMetrics = {}
     if args.use_opsm:
-        keep = opsm_keep(
-            inputs.old_log_probs - inputs.log_probs,
-            inputs.advantages,
-            inputs.mask,
-            inputs.segments,
-            inputs.num_samples,
-            delta=args.opsm_delta,
-        )
+        ppo_kl, tokens = inputs.old_log_probs - inputs.log_probs, (inputs.mask, inputs.segments)
+        keep = opsm_keep(ppo_kl, inputs.advantages, *tokens, inputs.num_samples, delta=args.opsm_delta)
         loss, metrics["opsm_clipfrac"] = loss * keep, 1.0 - keep
     if "rollout_log_probs" not in mb.tokens:
         return Corrected(loss, metrics)
@@ -203,32 +185,26 @@ def _correct(args: Flags, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBat
             loss, mask = custom.loss, custom.mask
         metrics |= custom.metrics
     elif args.use_tis:
-        correction = importance_weights(
-            proximal - behaviour,
-            layout,
-            level=args.tis_level,
-            mode=args.tis_mode,
-            low=args.tis_clip_low,
-            high=args.tis_clip,
-        )
+        correction = tis_weights(args, proximal - behaviour, layout)
         weights = correction.weights
         if "tis_scale" in mb.tokens:
             weights = weights * mb.tokens["tis_scale"]
         loss, metrics = loss * weights, metrics | correction.metrics | {"tis_weight": weights}
     if args.use_rs and not args.custom_tis_function_path:  # which reads the switch itself
+        level, low, high = args.rs_level, args.rs_lower, args.rs_upper
         correction = rejection(
-            proximal - behaviour,
-            layout,
-            level=args.rs_level,
-            low=args.rs_lower,
-            high=args.rs_upper,
-            veto=args.rs_veto,
+            proximal - behaviour, layout, level=level, low=low, high=high, veto=args.rs_veto
         )
         loss = torch.where(correction.keep != 0, loss, torch.zeros_like(loss))
         metrics |= correction.metrics
     if args.get_mismatch_metrics:
         metrics = mismatch_metrics(proximal, behaviour, layout) | metrics  # a plug-in's own numbers win
     return Corrected(loss, metrics, mask)
+
+
+def tis_weights(args: Flags, log_ratio: Tensor, layout: TokenLayout) -> Correction:
+    bounds = {"low": args.tis_clip_low, "high": args.tis_clip}
+    return importance_weights(log_ratio, layout, level=args.tis_level, mode=args.tis_mode, **bounds)
 
 
 def _custom_tis(

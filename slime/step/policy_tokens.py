@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.covariance import select_clip_cov, select_kl_cov
-from slime.algorithms.off_policy import TokenLayout, importance_weights, weight_moments
+from slime.algorithms.off_policy import TokenLayout, weight_moments
 from slime.arguments import Flags
 from slime.backends.base import TrainBackend
 from slime.batch.split import RankStep
 from slime.catalog.policy_losses import POLICY_LOSSES, policy_loss_arg
+from slime.step.policy import tis_weights
 from slime.utils.types import RolloutBatch
 
 
@@ -74,10 +75,7 @@ def _tis_scale(args: Flags, backend: TrainBackend, batch: RolloutBatch, position
         segments = torch.arange(len(positions)).repeat_interleave(lengths)
         layout = TokenLayout(torch.cat([batch["loss_masks"][p] for p in positions]), segments, len(positions))
         ratio = torch.where(layout.mask != 0, ratio, torch.zeros_like(ratio))
-        correction = importance_weights(
-            ratio, layout, level=args.tis_level, mode=args.tis_mode, low=args.tis_clip_low, high=args.tis_clip
-        )
-        moments = weight_moments(correction.weights, layout, args.tis_level)
+        moments = weight_moments(tis_weights(args, ratio, layout).weights, layout, args.tis_level)
     total, count = backend.sum_over_ranks(moments).tolist()
     scale = count / total if total > 0 else 1.0
     return [torch.full((length,), scale) for length in batch["response_lengths"]]

@@ -94,10 +94,8 @@ def rollout_metrics(
     totals = backend.sum_over_ranks(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
     total = dict(zip(sums, totals, strict=True))
     samples, trained = max(total.pop("samples"), 1.0), total.pop("trained") or 1.0
-    metrics = {
-        f"rollout/{key}": value / (trained if key in PER_TOKEN_METRICS else samples)
-        for key, value in total.items()
-    }
+    counts = {key: trained if key in PER_TOKEN_METRICS else samples for key in total}
+    metrics = {f"rollout/{key}": value / counts[key] for key, value in total.items()}
     if of_correct and "entropy" in batch:
         metrics |= _correct_entropy(backend, batch)
     if "values" in batch and "returns" in batch:

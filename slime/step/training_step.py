@@ -94,8 +94,7 @@ class TrainingStep:
             compared = self._compare_before_training()
             self._add_advantages()
             self._postprocess()
-            of_correct = self.args.log_correct_samples
-            metrics = rollout_metrics(self.backend, self.batch, of_correct=of_correct)
+            metrics = rollout_metrics(self.backend, self.batch, of_correct=self.args.log_correct_samples)
             if self.args.reset_optimizer_states:
                 self.backend.reset_optimizer()
             with self._timed("actor_train"), self._profiler.part(ACTOR):
@@ -238,14 +237,8 @@ class TrainingStep:
     def _train_critic(self, index: int, step: RankStep) -> dict[str, float]:
         args, watch = self.args, TokenWatch()
         try:
-            return train_critic(
-                self.backend,
-                self.batch,
-                step,
-                watch,
-                value_clip=args.value_clip,
-                per_token=args.calculate_per_token_loss,
-            )
+            clip, per_token = args.value_clip, args.calculate_per_token_loss
+            return train_critic(self.backend, self.batch, step, watch, value_clip=clip, per_token=per_token)
         except NonFiniteStepError as error:
             self._report_nonfinite(f"rollout_{self.rollout_id}_step_{index}_critic", step, watch, error)
             return {"train/critic-nonfinite_steps": 1.0}

@@ -22,9 +22,7 @@ from slime.algorithms.policy_loss import (
 )
 from slime.algorithms.reduce import (
     REDUCTIONS,
-    get_sum_of_sample_mean,
     reduction_weights,
-    token_weights,
     weighted_sum,
 )
 from slime.algorithms.value_loss import compute_value_loss
@@ -171,10 +169,9 @@ def test_reducers_sum_over_rollout_means(lengths, seed, per_token):
         for x, m in zip(value, mask, strict=True):
             expected += float(x * m / (1 if per_token else max(total, 1)))
     segments = segments_of(lengths)
-    weights = token_weights(torch.cat(masks), segments, torch.tensor(sums).double(), per_token=per_token)
+    reduction = "token_mean" if per_token else "rollout_mean"
+    weights = reduction_weights(reduction, torch.cat(masks), segments, torch.tensor(sums).double())
     assert float(weighted_sum(torch.cat(values), weights)) == pytest.approx(expected, abs=1e-10)
-    reducer = get_sum_of_sample_mean(masks, sums, calculate_per_token_loss=per_token)
-    assert float(reducer(torch.cat(values))) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ragged_batches import close, lengths_strategy, make, seeds
 
 from slime.algorithms.off_policy import (
-    LEVELS,
     WEIGHT_MODES,
     TokenLayout,
     icepop_function,
@@ -23,6 +22,7 @@ from slime.algorithms.off_policy import (
     rejection,
     weight_moments,
 )
+from slime.arguments.groups.off_policy import LEVELS
 
 LOW, HIGH = 0.7, 1.5
 

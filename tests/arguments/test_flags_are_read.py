@@ -8,7 +8,6 @@ from source_trees import tree_of
 
 from slime.arguments import default_args
 from slime.arguments.all_flags import all_specs
-from slime.arguments.groups import off_policy
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.policy_losses import POLICY_LOSS_ARGS, POLICY_LOSSES, REDUCTIONS
 from slime.catalog.rewards import REWARDS
@@ -87,11 +86,6 @@ def test_rows_name_flags_losses_baselines_and_reductions_that_exist():
     assert {e.reduction for e in ESTIMATORS.values()} - {None} <= set(REDUCTIONS)
     assert {name for loss in POLICY_LOSSES.values() for name in loss.args} == set(POLICY_LOSS_ARGS)
 
-
-def test_levels_of_rejection_are_those_that_can_be_computed():
-    from slime.algorithms.off_policy import LEVELS
-
-    assert off_policy.LEVELS == LEVELS
 
 
 def test_every_reward_has_the_function_that_its_row_names():

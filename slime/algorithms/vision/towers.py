@@ -114,10 +114,7 @@ def num_image_tokens(config: Any, media: Mapping[str, Any]) -> int:
     """How many image tokens the pictures have."""
     if VISION_FAMILIES[config.model_type].tiles:
         vision = config.vision_config
-        return int(media["pixel_values"].shape[1]) * tokens_per_tile(vision, config.scale_factor)
+        per_tile = int((vision.image_size // vision.patch_size) ** 2 / config.scale_factor**2)
+        return int(media["pixel_values"].shape[1]) * per_tile
     merge = config.vision_config.spatial_merge_size
     return int(torch.as_tensor(media["image_grid_thw"]).prod(-1).sum()) // merge**2
-
-
-def tokens_per_tile(vision: Any, scale_factor: int) -> int:
-    return int((vision.image_size // vision.patch_size) ** 2 / scale_factor**2)
