@@ -75,9 +75,7 @@ def convert_checkpoint(model_name: str, *_: object, **__: object) -> None:
 def hf_download_dataset(full_name: str) -> None:
     """Download a dataset to the folder that THUDM's launchers use."""
     folder = "/root/datasets/" + full_name.split("/")[-1]
-    exec_command(
-        f"hf download --repo-type dataset {shlex.quote(full_name)} --local-dir {shlex.quote(folder)}"
-    )
+    exec_command(shlex.join(["hf", "download", "--repo-type", "dataset", full_name, "--local-dir", folder]))
 
 
 def get_default_wandb_args(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.cli.quickstart import tiny
 from slime.utils.machine.own_command import as_typed
 
 _REWARD = '''"""The reward of this task. Change it; `python test_reward.py` tests it on a few responses."""
@@ -129,20 +130,14 @@ def main(argv: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, options.model, with_generate=options.generate)
     except OSError as error:
-        print(
-            f"error: {folder} cannot be created: {_why(folder, error)}; give another name.", file=sys.stderr
-        )
+        files = [path for path in folder.parents if path.is_file()]
+        why = f"{files[0]} is a file" if files else error.strerror
+        print(f"error: {folder} cannot be created: {why}; give another name.", file=sys.stderr)
         return 2
     agent = "generate.py, " if options.generate else ""
     print(f"created {folder}: prompts.jsonl, {agent}reward.py, test_reward.py, run.yaml")
     print(f"next: {as_typed('train', '--config', folder / 'run.yaml')}")
     return 0
-
-
-def _why(folder: Path, error: OSError) -> str:
-    """Name the file that is in the way of the folder, if there is one."""
-    files = [path for path in folder.parents if path.is_file()]
-    return f"{files[0]} is a file" if files else error.strerror or str(error)
 
 
 def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
@@ -157,8 +152,6 @@ def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
         (folder / "generate.py").write_text(_GENERATE)
     own = model is None
     if own:
-        from slime.cli.quickstart import tiny  # transformers is slow to import
-
         tiny.make_checkpoint(folder / "model", seed=0)
     path = f"custom-generate-function-path: {_yaml(f'{folder}/generate.py:generate')}"
     text = _RUN.format(
@@ -186,10 +179,10 @@ def _yaml(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("slime new", description=__doc__, allow_abbrev=False)
+    model = "a model folder or hub name; default: a new tiny model"
+    agent = "add an agent: a generate function with several turns"
     parser.add_argument("name", metavar="NAME", help="the folder to create")
-    parser.add_argument(
-        "--model", metavar="MODEL", help="a model folder or hub name; default: a new tiny model"
-    )
+    parser.add_argument("--model", metavar="MODEL", help=model)
     parser.add_argument(
         "--generate", action="store_true", help="add an agent: a generate function with several turns"
     )

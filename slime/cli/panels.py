@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -50,16 +50,17 @@ def start_rows(args: Args, earlier: Progress, cost: Sequence[str]) -> Rows:
     rows = [("model", f"{args.hf_checkpoint or 'none'}{size}")]
     rows += [("trainer", _trainer(args))] if not args.debug_rollout_only else []
     rows += [("engines", _engines(args))] if not args.debug_train_only else []
-    rows += [
-        ("data", " ".join(_words(args.prompt_data)) or "from your data source"),
-        ("reward", _reward(args)),
-    ]
+    data = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data or ()
+    rows.append(("data", " ".join(data) or "from your data source"))
+    rows.append(("reward", args.custom_rm_path or args.rm_type or "from the rollout function"))
     rows += [("each step", explain_batch(args)), ("steps", _steps(args))]
     rows += [("expected", "\n".join(cost))] if cost else []
     left = earlier.seconds_left()
     rows += [("time", f"about {duration(left)}, judging by the last start")] if left else []
-    rows.append(("written", f"{args.run_dir}: metrics.jsonl, {_record(args)}, logs/"))
-    return [*rows, ("saved", " ".join(_saved(args)))]
+    samples = f"samples of at most {args.record_max_mib} MiB ({RECORD_FILE})"
+    record = samples if args.record_max_mib else "no samples (--record-max-mib 0)"
+    rows.append(("written", f"{args.run_dir}: metrics.jsonl, {record}, logs/"))
+    return [*rows, ("saved", _saved(args))]
 
 
 def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseException | None) -> Rows:
@@ -68,8 +69,9 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
     curves = {progress.value_name: progress.values, **progress.evals}
     for name, values in curves.items():
         if values:
-            first, *_, last = (*values.values(), list(values.values())[-1])
-            best = max(values.values()) if name != "loss" else min(values.values())
+            listed = list(values.values())
+            best = max(listed) if name != "loss" else min(listed)
+            first, last = listed[0], listed[-1]
             rows.append((name, f"{first:.4g} at the start, {last:.4g} at the end, best {best:.4g}"))
     rows += [("wasted", progress.waste_words())] if progress.waste_words() else []
     checkpoints = step_folders(args.save) if args.save is not None else {}
@@ -90,12 +92,12 @@ def count_parameters(args: Args) -> float | None:
         return None
     try:
         model = read_model(args.hf_checkpoint)
-        layers = sum(layer_parameters(model, i).total for i in range(model["num_hidden_layers"]))
         outside = outside_parameters(model)
-        around = outside["first"].total + (0 if model.get("tie_word_embeddings") else outside["last"].total)
+        total = sum(layer_parameters(model, i).total for i in range(model["num_hidden_layers"]))
+        tied = model.get("tie_word_embeddings")
+        return total + outside["first"].total + (0 if tied else outside["last"].total)
     except (ValueError, KeyError, TypeError, OSError):  # an unknown architecture
         return None
-    return layers + around
 
 
 def _trainer(args: Args) -> str:
@@ -126,14 +128,6 @@ def _num_gpus() -> int:
     return device_count()
 
 
-def _words(value: str | Iterable[str] | None) -> list[str]:
-    return [] if value is None else [value] if isinstance(value, str) else list(value)
-
-
-def _reward(args: Args) -> str:
-    return args.custom_rm_path or args.rm_type or "from the rollout function"
-
-
 def _steps(args: Args) -> str:
     steps = f"{args.num_rollout}" if args.num_rollout is not None else f"{args.num_epoch} epochs"
     names = ", ".join(dataset.name for dataset in args.eval_datasets)
@@ -141,24 +135,17 @@ def _steps(args: Args) -> str:
     return steps + every
 
 
-def _record(args: Args) -> str:
-    if not args.record_max_mib:
-        return "no samples (--record-max-mib 0)"
-    return f"samples of at most {args.record_max_mib} MiB ({RECORD_FILE})"
-
-
-def _saved(args: Args) -> list[str]:
+def _saved(args: Args) -> str:
     if args.debug_rollout_only:
-        return ["nothing is trained"]
+        return "nothing is trained"
     if args.save is None and args.save_hf is None:
-        return ["nothing: the trained weights are lost at the end (--save DIR, --save-hf DIR)"]
-    every = (
-        f"every {args.save_interval} steps, after each pass over the data and " if args.save_interval else ""
-    )
+        return "nothing: the trained weights are lost at the end (--save DIR, --save-hf DIR)"
+    passes = f"every {args.save_interval} steps, after each pass over the data and "
+    when = f"{passes if args.save_interval else ''}at the end"
     if args.save is None:
-        return [f"the model in {args.save_hf} {every}at the end; no checkpoints to resume from (--save DIR)"]
-    words = [f"checkpoints in {args.save} {every}at the end;"]
-    return [*words, f"the model in {args.save_hf}" if args.save_hf else "no model folder (--save-hf DIR)"]
+        return f"the model in {args.save_hf} {when}; no checkpoints to resume from (--save DIR)"
+    model = f"the model in {args.save_hf}" if args.save_hf else "no model folder (--save-hf DIR)"
+    return f"checkpoints in {args.save} {when}; {model}"
 
 
 def _where_is_the_model(args: Args, progress: Progress, checkpoints: dict[int, Path], since: float) -> str:

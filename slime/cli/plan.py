@@ -1,6 +1,7 @@
 """`slime plan`: show which engine runs on which GPUs, and the memory and time of a trainer layout."""
 
 import argparse
+import functools
 import json
 import math
 import textwrap
@@ -14,7 +15,7 @@ from slime.arguments.parser import parse_args
 from slime.catalog.gpus import GPUS
 from slime.cli.bounded_numbers import MOST_GPUS, MOST_TOKENS, between
 from slime.cli.main import RUN_STOPPED, user_errors
-from slime.engines.launch_plan import EnginePlace, Gpu, gpu_pool, place_engines, plan_router, render_plan
+from slime.engines.launch_plan import EnginePlace, gpu_pool, place_engines, plan_router, render_plan
 from slime.engines.sglang.command import SGLangOptions, server_words
 from slime.preflight.trainer_plan import (
     GIB,
@@ -42,11 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         topology = _topology(options)
         if any(model.is_disaggregated for model in topology.models):
             options.rollout_router = "sglang"  # as such a run does
-        places = place_engines(topology, _gpus(topology, options))
+        num_machines = -(-(options.first_gpu + topology.num_gpus) // options.num_gpus_per_node)
+        gpus = [] if options.cpu else gpu_pool(num_machines, options.num_gpus_per_node, options.first_gpu)
+        places = place_engines(topology, gpus)
+        words_of = functools.partial(_server_words, topology, cpu=options.cpu)
         if options.json:
-            print(_as_json(topology, places, trainer, options))
+            engines = [{**asdict(place), "command": words_of(place)} for place in places]
+            routers = [asdict(plan_router(model, options.rollout_router)) for model in topology.models]
+            plan = {"num_gpus": topology.num_gpus, "engines": engines, "routers": routers}
+            print(json.dumps(plan | ({"trainer": asdict(trainer)} if trainer else {}), indent=2))
         else:
-            print(_as_text(topology, places, options) + (f"\n{render(trainer)}" if trainer else ""))
+            launch = ["python", "-m", "sglang.launch_server"]
+            router = options.rollout_router
+            text = render_plan(topology, places, router, lambda place: [*launch, *words_of(place)])
+            print(text + (f"\n{render(trainer)}" if trainer else ""))
     return 0
 
 
@@ -55,9 +65,8 @@ def plan_whole_run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="slime plan", add_help=False, allow_abbrev=False)
     _add_device(parser)
     parser.add_argument("--gpu", choices=tuple(GPUS), help="kind of GPU [that of this machine]")
-    parser.add_argument(
-        "--response-tokens", type=between(1, MOST_TOKENS), help="mean response length [half of the limit]"
-    )
+    mean = "mean response length [half of the limit]"
+    parser.add_argument("--response-tokens", type=between(1, MOST_TOKENS), help=mean)
     options, words = parser.parse_known_args(words)
     with user_errors():
         args = parse_args(words)
@@ -101,9 +110,8 @@ def plan_scale(words: list[str]) -> int:
         model = model_of(options.model)
         longest = options.longest or 8 * options.answer_tokens
         if longest < options.answer_tokens:
-            raise ValueError(
-                f"--longest {longest:g} is below the mean length, --answer-tokens {options.answer_tokens:g}."
-            )
+            mean = f"--answer-tokens {options.answer_tokens:g}"
+            raise ValueError(f"--longest {longest:g} is below the mean length, {mean}.")
         if options.optimizer_steps > options.samples:
             raise ValueError(
                 f"--optimizer-steps {options.optimizer_steps}: a rollout has only {options.samples} samples "
@@ -115,13 +123,12 @@ def plan_scale(words: list[str]) -> int:
         )
         runs = best_runs(model, GPUS[options.gpu], options.gpus, work)
         fewer = best_on_fewer(model, GPUS[options.gpu], options.gpus, work)
-        if not runs and fewer is not None:
-            raise ValueError(
-                f"--gpus {options.gpus}: no layout of {options.model} uses exactly this number; --gpus "
-                f"{fewer.gpus} has one, with a step of {fewer.step_s:.1f} s."
-            )
         if not runs:
-            raise ValueError(f"--gpus {options.gpus}: no layout of {options.model} fits; use more of them.")
+            why = "fits; use more of them."
+            if fewer is not None:
+                other = f"--gpus {fewer.gpus} has one, with a step of {fewer.step_s:.1f} s."
+                why = f"uses exactly this number; {other}"
+            raise ValueError(f"--gpus {options.gpus}: no layout of {options.model} {why}")
         if options.json:
             rows = [
                 {
@@ -152,20 +159,9 @@ def _verdict(trainer: TrainerPlan, gpu_gib: float | None) -> int:
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpu-gib",
-        type=between(0.001, 1e6),
-        metavar="N",
-        help="memory of a GPU in GiB: check whether it fits",
-    )
+    memory = "memory of a GPU in GiB: check whether it fits"
+    parser.add_argument("--gpu-gib", type=between(0.001, 1e6), metavar="N", help=memory)
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _gpus(topology: Topology, options: argparse.Namespace) -> list[Gpu]:
-    """Return the GPUs of the machines that the engines need."""
-    per_machine = options.num_gpus_per_node
-    num_machines = -(-(options.first_gpu + topology.num_gpus) // per_machine)
-    return [] if options.cpu else gpu_pool(num_machines, per_machine, options.first_gpu)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -187,9 +183,8 @@ def _parser() -> argparse.ArgumentParser:
     first = "number of the engines' first GPU; those before it train [0]"
     add("--first-gpu", type=between(0, MOST_GPUS, int), default=0, help=first)
     add("--rollout-router", choices=("builtin", "sglang"), default="builtin", help="[builtin]")
-    _add_trainer(
-        parser.add_argument_group("a Megatron trainer, planned if --actor-num-gpus-per-node is given")
-    )
+    planned = "a Megatron trainer, planned if --actor-num-gpus-per-node is given"
+    _add_trainer(parser.add_argument_group(planned))
     add("--cpu", action="store_true", help="plan for a machine without GPUs")
     add("--config", metavar="FILE", help="plan memory and time of a `slime train` run; its flags may follow")
     _add_device(parser)
@@ -197,31 +192,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_trainer(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--actor-num-nodes", type=_count, default=1, help="[1]")
-    add("--actor-num-gpus-per-node", type=_count)
+    add, count = group.add_argument, between(1, 1e9, int)
+    add("--actor-num-nodes", type=count, default=1, help="[1]")
+    add("--actor-num-gpus-per-node", type=count)
     pipeline = ("pipeline-model", "virtual-pipeline-model")
     for name in ("tensor-model", *pipeline, "context", "expert-model", "expert-tensor"):
-        add(f"--{name}-parallel-size", type=_count, default=1, help="[1]")
+        add(f"--{name}-parallel-size", type=count, default=1, help="[1]")
     for name in ("first", "last"):
-        add(f"--num-layers-in-{name}-pipeline-stage", type=_count, help="[the same as the others]")
+        add(f"--num-layers-in-{name}-pipeline-stage", type=count, help="[the same as the others]")
     add("--sequence-parallel", action="store_true")
     add("--no-use-distributed-optimizer", action="store_true", help="whole moments on every rank")
     add("--optimizer-cpu-offload", action="store_true", help="moments in host memory")
     add("--optimizer-offload-fraction", type=between(0, 1), default=1.0, help="share of them [1]")
     for name in ("exp-avg", "exp-avg-sq"):
         add(f"--{name}-dtype", choices=tuple(MOMENT_BYTES), default="fp32", help="[fp32]")
-    add("--num-micro-batches", type=_count, default=8, help="per rank and optimizer step [8]")
-    add("--max-tokens-per-gpu", type=_count, default=8192, help="per micro-batch and rank [8192]")
+    add("--num-micro-batches", type=count, default=8, help="per rank and optimizer step [8]")
+    add("--max-tokens-per-gpu", type=count, default=8192, help="per micro-batch and rank [8192]")
     add("--activation-checkpointing", choices=("none", "full"), default="none", help="[none]")
     load = "load of the busiest expert relative to the mean, as runs log it [2.0]"
     add("--moe-load-max-over-mean", type=float, default=2.0, help=load)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _trainer(options: argparse.Namespace) -> TrainerPlan | None:
@@ -230,9 +219,8 @@ def _trainer(options: argparse.Namespace) -> TrainerPlan | None:
     if options.hf_checkpoint is None:
         raise ValueError("--actor-num-gpus-per-node plans a trainer: also give its model, --hf-checkpoint.")
     if not 1 <= options.moe_load_max_over_mean < math.inf:
-        raise ValueError(
-            f"--moe-load-max-over-mean is {options.moe_load_max_over_mean}: use at least 1, the mean."
-        )
+        load = options.moe_load_max_over_mean
+        raise ValueError(f"--moe-load-max-over-mean is {load}: use at least 1, the mean.")
     sizes = Sizes(
         ranks=options.actor_num_nodes * options.actor_num_gpus_per_node,
         tp=options.tensor_model_parallel_size,
@@ -253,9 +241,7 @@ def _trainer(options: argparse.Namespace) -> TrainerPlan | None:
 def _topology(options: argparse.Namespace) -> Topology:
     if options.topology:
         if options.prefill_num_servers:
-            raise ValueError(
-                "--topology and --prefill-num-servers both define the engines; give one of them."
-            )
+            raise ValueError("--topology and --prefill-num-servers both define the engines; give one.")
         topology = read_topology(options.topology, options.hf_checkpoint, options.rollout_num_gpus_per_engine)
         if options.rollout_num_gpus not in (None, topology.num_gpus):
             raise ValueError(
@@ -269,38 +255,12 @@ def _topology(options: argparse.Namespace) -> Topology:
             "--actor-num-gpus-per-node."
         )
     size = (options.hf_checkpoint, options.rollout_num_gpus, options.rollout_num_gpus_per_engine)
-    return (
-        prefill_topology(*size, options.prefill_num_servers)
-        if options.prefill_num_servers
-        else plain_topology(*size)
-    )
+    servers = options.prefill_num_servers
+    return prefill_topology(*size, servers) if servers else plain_topology(*size)
 
 
-def _server_words(topology: Topology, place: EnginePlace, cpu: bool) -> list[str]:
+def _server_words(topology: Topology, place: EnginePlace, *, cpu: bool) -> list[str]:
     path = next(model.model_path for model in topology.models if model.name == place.model)
     assert path is not None, "a model without a path has no engines"
-    dtype = "float32" if cpu else "bfloat16"
-    return server_words(
-        SGLangOptions("python", path, cpu, dtype, place.num_gpus, 1234, False, extra=place.words)
-    )
-
-
-def _as_text(topology: Topology, places: tuple[EnginePlace, ...], options: argparse.Namespace) -> str:
-    return render_plan(
-        topology,
-        places,
-        options.rollout_router,
-        lambda place: ["python", "-m", "sglang.launch_server", *_server_words(topology, place, options.cpu)],
-    )
-
-
-def _as_json(
-    topology: Topology,
-    places: tuple[EnginePlace, ...],
-    trainer: TrainerPlan | None,
-    options: argparse.Namespace,
-) -> str:
-    engines = [{**asdict(place), "command": _server_words(topology, place, options.cpu)} for place in places]
-    routers = [asdict(plan_router(model, options.rollout_router)) for model in topology.models]
-    plan = {"num_gpus": topology.num_gpus, "engines": engines, "routers": routers}
-    return json.dumps(plan | ({"trainer": asdict(trainer)} if trainer else {}), indent=2)
+    dtype, num_gpus = "float32" if cpu else "bfloat16", place.num_gpus
+    return server_words(SGLangOptions("python", path, cpu, dtype, num_gpus, 1234, False, extra=place.words))

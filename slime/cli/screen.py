@@ -53,14 +53,12 @@ class RunScreen:
     def __init__(self, args: Args) -> None:
         self._args, self._run_dir = args, Path(args.run_dir)
         by_loss = args.loss_type in SUPERVISED_LOSSES
-        self.progress = Progress(
-            args.num_rollout,
-            value_key=LOSS if by_loss else REWARD,
-            value_name="loss" if by_loss else "reward",
-        )
+        key, name = (LOSS, "loss") if by_loss else (REWARD, "reward")
+        self.progress = Progress(args.num_rollout, value_key=key, value_name=name)
         self._rows = MetricsReader(self._run_dir / METRICS_FILE)
         self._capture = Capture(self._on_print, self._on_error_print if args.log_level == "debug" else None)
-        self._lines = (Lines(self._on_line), Lines(self._on_error_line))
+        self._lines = Lines(self._on_line)
+        self._error_lines = Lines(lambda line: self._print_line(line, "dim"))
         self._printed = 0
         self._warned_at: dict[tuple[str, int], Counter[int]] = {}  # steps of warnings, by source line
         self._started, self._is_up, self._num_steps = time.monotonic(), False, 0
@@ -95,13 +93,12 @@ class RunScreen:
 
     def _close(self, error: BaseException | None) -> None:
         self.terminal.settle(keep=self._num_steps > 0)
-        if error is None or self._num_steps:
+        if (error is None or self._num_steps) and not self._args.quiet:
             cause = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
             ended = "finished" if error is None else f"ended early ({cause})"
             seconds = time.monotonic() - self._started
             rows = closing_rows(self._args, self.progress, seconds, error)
-            if not self._args.quiet:
-                self._show_rows(f"{name_of_run(self._run_dir)}: {ended}", rows)
+            self._show_rows(f"{name_of_run(self._run_dir)}: {ended}", rows)
         if error is not None and not isinstance(error, _REPORTED_BY_THE_COMMAND):
             _pass_on(self._errors, self._capture.unnamed_tail())
 
@@ -185,8 +182,8 @@ class RunScreen:
             steps[self._num_steps] += 1
             if steps[self._num_steps] > _PRINTED_LINES:
                 return
-        word = "advice" if advisory is not None else record.levelname.lower()
-        message = printable(str(advisory) if advisory is not None else record.getMessage())
+        word = record.levelname.lower() if advisory is None else "advice"
+        message = printable(record.getMessage() if advisory is None else str(advisory))
         width = max(self.terminal.size[0] - len(word) - 1, 20)
         message = cut_lines(message, _MESSAGE_LINES, 10 * width)
         if len(steps) == _SAME_WARNING:
@@ -197,13 +194,13 @@ class RunScreen:
         if self._passes_all_on:
             _pass_on(self._capture.stdout, text)
         else:
-            self._lines[0](text)
+            self._lines(text)
 
     def _on_error_print(self, text: str) -> None:
         if self._passes_all_on:
             _pass_on(self._errors, text)
         else:
-            self._lines[1](text)
+            self._error_lines(text)
 
     @property
     def _passes_all_on(self) -> bool:
@@ -213,12 +210,12 @@ class RunScreen:
         """Show a line that user code printed; after many lines only the log has them."""
         self._printed += 1
         if self._printed <= _PRINTED_LINES:
-            self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0])))
+            self._print_line(line, "")
         elif self._printed == _PRINTED_LINES + 1:
             self.terminal.print(Text(f"(further output is in {self._run_dir}/logs/driver.log)", "dim"))
 
-    def _on_error_line(self, line: str) -> None:
-        self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0]), "dim"))
+    def _print_line(self, line: str, style: str) -> None:
+        self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0]), style))
 
     def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Stop drawing at a `breakpoint()` of user code: the debugger needs the terminal."""

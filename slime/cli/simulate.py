@@ -22,7 +22,6 @@ from slime.cli.main import RUN_STOPPED, user_errors
 # The default run of --fuzz; each seed changes its sizes.
 _FUZZED = "--hf-checkpoint none --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
 _FUZZED += "--rollout-max-response-len 16"
-_MOST_S = 1e6
 _WIDTH = 80  # columns of the output
 _FAULTS = {
     "engine": "engines die",
@@ -42,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from slime.simulation import report
 
             if options.fuzz:
-                return _fuzz(args, options)
+                from slime.simulation.fuzz import fuzz
+
+                found = fuzz(args, options.fuzz, options.seed, tell=lambda line: print(line, file=sys.stderr))
+                print("\n".join(found.lines()))
+                return RUN_STOPPED if found.failures else 0
             started = time.perf_counter()
             rows, about = report.simulate_splits(args, options)
         finally:
@@ -63,14 +66,6 @@ def split_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return _parser().parse_known_args(words)
 
 
-def _fuzz(args: Args, options: argparse.Namespace) -> int:
-    from slime.simulation.fuzz import fuzz
-
-    found = fuzz(args, options.fuzz, options.seed, tell=lambda line: print(line, file=sys.stderr))
-    print("\n".join(found.lines()))
-    return RUN_STOPPED if found.failures else 0
-
-
 def _read(words: list[str], folder: Path, options: argparse.Namespace) -> Args:
     """Return the settings of the run; prompts are replaced, because only lengths matter."""
     prompts = folder / "prompts.jsonl"
@@ -82,17 +77,18 @@ def _read(words: list[str], folder: Path, options: argparse.Namespace) -> Args:
     given = {word.partition("=")[0] for word in words}
     if not given & {"--num-rollout", "--num-epoch"}:
         words = [*words, "--num-rollout", str(options.steps)]
-    if options.fuzz and not given & {"--config", "--hf-checkpoint"}:
-        words = [*_FUZZED.split(), *words]
-    elif options.model is not None and not given & {"--config", "--hf-checkpoint"}:
-        words = [*words, "--hf-checkpoint", options.model]  # nothing of it is loaded
+    if not given & {"--config", "--hf-checkpoint"}:
+        if options.fuzz:
+            words = [*_FUZZED.split(), *words]
+        elif options.model is not None:
+            words = [*words, "--hf-checkpoint", options.model]  # nothing of it is loaded
     return parse_args(words, training_loop=kind)
 
 
 def _seconds(word: str) -> str:
     """Check MEAN[:SIGMA]."""
     for part in word.split(":", 1):
-        between(0, _MOST_S)(part)
+        between(0, 1e6)(part)
     return word
 
 
@@ -113,13 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--prompt-tokens", type=between(1, MOST_TOKENS), default=256.0, help="length of a prompt [256]")
     add("--reward-s", type=_seconds, default="0", metavar="MEAN[:SIGMA]", help="seconds per reward [0]")
-    add(
-        "--reward-failures",
-        type=between(0, 1),
-        default=0.0,
-        metavar="SHARE",
-        help="share of rewards that fail [0]",
-    )
+    failures = "share of rewards that fail [0]"
+    add("--reward-failures", type=between(0, 1), default=0.0, metavar="SHARE", help=failures)
     add("--gpu", default="h200", help="kind of GPU [h200]")
     add("--model", default=None, metavar="NAME",
         help="name, such as qwen3-235b-a22b, or a folder with config.json [--hf-checkpoint]")  # fmt: skip

@@ -6,22 +6,22 @@ training loop itself computes the step (batch, log-probs, advantages, loss terms
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from slime.arguments.groups.trained_sampling import replays_nucleus
 from slime.catalog.estimators import ESTIMATORS
+from slime.cli.inspect import need_run
+from slime.observability.tracking import read_metrics
 from slime.record import RECORD_FILE, Answer, LedgerReader, Record, RecordError, Select, open_record
 from slime.record.additions import Advantage
-from slime.utils.files.run_file import METRICS_FILE, RunRecord, Start, read_run
+from slime.utils.files.run_file import METRICS_FILE, RunRecord, Start
 from slime.utils.files.step_folders import step_folders
 
 # Metrics that a step computes from its batch; each one that the run logged is compared.
@@ -34,8 +34,8 @@ _COMPARED = (
     "rollout/rewards",
     "rollout/raw_reward",
 )
-_RELATIVE, _ABSOLUTE = 1e-3, 1e-4  # sums in another order, kernels of another device
-_HALF_RELATIVE, _HALF_ABSOLUTE = 5e-2, 2e-2  # bfloat16 on the device, fp32 here
+# Relative and absolute: sums in another order, kernels of another device; bfloat16 there, fp32 here.
+_WITHIN = {"float32": (1e-3, 1e-4), "bfloat16": (5e-2, 2e-2)}
 _UNCUT = {  # defaults for run.json files of earlier versions
     "rollout_top_p": 1.0,
     "rollout_top_k": -1,
@@ -46,10 +46,12 @@ _UNCUT = {  # defaults for run.json files of earlier versions
 
 def replay(folder: Path, step: int) -> int:
     """Return 0 if every number agrees, else 1; RecordError where the step cannot be replayed."""
-    run = read_run(folder)
-    if run is None:
-        raise RecordError(f"{folder} holds no run.json: it is not the folder of a run.")
-    with _no_devices(), tempfile.TemporaryDirectory(prefix="slime-replay-") as temporary:
+    run = need_run(folder)
+    # No GPU is used, here or in child processes.
+    with (
+        mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),
+        tempfile.TemporaryDirectory(prefix="slime-replay-") as temporary,
+    ):
         dump, again = Path(temporary) / "{rollout_id}.pt", Path(temporary) / "run"
         with open_record(folder) as record:
             known = {row.rollout_id for row in record.rollouts() if row.kind == "train" and not row.pruned}
@@ -67,27 +69,13 @@ def replay(folder: Path, step: int) -> int:
 
         train(args)
         found = _logged(again, step)
-        logged = _logged(folder, step, _updates(again))
+        updates = {row["train/step"] for row in read_metrics(again) if "train/step" in row}
+        logged = _logged(folder, step, updates)
         with open_record(again) as record:
             advantages = made, _advantages(record, step)
-    half = args.dtype == "bfloat16"
-    within = (_HALF_RELATIVE, _HALF_ABSOLUTE) if half else (_RELATIVE, _ABSOLUTE)
+    within = _WITHIN["bfloat16" if args.dtype == "bfloat16" else "float32"]
     apart = _compare_advantages(*advantages, *within)
     return max(apart, _compare(logged, found, *within))
-
-
-@contextlib.contextmanager
-def _no_devices() -> Iterator[None]:
-    """Hide GPUs from torch and from child processes while the block runs."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _start_of(folder: Path, run: RunRecord, step: int) -> Start:
@@ -103,22 +91,20 @@ def _start_of(folder: Path, run: RunRecord, step: int) -> Start:
 
 def _why_not(settings: dict[str, Any]) -> str | None:
     """Return what a step with these settings needs that the record does not keep; None: nothing."""
-    if settings.get("turn_discount") is not None:
-        return (
-            f"--turn-discount is {settings['turn_discount']}, and rewards of single turns are not recorded."
-        )
-    estimator = ESTIMATORS.get(name := settings.get("advantage_estimator", ""))
-    if estimator is not None and estimator.needs_greedy_answer:
-        return f"--advantage-estimator {name} compares with greedy responses, whose rewards are not recorded."
-    if replays_nucleus(SimpleNamespace(**{**_UNCUT, **settings})):
-        return "the token ids kept by --rollout-top-p and --rollout-top-k are not recorded."
-    if settings.get("use_opd") and settings.get("opd_type") == "engine":
-        return "the log-probs of a teacher behind --rm-url are not recorded."
-    if settings.get("use_rollout_routing_replay"):
-        return "the experts that engines chose (--use-rollout-routing-replay) are not recorded."
-    if settings.get("multimodal_keys"):
-        return "pictures (--multimodal-keys) are not recorded."
-    return None
+    get = settings.get
+    estimator = ESTIMATORS.get(name := get("advantage_estimator", ""))
+    greedy = f"--advantage-estimator {name} compares with greedy responses, whose rewards"
+    lacks = {
+        "rewards of single turns (--turn-discount)": get("turn_discount") is not None,
+        greedy: estimator is not None and estimator.needs_greedy_answer,
+        "the token ids kept by --rollout-top-p and --rollout-top-k": replays_nucleus(
+            SimpleNamespace(**{**_UNCUT, **settings})
+        ),
+        "the log-probs of a teacher behind --rm-url": get("use_opd") and get("opd_type") == "engine",
+        "the experts that engines chose (--use-rollout-routing-replay)": get("use_rollout_routing_replay"),
+        "pictures (--multimodal-keys)": get("multimodal_keys"),
+    }
+    return next((f"{what} are not recorded." for what, needed in lacks.items() if needed), None)
 
 
 def _weights_before(run: RunRecord, start: Start, step: int, known: set[int]) -> list[str]:
@@ -192,18 +178,16 @@ def _args(known: dict[str, Any], step: int, weights: list[str], dump: str, run_d
     from slime.arguments.parser import parse_args
 
     words = ["--hf-checkpoint", str(known["hf_checkpoint"]), "--debug-train-only"]
-    words += ["--disable-rollout-global-dataset"]
+    words += ["--disable-rollout-global-dataset", "--trainer-threads", "1"]
     words += ["--load-debug-rollout-data", dump, "--num-rollout", str(step + 1), "--run-dir", str(run_dir)]
-    words += ["--rollout-batch-size", str(known["rollout_batch_size"]), "--trainer-threads", "1"]
+    words += ["--rollout-batch-size", str(known["rollout_batch_size"])]
     words += ["--quiet", "--skip-preflight", "machine", "lengths", "reward", *weights]
     args = parse_args(words)
     here = args.to_dict()
     # Values derived from flags, such as the topology of engines, are in run.json only as text.
-    made = {
-        name for name, value in here.items() if not isinstance(value, (str, float, int, list, type(None)))
-    }
-    own = set(_OF_THE_REPLAY) | made | {name for name in known if name not in here}
-    return args.replace(**{name: value for name, value in known.items() if name not in own})
+    plain = (str, float, int, list, type(None))
+    same = {name for name, value in here.items() if isinstance(value, plain)} - set(_OF_THE_REPLAY)
+    return args.replace(**{name: value for name, value in known.items() if name in same})
 
 
 _OF_THE_REPLAY = """
@@ -225,20 +209,13 @@ def _logged(folder: Path, step: int, updates: set[int] | None = None) -> dict[st
     `updates`: the optimizer updates of that step; None: all that were logged.
     """
     found: dict[str, float] = {}
-    file = folder / METRICS_FILE
-    for line in file.read_text().splitlines() if file.is_file() else []:
-        row = json.loads(line)
+    for row in read_metrics(folder) if (folder / METRICS_FILE).is_file() else []:
         update = row.get("train/step")
         if update is not None and (updates is None or update in updates):
             found |= {f"{name} (update {update})": value for name, value in _numbers(row).items()}
         elif row.get("rollout/step") == step:
             found |= _numbers(row)
     return found
-
-
-def _updates(folder: Path) -> set[int]:
-    rows = map(json.loads, (folder / METRICS_FILE).read_text().splitlines())
-    return {row["train/step"] for row in rows if "train/step" in row}
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
@@ -256,17 +233,14 @@ def _compare_advantages(
     common = sorted(logged.keys() & found.keys())
     apart = []
     for index in common:
-        pairs = zip(_numbers_of(logged[index]), _numbers_of(found[index]), strict=False)
+        each = ([a.value, *(a.tokens or ())] for a in (logged[index], found[index]))
+        pairs = zip(*each, strict=False)
         if not all(math.isclose(a, b, rel_tol=relative, abs_tol=absolute) for a, b in pairs):
             apart.append(index)
     if common:
         which = f", of samples {apart[:5]}" if apart else ""
         print(f"{'DIFFERS' if apart else 'same':8s} advantages of {len(common)} samples{which}")
     return 1 if apart else 0
-
-
-def _numbers_of(advantage: Advantage) -> list[float]:
-    return [advantage.value, *(advantage.tokens or ())]
 
 
 def _compare(logged: dict[str, float], found: dict[str, float], relative: float, absolute: float) -> int:

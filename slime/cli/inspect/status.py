@@ -59,10 +59,6 @@ class Status:
     values: dict[str, float]
     waits: WaitTable | None
 
-    @property
-    def is_over(self) -> bool:
-        return self.state not in _LIVE
-
 
 @command
 def status_main(argv: Sequence[str]) -> int:
@@ -71,18 +67,16 @@ def status_main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
     options = parser.parse_args(argv)
     status = _read(options.run)
-    print(_as_json(status) if options.json else "\n".join(status.lines))
+    if not options.json:
+        print("\n".join(status.lines))
+        return 0
+    rows = []
+    if (table := status.waits) is not None:
+        now = table.time
+        rows = [{**asdict(r), "age_s": r.age_s(now), "overdue": r.is_overdue(now)} for r in table.rows]
+    fields = {"name": status.name, "state": status.state, "metrics": status.values, "waits": rows}
+    print(json.dumps(fields))
     return 0
-
-
-def _as_json(status: Status) -> str:
-    table = status.waits
-    rows = [
-        {**asdict(row), "age_s": row.age_s(table.time), "overdue": row.is_overdue(table.time)}
-        for row in (table.rows if table is not None else ())
-        if table is not None
-    ]
-    return json.dumps({"name": status.name, "state": status.state, "metrics": status.values, "waits": rows})
 
 
 @command
@@ -99,7 +93,7 @@ def watch_main(argv: Sequence[str]) -> int:
                 terminal.show([line for lines in wrapped for line in lines])
             elif status.lines[1:] != shown[1:]:
                 print("\n".join(status.lines), flush=True)
-            if status.is_over:
+            if status.state not in _LIVE:
                 return 0
             shown = status.lines
             time.sleep(_EVERY_S)
@@ -156,11 +150,10 @@ def _lines(
     took = datetime.timedelta(seconds=round(max(0.0, until - started.timestamp())))
     again = f", start {record.num_starts}" if record.num_starts > 1 else ""
     so_far = "so far" if state in _LIVE else "in all"
-    lines = [
-        f"{record.name} ({record.id}{again}): {state}",
-        f"  started {record.last.start}, {took} {so_far}",
-    ]
-    progress = Progress(_total(record), done_key="rollout/num_samples")
+    lines = [f"{record.name} ({record.id}{again}): {state}"]
+    lines.append(f"  started {record.last.start}, {took} {so_far}")
+    total = (record.last.settings.get("num_rollout") or {}).get("value")
+    progress = Progress(total if isinstance(total, int) else None, done_key="rollout/num_samples")
     for row in rows:
         progress.add(row)
     values = progress.latest
@@ -172,9 +165,9 @@ def _lines(
     if len(progress.values) > 1:
         lines.append(f"  {progress.value_name} {sparkline(list(progress.values.values()), 40)}")
     if split := progress.split():
-        lines.append(
-            "  " + ", ".join(f"{name} {share:.0%}" for name, share in split.items()) + _speed(progress)
-        )
+        tokens = progress.tokens_per_second()
+        speed = "" if tokens is None else f"; {short(tokens)} tok/s"
+        lines.append("  " + ", ".join(f"{name} {share:.0%}" for name, share in split.items()) + speed)
     lines += [f"  {key} {values[key]:.4g}" for key in progress.evals]
     lines += [f"  wasted: {progress.waste_words()}"] if progress.waste_words() else []
     lines += [f"  {line}" for line in describe_incidents(read_incidents(run, started.timestamp()))]
@@ -189,36 +182,20 @@ def _lines(
 def _deadline_lines(record: RunRecord) -> list[str]:
     """List every deadline in force, with its default where they differ."""
     values = {name: entry["value"] for name, entry in record.last.settings.items()}
-    texts = [
-        f"{name} {seconds:g}" + (f" (default {default:g})" if seconds != default else "")
-        for name, seconds in all_timeouts(values).items()
-        for default in (DEADLINES[name].default,)
-    ]
-    return textwrap.wrap(
-        "deadlines in seconds (--timeouts): " + ", ".join(texts),
-        110,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_on_hyphens=False,
-    )
-
-
-def _total(record: RunRecord) -> int | None:
-    total = (record.last.settings.get("num_rollout") or {}).get("value")
-    return total if isinstance(total, int) else None
+    texts = []
+    for name, seconds in all_timeouts(values).items():
+        default = DEADLINES[name].default
+        texts.append(f"{name} {seconds:g}" + (f" (default {default:g})" if seconds != default else ""))
+    text = f"  deadlines in seconds (--timeouts): {', '.join(texts)}"
+    return textwrap.wrap(text, 110, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _how_far(progress: Progress, state: str) -> str:
     if not progress.done:
         return "no step yet"
-    text = f"step {progress.done}/{progress.total}" if progress.total else f"step {progress.done}"
+    text = f"step {progress.done}" + (f"/{progress.total}" if progress.total else "")
     left = progress.seconds_left()
     return f"{text}, about {duration(left)} left" if state in _LIVE and left is not None else text
-
-
-def _speed(progress: Progress) -> str:
-    tokens = progress.tokens_per_second()
-    return "" if tokens is None else f"; {short(tokens)} tok/s"
 
 
 main = status_main
