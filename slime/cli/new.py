@@ -183,7 +183,5 @@ def _parser() -> argparse.ArgumentParser:
     agent = "add an agent: a generate function with several turns"
     parser.add_argument("name", metavar="NAME", help="the folder to create")
     parser.add_argument("--model", metavar="MODEL", help=model)
-    parser.add_argument(
-        "--generate", action="store_true", help="add an agent: a generate function with several turns"
-    )
+    parser.add_argument("--generate", action="store_true", help=agent)
     return parser

@@ -87,7 +87,6 @@ def test_rows_name_flags_losses_baselines_and_reductions_that_exist():
     assert {name for loss in POLICY_LOSSES.values() for name in loss.args} == set(POLICY_LOSS_ARGS)
 
 
-
 def test_every_reward_has_the_function_that_its_row_names():
     for reward in REWARDS.values():
         if reward.package is None:  # the others run where their package is installed

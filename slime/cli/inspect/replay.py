@@ -47,11 +47,8 @@ _UNCUT = {  # defaults for run.json files of earlier versions
 def replay(folder: Path, step: int) -> int:
     """Return 0 if every number agrees, else 1; RecordError where the step cannot be replayed."""
     run = need_run(folder)
-    # No GPU is used, here or in child processes.
-    with (
-        mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),
-        tempfile.TemporaryDirectory(prefix="slime-replay-") as temporary,
-    ):
+    no_gpus = mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="")  # here and in child processes
+    with no_gpus, tempfile.TemporaryDirectory(prefix="slime-replay-") as temporary:
         dump, again = Path(temporary) / "{rollout_id}.pt", Path(temporary) / "run"
         with open_record(folder) as record:
             known = {row.rollout_id for row in record.rollouts() if row.kind == "train" and not row.pruned}
