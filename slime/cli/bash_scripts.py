@@ -186,10 +186,10 @@ def words_of_script(script: Path, given: Sequence[str]) -> tuple[list[str], Eval
     if count is not None:
         line, command = base.exits[0]
         usage = re.search(r"(?im)^.*\busage\b.*$", base.printed)
-        command_line = as_typed("migrate", script, *"ABCDEFGHI"[:count])
+        told = f": {usage[0].strip()}" if usage else ""
         raise ValueError(
-            f"{script}, line {line}: the script ends here ({command}) without its arguments"
-            f"{': ' + usage[0].strip() if usage else ''}. Give them: {command_line}"
+            f"{script}, line {line}: the script ends here ({command}) without its arguments{told}. Give "
+            f"them: {as_typed('migrate', script, *'ABCDEFGHI'[:count])}"
         )
     return base.words, evaluator, base
 
@@ -299,8 +299,7 @@ def run_with_pipes(command: list[str], env: dict[str, str], start: Path) -> tupl
                 f"the script was not evaluated within {_LIMIT_S} s: it may wait for a skipped command; "
                 "remove the loop in a copy of the script, and migrate that."
             ) from None
-        texts = []
-        for file in (out, log):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-    return texts[0], texts[1], done.stdout
+        out.seek(0)
+        log.seek(0)
+        found, logged = (file.read().decode(errors="replace") for file in (out, log))
+    return found, logged, done.stdout

@@ -80,9 +80,7 @@ ESSENTIALS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slime docs", description=__doc__.partition(":")[2].strip())
-    parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path("docs"), metavar="DIR", help="where to [docs]"
-    )
+    parser.add_argument("folder", nargs="?", type=Path, default="docs", metavar="DIR", help="where to [docs]")
     folder = parser.parse_args(argv).folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
@@ -118,7 +116,8 @@ def flags_page() -> str:
         if spec.group != group:
             group = spec.group
             blocks.append(f"## {group}")
-        facts = "; ".join(filter(None, (_type_text(spec), _default_text(spec))))
+        has_default = spec.kind is not bool and spec.default not in (None, [], {})
+        facts = _type_text(spec) + (f"; default `{spec.default}`" if has_default else "")
         blocks.append(f"- `{spec.option}` ({facts}): {_meaning(spec)}")
         for name, row in (spec.info.rows or {}).items():
             blocks.append(f"    - `{name}` (default `{row.default:g}`): {_text(row.help)}")
@@ -176,13 +175,9 @@ def _page(title: str, blocks: Sequence[str]) -> str:
     text, before = f"{GENERATED}\n# {title}\n", ""
     for block in blocks:
         item = block.lstrip().startswith("- ")
-        lines = textwrap.wrap(
-            block,
-            WIDTH,
-            subsequent_indent=block[: block.index("- ") + 2].replace("-", " ") if item else "",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        indent = block[: block.index("- ") + 2].replace("-", " ") if item else ""
+        whole_words: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        lines = textwrap.wrap(block, WIDTH, subsequent_indent=indent, **whole_words)
         text += ("" if item and before.lstrip().startswith("- ") else "\n") + "\n".join(lines) + "\n"
         before = block
     return text
@@ -205,15 +200,8 @@ def _type_text(spec: FlagSpec) -> str:
     if spec.info.rows:
         return "NAME=NUMBER,..."
     name = {bool: "switch", dict: "JSON", int: "int", float: "float", str: "text"}[spec.kind]
-    return (f"{name} ..." if spec.many else name) + (
-        f" {_text(spec.info.limits)}" if spec.info.limits else ""
-    )
-
-
-def _default_text(spec: FlagSpec) -> str:
-    if spec.kind is bool or spec.default in (None, [], {}):
-        return ""
-    return f"default `{spec.default}`"
+    limits = f" {_text(spec.info.limits)}" if spec.info.limits else ""
+    return (f"{name} ..." if spec.many else name) + limits
 
 
 def _meaning(spec: FlagSpec) -> str:

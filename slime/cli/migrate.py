@@ -39,15 +39,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="slime migrate",
-        description="Convert a launch script of THUDM/slime into a run.yaml, without running it.",
-    )
+    what = "Convert a launch script of THUDM/slime into a run.yaml, without running it."
+    parser = argparse.ArgumentParser("slime migrate", description=what)
     parser.add_argument("script", type=Path, help="a bash script, or a Python launcher")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="arguments of the script: $1, $2, ...")
     with user_errors():
         given = parser.parse_args(argv)
-        script = given.script
+        script: Path = given.script
         if not script.is_file():
             raise ValueError(f"{script}: there is no such file.")
         evaluate = _of_python if script.suffix == ".py" else _of_bash

@@ -32,17 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slime weight-agent", description=__doc__.partition(":")[2].strip())
-    parser.add_argument("--engine", required=True, metavar="HOST:PORT", help="address of the engine")
-    parser.add_argument(
-        "--source",
-        required=True,
-        metavar="DIR|URL",
-        help="the trainer's --update-weight-disk-dir, or http://host:port of `slime weight-publisher`",
-    )
-    parser.add_argument("--local-checkpoint-dir", required=True, metavar="DIR", help="folder of the copy")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
-    parser.add_argument(
-        "--port", type=int, required=True, help="port to listen on; 0: any free port, which is printed"
-    )
-    parser.add_argument("--wait-s", type=float, default=600.0, help="time limit for a version [600]")
+    add = parser.add_argument
+    add("--engine", required=True, metavar="HOST:PORT", help="address of the engine")
+    source = "the trainer's --update-weight-disk-dir, or http://host:port of `slime weight-publisher`"
+    add("--source", required=True, metavar="DIR|URL", help=source)
+    add("--local-checkpoint-dir", required=True, metavar="DIR", help="folder of the copy")
+    add("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
+    add("--port", type=int, required=True, help="port to listen on; 0: any free port, which is printed")
+    add("--wait-s", type=float, default=600.0, help="time limit for a version [600]")
     return parser

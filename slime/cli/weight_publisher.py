@@ -10,14 +10,11 @@ from slime.weight_sync.delta.weight_agent import publisher_app, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="slime weight-publisher", description=__doc__.partition(":")[2].strip()
-    )
+    parser = argparse.ArgumentParser("slime weight-publisher", description=__doc__.partition(":")[2].strip())
     parser.add_argument("folder", metavar="DIR", help="the trainer's --update-weight-disk-dir")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
-    parser.add_argument(
-        "--port", type=int, required=True, help="port to listen on; 0: any free port, which is printed"
-    )
+    port = "port to listen on; 0: any free port, which is printed"
+    parser.add_argument("--port", type=int, required=True, help=port)
     options = parser.parse_args(argv)
     with user_errors():
         configure_logger()

@@ -38,7 +38,8 @@ def _audit(options: argparse.Namespace) -> int:
         return _audit_run(options, options.run)
     codes = []
     for run in inside:
-        print(f"{run}:", flush=True) if not options.json else None
+        if not options.json:
+            print(f"{run}:", flush=True)
         try:
             codes.append(_audit_run(options, run))
         except ValueError as error:
@@ -129,9 +130,8 @@ def _show(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("slime ledger", description=__doc__, allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True)
-    audit = actions.add_parser(
-        "audit", help="prove that every group has one outcome; exit code 1 if one was lost or trained twice"
-    )
+    proof = "prove that every group has one outcome; exit code 1 if one was lost or trained twice"
+    audit = actions.add_parser("audit", help=proof)
     audit.add_argument("--json", action="store_true", help="one JSON object")
     show = actions.add_parser("show", help="print samples with their tokens")
     show.add_argument("--step", type=int, required=True, help="the step")

@@ -17,7 +17,6 @@ from slime.record import Answer, Record, RecordError, Select, open_record
 from slime.utils.printable import cut_lines, printable
 
 _DIFF_PROMPTS = 5
-_NAMED = 8  # steps in a message
 
 
 @command
@@ -110,7 +109,7 @@ def _why_none(record: Record, options: argparse.Namespace) -> str:
     if options.diff:
         evaluated = sorted({row.rollout_id for row in rows if row.kind == "eval" and not row.pruned})
         if len(evaluated) > 1:  # training may repeat none; these ask the same questions each time
-            named = ", ".join(map(str, evaluated[:_NAMED])) + (", ..." if evaluated[_NAMED:] else "")
+            named = ", ".join(map(str, evaluated))
             steps = f"evaluations of steps {named} have: --diff {evaluated[0]} {evaluated[-1]}"
         return f"steps {options.diff[0]} and {options.diff[1]} have no prompt in common; {steps}."
     return f"no sample matches; {steps}."

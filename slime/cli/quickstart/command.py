@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,26 +56,6 @@ _OF_CHILDREN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The quick start's own flags; all other flags belong to the RL run."""
-
-    model: str
-    seed: int
-    control: str | None
-    advantage_estimator: str
-    run_dir: Path
-    num_rollout: int | None  # None: what the recipe says
-    hf_checkpoint: str | None
-    require_accuracy: float | None
-    extra: tuple[str, ...]
-
-    @property
-    def recipe(self) -> Recipe:
-        recipe = RECIPES[self.model]
-        return recipe if self.num_rollout is None else recipe.shortened_to(self.num_rollout)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the quick start and return its exit code."""
     options = parse_options(argv)
@@ -93,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return verdict(summary, options, screen)
 
 
-def parse_options(argv: Sequence[str] | None = None) -> Options:
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the quick start's own flags, with its `recipe`; `extra`: all others, which go to the RL run."""
     parser = argparse.ArgumentParser(
         prog="slime quickstart",
         description=__doc__,
@@ -123,11 +104,14 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         )
     if known.hf_checkpoint and known.model == "tiny":
         parser.error("--hf-checkpoint goes with --model smollm2; the tiny model is always made here.")
-    return Options(**vars(known), extra=tuple(extra))
+    recipe = RECIPES[known.model]
+    known.recipe = recipe if known.num_rollout is None else recipe.shortened_to(known.num_rollout)
+    known.extra = tuple(extra)
+    return known
 
 
 @contextlib.contextmanager
-def rehearsed(options: Options, screen: Screen) -> Iterator[Path | str]:
+def rehearsed(options: argparse.Namespace, screen: Screen) -> Iterator[Path | str]:
     """Run everything up to the first training step in a temporary folder; yield the model made for it.
 
     Errors are raised here: before an earlier quick start is touched, and not only after the warm-up.
@@ -137,7 +121,7 @@ def rehearsed(options: Options, screen: Screen) -> Iterator[Path | str]:
     short = replace(recipe, warm_up=recipe.warm_up and replace(recipe.warm_up, num_chunks=1))
     with contextlib.ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="slime-quickstart-"))
-        scratch = replace(options, run_dir=Path(name))
+        scratch = argparse.Namespace(**{**vars(options), "run_dir": Path(name)})
         with screen.logging_to(scratch.run_dir / "log.txt"):
             if options.model != "tiny" and not options.hf_checkpoint:
                 model = f"SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}"
@@ -196,13 +180,13 @@ def check_evaluations(args: Args) -> None:
         )
 
 
-def write_files(recipe: Recipe, options: Options) -> DataFiles:
+def write_files(recipe: Recipe, options: argparse.Namespace) -> DataFiles:
     num_sft = recipe.warm_up.num_samples if recipe.warm_up else 0
     folder, seed = options.run_dir / "data", options.seed
     return write_data(recipe.task, folder, seed=seed, num_sft=num_sft, num_rl=recipe.num_rl_prompts)
 
 
-def run(options: Options, screen: Screen, made: Path | str) -> dict[str, Any]:
+def run(options: argparse.Namespace, screen: Screen, made: Path | str) -> dict[str, Any]:
     """Train and report in an empty folder; return the content of summary.json. `made`: the model."""
     started = time.monotonic()
     recipe, folder = options.recipe, options.run_dir
@@ -238,14 +222,14 @@ def run(options: Options, screen: Screen, made: Path | str) -> dict[str, Any]:
     return summary
 
 
-def make_model(options: Options) -> Path | str:
+def make_model(options: argparse.Namespace) -> Path | str:
     """Return the checkpoint that the quick start begins with."""
     if options.model == "tiny":
         return tiny.make_checkpoint(options.run_dir / "model", seed=options.seed)
     return options.hf_checkpoint or smollm2.ensure_checkpoint()
 
 
-def rl_argv(options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:
+def rl_argv(options: argparse.Namespace, files: DataFiles, checkpoint: Path | str) -> list[str]:
     return build_rl_argv(
         options.recipe,
         checkpoint=checkpoint,
@@ -258,14 +242,16 @@ def rl_argv(options: Options, files: DataFiles, checkpoint: Path | str) -> list[
     )
 
 
-def sft_argv(options: Options, files: DataFiles, checkpoint: Path | str) -> list[str]:
+def sft_argv(options: argparse.Namespace, files: DataFiles, checkpoint: Path | str) -> list[str]:
     run_dir, seed, extra = options.run_dir / "sft", options.seed, options.extra
     return build_sft_argv(
         options.recipe, checkpoint=checkpoint, files=files, run_dir=run_dir, seed=seed, extra=extra
     )
 
 
-def report(outcome: QuickstartOutcome, summary: dict[str, Any], options: Options, screen: Screen) -> None:
+def report(
+    outcome: QuickstartOutcome, summary: dict[str, Any], options: argparse.Namespace, screen: Screen
+) -> None:
     """Write the files first, so that they exist even if the terminal fails."""
     folder, task = options.run_dir, options.recipe.task
     write_summary(summary, folder / "summary.json")
@@ -286,7 +272,7 @@ def report(outcome: QuickstartOutcome, summary: dict[str, Any], options: Options
     screen.say(f"    {as_typed('train', '--config', folder / 'run.yaml')}")
 
 
-def verdict(summary: dict[str, Any], options: Options, screen: Screen) -> int:
+def verdict(summary: dict[str, Any], options: argparse.Namespace, screen: Screen) -> int:
     """Return exit code 1 if --require-accuracy was not met."""
     if options.require_accuracy is None or summary["accuracy_after"] >= options.require_accuracy:
         return 0

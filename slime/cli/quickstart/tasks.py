@@ -81,23 +81,19 @@ def _draw_digits(rng: random.Random, *, held_out: bool) -> str:
             return digits
 
 
-def _sort_problem(digits: str) -> Problem:
-    return Problem(prompt=f"{digits}>", label=HABITS["sorted"](digits))
-
-
-def _sort_training(seed: int) -> Iterator[Problem]:
-    rng = random.Random(f"sort-{seed}")
+def _sort_problems(rng: random.Random, *, held_out: bool) -> Iterator[Problem]:
     while True:
-        yield _sort_problem(_draw_digits(rng, held_out=False))
+        digits = _draw_digits(rng, held_out=held_out)
+        yield Problem(prompt=f"{digits}>", label=HABITS["sorted"](digits))
 
 
 def _sort_held_out() -> list[Problem]:
-    rng = random.Random(HELD_OUT_SEED)
-    found: dict[str, Problem] = {}
-    while len(found) < NUM_SORT_HELD_OUT:
-        digits = _draw_digits(rng, held_out=True)
-        found.setdefault(digits, _sort_problem(digits))
-    return list(found.values())
+    found: dict[Problem, None] = {}
+    for problem in _sort_problems(random.Random(HELD_OUT_SEED), held_out=True):
+        found[problem] = None
+        if len(found) == NUM_SORT_HELD_OUT:
+            break
+    return list(found)
 
 
 SORT_DIGITS = Task(
@@ -117,7 +113,7 @@ SORT_DIGITS = Task(
     control_path="slime.cli.quickstart.rewards.exact_match_control",
     max_response_len=8,
     chat=False,
-    draw_training=_sort_training,
+    draw_training=lambda seed: _sort_problems(random.Random(f"sort-{seed}"), held_out=False),
     draw_held_out=_sort_held_out,
 )
 

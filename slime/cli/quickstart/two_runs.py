@@ -62,31 +62,22 @@ class Recipe:
     model: str
     task: Task
     warm_up: WarmUp | None  # None: the model is already trained
-    num_rollout: int
-    rollout_batch_size: int
-    over_sampling_batch_size: int
-    n_samples_per_prompt: int
-    lr: float
-    min_lr: float
-    lr_warmup_iters: int
-    eval_interval: int
-    max_tokens_per_gpu: int
-    precision: tuple[str, ...]  # flags
+    flags: dict[str, float]  # of the RL run
+    precision: tuple[str, ...]  # flags of both runs
     saves_model: bool  # a checkpoint is three times the size of the model: too much where that is large
 
     @property
     def num_rl_prompts(self) -> int:
         """Enough for every rollout to see fresh prompts; a very long run sees them again."""
-        return min(self.num_rollout * self.over_sampling_batch_size, _MAX_PROMPTS)
+        needed = self.flags["num-rollout"] * self.flags["over-sampling-batch-size"]
+        return min(int(needed), _MAX_PROMPTS)
 
     def shortened_to(self, num_rollout: int) -> "Recipe":
         """Return the recipe with another number of RL steps; warm-up and evaluations shrink with it."""
-        return replace(
-            self,
-            num_rollout=num_rollout,
-            lr_warmup_iters=min(self.lr_warmup_iters, num_rollout // 2),
-            eval_interval=_even_interval(num_rollout, self.eval_interval),
-        )
+        warm_up = min(self.flags["lr-warmup-iters"], num_rollout // 2)
+        interval = _even_interval(num_rollout, int(self.flags["eval-interval"]))
+        own = {"num-rollout": num_rollout, "lr-warmup-iters": warm_up, "eval-interval": interval}
+        return replace(self, flags=self.flags | own)
 
 
 RECIPES = {
@@ -94,16 +85,18 @@ RECIPES = {
         model="tiny",
         task=SORT_DIGITS,
         warm_up=WarmUp(num_chunks=20, steps_per_chunk=20, batch_size=64, lr=4e-3),
-        num_rollout=50,
-        rollout_batch_size=32,
-        # The filter may drop four groups whose answers are all right or all wrong.
-        over_sampling_batch_size=36,
-        n_samples_per_prompt=16,
-        lr=6e-4,
-        min_lr=6e-5,
-        lr_warmup_iters=5,
-        eval_interval=25,
-        max_tokens_per_gpu=8192,
+        flags={
+            "num-rollout": 50,
+            "rollout-batch-size": 32,
+            # The filter may drop four groups whose answers are all right or all wrong.
+            "over-sampling-batch-size": 36,
+            "n-samples-per-prompt": 16,
+            "lr": 6e-4,
+            "min-lr": 6e-5,
+            "lr-warmup-iters": 5,
+            "eval-interval": 25,
+            "max-tokens-per-gpu": 8192,
+        },
         precision=("--dtype", "float32"),
         saves_model=True,
     ),
@@ -111,15 +104,17 @@ RECIPES = {
         model="smollm2",
         task=ADDITION,
         warm_up=None,
-        num_rollout=18,
-        rollout_batch_size=6,
-        over_sampling_batch_size=6,
-        n_samples_per_prompt=8,
-        lr=2e-5,
-        min_lr=2e-5,
-        lr_warmup_iters=2,
-        eval_interval=9,
-        max_tokens_per_gpu=4096,  # all of a step, whose prompts are then shared by one stream
+        flags={
+            "num-rollout": 18,
+            "rollout-batch-size": 6,
+            "over-sampling-batch-size": 6,
+            "n-samples-per-prompt": 8,
+            "lr": 2e-5,
+            "min-lr": 2e-5,
+            "lr-warmup-iters": 2,
+            "eval-interval": 9,
+            "max-tokens-per-gpu": 4096,  # all of a step, whose prompts are then shared by one stream
+        },
         precision=("--dtype", "auto"),  # stored in bfloat16, which not every CPU has units for
         saves_model=False,
     ),
@@ -157,12 +152,12 @@ def build_sft_argv(
         "lr-warmup-iters": warm_up.num_steps // 20,
         "weight-decay": 0.0,
         "adam-beta2": 0.99,
-        "max-tokens-per-gpu": recipe.max_tokens_per_gpu,
+        "max-tokens-per-gpu": recipe.flags["max-tokens-per-gpu"],
         "trainer-threads": 1,  # steps of a thousand tokens; the next chunk is tokenised meanwhile
     } | _saving(run_dir, warm_up.num_chunks)
     switches = ["debug-train-only", "calculate-per-token-loss", "use-dynamic-batch-size"]
     switches.append("disable-compute-advantages-and-returns")
-    return [*_as_argv(settings, switches), *recipe.precision[:2], *machine_flags(extra)]
+    return [*_as_argv(settings, switches), *recipe.precision, *machine_flags(extra)]
 
 
 def build_rl_argv(
@@ -190,30 +185,22 @@ def build_rl_argv(
         "dynamic-sampling-filter-path": (
             "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
         ),
-        "num-rollout": recipe.num_rollout,
-        "rollout-batch-size": recipe.rollout_batch_size,
-        "over-sampling-batch-size": recipe.over_sampling_batch_size,
-        "n-samples-per-prompt": recipe.n_samples_per_prompt,
         "rollout-max-response-len": task.max_response_len,
         "rollout-temperature": 1.0,
         "advantage-estimator": estimator,
         "eps-clip": 0.2,
-        "lr": recipe.lr,
-        "min-lr": recipe.min_lr,
         "lr-decay-style": "linear",
-        "lr-warmup-iters": recipe.lr_warmup_iters,
         "weight-decay": 0.0,
         "adam-beta1": 0.9,
         "adam-beta2": 0.99,
-        "max-tokens-per-gpu": recipe.max_tokens_per_gpu,
         "eval-config": files.eval_config,
-        "eval-interval": recipe.eval_interval,
+        **recipe.flags,
     }
-    in_flight = recipe.over_sampling_batch_size * recipe.n_samples_per_prompt
+    in_flight = recipe.flags["over-sampling-batch-size"] * recipe.flags["n-samples-per-prompt"]
     if in_flight > _DEFAULT_CONCURRENCY:  # a few that wait for a place would take as long as all others
         settings["sglang-server-concurrency"] = in_flight
     if recipe.saves_model:
-        settings |= _saving(run_dir, recipe.num_rollout)
+        settings |= _saving(run_dir, int(recipe.flags["num-rollout"]))
     switches = ["use-dynamic-batch-size", "rollout-skip-special-tokens", "rollout-shuffle"]
     if task.chat:
         switches.append("apply-chat-template")

@@ -122,7 +122,7 @@ def assemble(pieces: list[CapturedPiece]) -> Activations | None:
     dist.gather_object(pieces, gathered)
     if gathered is None:
         return None
-    streams: dict[tuple[tuple[int, ...], tuple[int, ...], int, str], Tensor] = {}
+    streams: dict[Any, Tensor] = {}
     for piece in (piece for part in gathered for piece in part):
         key = (piece.documents, piece.lengths, piece.layer, piece.part)
         shape = (sum(piece.lengths), piece.values.shape[-1])

@@ -33,24 +33,19 @@ class CheckTarget:
 
 def parse_layout(text: str, *, experts: bool) -> CheckTarget:
     """`tp2pp2` -> the Megatron trainer on four ranks. With experts `tp` brings sequence parallelism."""
-    sizes = {} if text == "single" else _sizes(text)
-    tp, cp, pp = (sizes.get(name, 1) for name in ("tp", "cp", "pp"))
-    dp = sizes.get("dp", 1)
+    parts = [] if text == "single" else list(_PART.finditer(text))
+    if text != "single" and (not parts or "".join(part.group() for part in parts) != text):
+        raise ValueError(
+            f"--layouts names {text!r}: a layout is `single`, or joined sizes such as tp2, pp2, "
+            "tp2sp, pp2vpp2, cp2, ep2, dp2, tp2pp2."
+        )
+    sizes = {part.group(1) or "sp": int(part.group(2) or 1) for part in parts}
+    tp, cp, pp, dp = (sizes.get(name, 1) for name in ("tp", "cp", "pp", "dp"))
     while (tp * cp * dp) % (sizes.get("ep", 1) * sizes.get("etp", 1)):
         dp += 1
     settings = {_FLAGS[name]: size for name, size in sizes.items() if name in _FLAGS}
     settings["sequence_parallel"] = "sp" in sizes or (experts and tp > 1)
     return CheckTarget("megatron", text, tp * cp * pp * dp, tuple(settings.items()))
-
-
-def _sizes(text: str) -> dict[str, int]:
-    parts = list(_PART.finditer(text))
-    if not parts or "".join(part.group() for part in parts) != text:
-        raise ValueError(
-            f"--layouts names {text!r}: a layout is `single`, or joined sizes such as tp2, pp2, "
-            "tp2sp, pp2vpp2, cp2, ep2, dp2, tp2pp2."
-        )
-    return {part.group(1) or "sp": int(part.group(2) or 1) for part in parts}
 
 
 def choose_targets(layouts: str | None, *, experts: bool, megatron: bool) -> list[CheckTarget]:

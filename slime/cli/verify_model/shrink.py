@@ -23,7 +23,6 @@ _WINDOWS, WINDOW = ("sliding_window", "attention_chunk_size", "window_size"), 4
 _STATES = dict(hidden_size_per_layer_input=16, linear_num_key_heads=2, linear_num_value_heads=4)
 _STATES |= dict(mamba_n_heads=4, mamba_num_heads=4, rotary_dim=8, linear_key_head_dim=8)
 _STATES |= dict(linear_value_head_dim=8, mamba_d_state=8, ssm_state_size=8, state_size=8)
-_TOWERS, _TOWER_LAYERS = ("vision_config", "audio_config"), ("num_hidden_layers", "num_blocks")
 _OF_WEIGHTS = ("config.json", "generation_config.json")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -80,7 +79,11 @@ def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
     changes |= {name: min(values[name], WINDOW) for name in _WINDOWS if values.get(name)}
     if not full_width:
         changes |= _narrower(values, layers)
-    changes |= _lower_towers(values) | {"dtype": "float32", "use_cache": False}
+    for name in ("vision_config", "audio_config"):  # towers in a text model take no part, and are large
+        if isinstance(part := values.get(name), dict):
+            depths = {"num_hidden_layers", "num_blocks"} & part.keys()
+            changes[name] = part | {depth: min(part[depth], 2) for depth in depths}
+    changes |= {"dtype": "float32", "use_cache": False}
     values = {name: value for name, value in values.items() if name not in own_names}
     values.pop("quantization_config", None)
     values |= {own_names.get(name, name): value for name, value in changes.items()}
@@ -111,19 +114,7 @@ def _fewer_layers(values: dict[str, Any], layers: int) -> dict[str, Any]:
         changes["first_k_dense_replace"] = min(values["first_k_dense_replace"], layers - 1)
     if values.get("max_window_layers"):
         changes["max_window_layers"] = layers
-    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        if values.get(name):
-            changes[name] = 0
-    return changes
-
-
-def _lower_towers(values: dict[str, Any]) -> dict[str, Any]:
-    """What sees or hears inside a text model: it takes no part, and has up to gigabytes of weights."""
-    return {
-        name: part | {layers: min(part[layers], 2) for layers in _TOWER_LAYERS if layers in part}
-        for name, part in values.items()
-        if name in _TOWERS and isinstance(part, dict)
-    }
+    return changes | {name: 0 for name in ("num_nextn_predict_layers", "num_mtp_layers") if values.get(name)}
 
 
 def _fewer_experts(values: dict[str, Any]) -> dict[str, Any]:
@@ -210,9 +201,7 @@ def has_experts(config: Any) -> bool:
 
 def describe(config: Any) -> str:
     values = json.loads(config.to_json_string(use_diff=False))
-    parts = [f"{values['num_hidden_layers']} layers", f"hidden {values['hidden_size']}"]
-    parts.append(f"{values['num_attention_heads']} heads")
-    experts = next((values[name] for name in _EXPERT_COUNTS if values.get(name)), None)
-    if experts:
-        parts.append(f"{experts} experts")
-    return f"{values['model_type']}: {', '.join(parts)}, vocabulary {values['vocab_size']}"
+    size = f"{values['num_hidden_layers']} layers, hidden {values['hidden_size']}"
+    experts = next((f", {values[name]} experts" for name in _EXPERT_COUNTS if values.get(name)), "")
+    heads = f"{values['num_attention_heads']} heads{experts}"
+    return f"{values['model_type']}: {size}, {heads}, vocabulary {values['vocab_size']}"
