@@ -19,11 +19,7 @@ TokenLists = list[Tensor]
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may read about a batch of N samples.
-
-    Example: a sample whose reward is 0.5 after group normalisation and that has 3 response tokens brings
-    `rewards[i] = 0.5`, `kl[i]` and `loss_masks[i]` of shape [3].
-    """
+    """What an estimator may read about a batch of N samples."""
 
     rewards: Sequence[float]
     kl: Sequence[Tensor]  # [R_i] fp32, zeros when no KL enters the reward
@@ -69,9 +65,8 @@ def get_reinforce_plus_plus_returns(
 ) -> TokenLists:
     """Discounted returns over the trained tokens: -kl_coef x kl each, and the sample's reward on the last.
 
-    Tokens that are not trained get 0, and no discount is counted for them. A sample with an empty mask
-    (removed by a filter) carries no reward. The two length arguments are part of the public signature; full
-    responses do not need them.
+    Tokens that are not trained get 0, and no discount is counted for them. The two length arguments are part
+    of the public signature; full responses do not need them.
     """
     del response_lengths, total_lengths
     chosen = [mask.nonzero().squeeze(1) for mask in loss_masks]

@@ -52,8 +52,7 @@ def variant_of(module: nn.Module, mask: Any, options: Mapping[str, Any]) -> Vari
 def note_kinds(layer: nn.Module) -> None:
     """Store the kind of a layer's attention on its modules, before they are compiled.
 
-    Compiled code then depends on the kind, not on the number of layers or on the layer's index: what is
-    compiled for one layer serves all layers of its kind, also those of a longer model.
+    What is compiled for one layer then serves all layers of its kind, whatever its index.
     """
     for module in layer.modules():
         if hasattr(module, "config"):

@@ -1,7 +1,6 @@
 """Which tokens a covariance-based loss treats apart: those whose log-prob and advantage deviate together.
 
-The choice is made over all trained tokens of an optimizer step, over all ranks, before its first pass: it
-does not depend on packing, micro-batches or the number of ranks. Ranks exchange only sums.
+The choice is made over all trained tokens of an optimizer step and all ranks, which exchange only sums.
 """
 
 import math

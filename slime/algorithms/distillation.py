@@ -11,10 +11,7 @@ MAX_CHUNK_ELEMENTS = 1 << 25
 
 
 def sampled_reverse_kl(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Tensor]:
-    """[R_i] per sample: log-prob of the student minus that of the teacher on each sampled token.
-
-    Its mean over the student's own samples is KL(student || teacher).
-    """
+    """[R_i] per sample: log-prob of student minus teacher, whose mean is KL(student || teacher)."""
     return [own - theirs for own, theirs in zip(student, teacher, strict=True)]
 
 

@@ -20,8 +20,7 @@ def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> 
 def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int = 128) -> Tensor:
     """Reverse discounted cumulative sums [B, T]: G_t = r_t + discount x G_{t+1}.
 
-    Within a chunk all sums are one product with a triangular matrix of powers of the discount;
-    only the carry between chunks is sequential.
+    Within a chunk all sums are one product with a triangular matrix; the carry between chunks is sequential.
     """
     if discount == 1.0 or rewards.shape[1] == 0:
         return rewards.flip(1).cumsum(1).flip(1)
@@ -60,10 +59,7 @@ def get_advantages_and_returns_batch(
     lambd: float,
     chunked: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """GAE of ragged responses: padded on the right, computed as one batch, cut back to [R_i].
-
-    Right padding is exact: padded rewards and values are 0, so nothing flows back from behind the last token.
-    """
+    """GAE of ragged responses: padded with zeros on the right, which is exact, and cut back to [R_i]."""
     del total_lengths
     if not response_lengths:
         return [], []

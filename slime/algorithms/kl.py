@@ -11,10 +11,7 @@ LOW_VAR_LIMIT = 10.0
 
 
 def compute_approx_kl(
-    log_probs: Tensor,
-    log_probs_base: Tensor,
-    kl_loss_type: str,
-    importance_ratio: Tensor | None = None,
+    log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
 ) -> Tensor:
     """Per-token estimate of KL(policy || base), at least in fp32.
 

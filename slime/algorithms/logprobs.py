@@ -1,14 +1,11 @@
 """Log-probs and entropy of chosen tokens from hidden states and output matrix, a block of logits at a time.
 
 The full [tokens, vocabulary] logits never exist, unless memory is given to keep them. Forward goes over
-blocks of tokens and keeps three numbers per token; backward goes over blocks of the vocabulary, so that each
+blocks of tokens and keeps three numbers per token. Backward goes over blocks of the vocabulary, so that each
 block's part of the weight gradient is finished in one matrix product with full-precision accumulation, and
-computes that block's logits again, which is one product of four. Kept logits (in the precision of the hidden
-states) save that product and become their own gradient in place. On CUDA one Triton kernel reads a block for
-its statistics and another turns it into its gradient in place; elsewhere plain torch does the same in at
-least fp32. Logits are divided by the sampling temperature, so that the numbers are those of the distribution
-that the engine sampled from; where that was cut to a nucleus, so are the logits, before anything else reads
-them.
+computes that block's logits again; kept logits save that product and become their own gradient in place. On
+CUDA Triton kernels do this; elsewhere plain torch, in at least fp32. Logits are cut to the nucleus and
+divided by the temperature that the engine sampled with.
 """
 
 import functools
@@ -169,8 +166,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             outputs = log_sums[rows], log_probs[rows], None if entropy is None else entropy[rows]
             statistics(logits, targets[rows], temperature, *outputs)
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
-        ctx.temperature, ctx.chunk_size, ctx.nucleus = temperature, chunk_size, nucleus
-        ctx.softcap = softcap
+        ctx.temperature, ctx.chunk_size, ctx.nucleus, ctx.softcap = temperature, chunk_size, nucleus, softcap
         ctx.kept = kept  # not among the saved tensors: backward writes into it and lets it go
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -262,17 +258,13 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T, 1] and entropies [T] of `tokens` under existing `logits` [T, V].
+    """Log-probs [T, 1] and entropies [T] of `tokens` under existing `logits` [T, V]; shapes of THUDM/slime.
 
-    The shapes are those of THUDM/slime, whose users call this from losses of their own and squeeze the last
-    dimension. `log_prob_keep_mask` [T, V] renormalises the log-prob over the kept tokens (the sampled token
-    is always kept); the entropy stays that of the full distribution. `tp_group` is accepted for callers that
-    shard the vocabulary and must be None or of size one here.
+    `log_prob_keep_mask` [T, V] renormalises the log-prob over the kept tokens (the sampled token is always
+    kept); the entropy stays that of the full distribution. `tp_group` must be None or of size one here.
     """
     if tp_group is not None and tp_group.size() > 1:
-        raise ValueError(
-            "calculate_log_probs_and_entropy: a vocabulary sharded over several ranks is not supported here."
-        )
+        raise ValueError("calculate_log_probs_and_entropy: a vocabulary sharded over ranks is not supported.")
     rows = chunk_size if chunk_size > 0 else max(1, logits.shape[0])
     empty = logits.new_zeros(0, dtype=_compute_dtype(logits.dtype))
     log_probs, entropies = [empty[:, None]], [empty]

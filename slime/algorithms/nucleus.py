@@ -1,8 +1,7 @@
 """The token ids that sampling had to choose from, row by row, and logits cut down to them.
 
-Top-p, top-k and min-p draw each token from a part of the vocabulary. What is trained then is the policy over
-that part, as the engine recorded it: softmax over the kept ids alone. Cutting logits gives all of it, since
-what is impossible has probability 0, adds nothing to the entropy and gets no gradient.
+Top-p, top-k and min-p draw each token from a part of the vocabulary. What is trained then is softmax over the
+kept ids alone, as the engine recorded them: the others have probability 0, no entropy and no gradient.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,8 @@
 """Correction for tokens that another policy sampled: importance weights, rejection, masks, metrics.
 
-Three policies may differ: behaviour (the engine that sampled), proximal (the trainer's policy before this
-rollout's updates; ratios are taken against it) and current. The policy loss handles current / proximal; what
-is here handles proximal / behaviour, from `log_ratio = proximal - behaviour` per token. Weights times the
-clipped loss is decoupled PPO.
-
-Flat layout [R] as in `reduce`. Nothing here carries a gradient.
+Three policies may differ: behaviour (the engine that sampled), proximal (the trainer's before this rollout's
+updates) and current. The policy loss handles current / proximal; this module handles proximal / behaviour,
+from `log_ratio = proximal - behaviour` per token. Flat layout [R] as in `reduce`; nothing has a gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,8 +74,7 @@ def _weight_metrics(weights: Tensor, ratio: Tensor) -> dict[str, Tensor]:
 def weight_moments(weights: Tensor, layout: TokenLayout, level: str) -> Tensor:
     """[2] sum and count of weights that are trained on, of tokens or, at the levels of samples, of samples.
 
-    Added up over a whole step they give the mean weight, by which
-    self-normalised importance sampling divides.
+    Over a whole step they give the mean weight, by which self-normalised importance sampling divides.
     """
     counted = (layout.mask != 0).double()
     if level != "token":
@@ -117,7 +113,7 @@ def opsm_keep(
 def mismatch_metrics(
     train_log_probs: Tensor, rollout_log_probs: Tensor, layout: TokenLayout
 ) -> dict[str, Tensor]:
-    """[R] each: how far the trainer's policy is from the engine's, from several sides.
+    """[R] each: how far the trainer's policy is from the engine's.
 
     `mis_kl` and `mis_k3_kl` estimate KL(behaviour || proximal); `mis_chi2_*` are ratio^2 - 1 of token and
     sequence, whose mean is the chi-square divergence; `mis_*_ppl` are perplexities of each sample.

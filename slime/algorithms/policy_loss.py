@@ -54,11 +54,7 @@ class PolicyTerms:
 
 
 def compute_policy_loss(
-    ppo_kl: Tensor,
-    advantages: Tensor,
-    eps_clip: float,
-    eps_clip_high: float,
-    eps_clip_c: float | None = None,
+    ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Clipped surrogate loss and whether the clip decided (0/1), per token.
 
@@ -78,11 +74,7 @@ def compute_policy_loss(
 
 
 def compute_cispo_loss(
-    ppo_kl: Tensor,
-    log_probs: Tensor,
-    advantages: Tensor,
-    eps_clip: float,
-    eps_clip_high: float,
+    ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """CISPO: REINFORCE weighted by a clipped, detached ratio, so that no token loses its gradient."""
     ratio = exp_ratio(-ppo_kl).detach()
@@ -118,7 +110,6 @@ def sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     """A soft gate for the clip: sigmoid(tau (ratio - 1)) x 4 / tau, steeper where the advantage is negative.
 
     Its slope at ratio 1 is 1, and it fades where a hard clip would cut.
-    Nothing is clipped, so that fraction is 0.
     """
     ppo_kl = x.old_log_probs - x.log_probs
     tau = torch.full_like(ppo_kl, o.sapo_tau_neg).masked_fill(x.advantages > 0, o.sapo_tau_pos)
@@ -203,14 +194,10 @@ def compute_opsm_mask(
     advantages: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Off-policy sequence mask over the concatenated tokens, and the masked share summed over samples.
-
-    Reads `args.opsm_delta`.
-    """
+    """Off-policy sequence mask over the concatenated tokens, and the masked share summed over samples."""
     kept, masked_shares = [], []
-    for new, old, advantage, mask in zip(
-        full_log_probs, full_old_log_probs, advantages, loss_masks, strict=True
-    ):
+    samples = zip(full_log_probs, full_old_log_probs, advantages, loss_masks, strict=True)
+    for new, old, advantage, mask in samples:
         total = mask.sum().clamp(min=1)
         drifted = ((old - new) * mask).sum() / total > args.opsm_delta
         masked = ((advantage < 0) & drifted).to(new.dtype)

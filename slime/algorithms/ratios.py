@@ -1,9 +1,7 @@
 """Probability ratios from differences of log-probs, bounded so that no exponential overflows.
 
-Every ratio of the losses, of the off-policy correction and of the KL estimators is made here. A log-ratio
-counts as at most 20 in size: e^20 is beyond any bound in use, and e^89 is infinite in fp32, which would end a
-run at one runaway token. Outside the bound a ratio is constant, so the token gives no gradient through it.
-NaN stays NaN.
+A log-ratio counts as at most 20 in size: e^20 is beyond any bound in use, and e^89 is infinite in fp32, which
+would end a run at one runaway token. Outside the bound a token gives no gradient. NaN stays NaN.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Reductions from per-token values to one number: each is a sum, and the caller owns the denominator.
 
-Flat layout: the response tokens of all samples of a micro-batch behind each other, `segments[j]` naming the
-sample that token j belongs to. Summing first and dividing by a count of the whole optimizer step is what
-makes a loss independent of packing, micro-batch size and number of ranks.
+Flat layout: the response tokens of all samples of a micro-batch in a row; `segments[j]` is the sample of
+token j. Dividing by a count of the whole optimizer step makes a loss independent of packing and ranks.
 """
 
 from collections.abc import Callable
@@ -16,12 +15,7 @@ Reducer = Callable[[Tensor], Tensor]
 
 
 def reduction_weights(
-    reduction: str,
-    mask: Tensor,
-    segments: Tensor,
-    rollout_mask_sums: Tensor,
-    *,
-    constant: float | None = None,
+    reduction: str, mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, constant: float | None = None
 ) -> Tensor:
     """Weight of each flat token under a row of REDUCTIONS, whose count divides the sum of all.
 

@@ -1,7 +1,6 @@
 """Log-probs of responses out of packed logits, for losses of the user's own (`--custom-loss-function-path`).
 
-Names and signatures are those that plug-ins of slime call. Such a loss gets whole samples and the whole
-vocabulary on every rank, so that nothing is gathered here.
+Names and signatures are those that plug-ins of slime call. A loss gets the whole vocabulary on every rank.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +24,7 @@ def get_responses(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield of each sample the logits [R, V] that predict its response, and the response's tokens [R].
 
-    `logits` [1, T, V] hold the samples one after another; they are divided by --rollout-temperature, so that
-    log-probs are those of the distribution that the engine sampled from.
+    `logits` [1, T, V] hold the samples one after another; they are divided by --rollout-temperature.
     """
     del kwargs
     if logits.dim() != 3 or logits.shape[0] != 1:

@@ -1,11 +1,9 @@
 """Credit by turn: what each turn of an episode earns, and how it is compared with the same turn of others.
 
 A turn is a span of tokens that the policy wrote in one go, with the reward that the environment gave for it.
-Its return is that reward and the discounted ones of the turns after it:
-G_k = r_k + discount x G_(k+1). Estimators that compare rewards within a group compare G_k with the returns of
-the k-th turn of the group's other rollouts; one that ended before turn k stands there with the return of its
-last turn. Where only the end is rewarded and the discount is 1, every turn therefore gets exactly what the
-estimator gives to the whole episode.
+Its return is G_k = r_k + discount x G_(k+1). Estimators that compare rewards within a group compare G_k with
+the k-th turn of the group's other rollouts; one that ended earlier counts with its last turn. Where only the
+end is rewarded and the discount is 1, every turn gets what the estimator gives to the whole episode.
 """
 
 import itertools

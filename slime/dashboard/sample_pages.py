@@ -29,22 +29,8 @@ _ROW = (
     "g.label, s.failure"
 )
 _FIELDS = (
-    "id",
-    "kind",
-    "step",
-    "dataset",
-    "group",
-    "sample",
-    "status",
-    "reward",
-    "length",
-    "outcome",
-    "reason",
-    "prompt",
-    "response",
-    "group_row",
-    "label",
-    "failure",
+    *("id", "kind", "step", "dataset", "group", "sample", "status", "reward", "length", "outcome", "reason"),
+    *("prompt", "response", "group_row", "label", "failure"),
 )
 # Order -> column and direction; the number of the sample decides between equals.
 ORDERS = {

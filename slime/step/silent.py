@@ -27,10 +27,9 @@ _OWN = (
 def set_apart(
     args: Flags, layout: Layout, batch: RolloutBatch, micro_batches: list[list[int]]
 ) -> tuple[list[list[int]], list[bool]]:
-    """The samples of `micro_batches` again, and of each micro-batch whether it has a gradient.
+    """The samples of `micro_batches` again, none larger than the largest, and whether each has a gradient.
 
-    None of them gets larger than the largest was. Where no sample learns all of them do: moments of the
-    optimizer move on by a gradient of 0, and not by none.
+    Where no sample learns all of them do: moments of the optimizer move on by a gradient of 0, not by none.
     """
     everything = micro_batches, [True] * len(micro_batches)
     if not _can_tell(args, layout):

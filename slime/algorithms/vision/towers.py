@@ -1,7 +1,6 @@
 """The two towers of a vision-language model of transformers, run one after the other by hand.
 
-Features of pictures are computed once, wherever they are used, and put in place of image tokens; the text
-model then runs on embeddings. So several samples, or several passes of an engine, share them.
+Features of pictures are computed once and put in place of image tokens; the text model runs on embeddings.
 """
 
 from __future__ import annotations
