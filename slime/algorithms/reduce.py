@@ -15,7 +15,12 @@ Reducer = Callable[[Tensor], Tensor]
 
 
 def reduction_weights(
-    reduction: str, mask: Tensor, segments: Tensor, rollout_mask_sums: Tensor, *, constant: float | None = None
+    reduction: str,
+    mask: Tensor,
+    segments: Tensor,
+    rollout_mask_sums: Tensor,
+    *,
+    constant: float | None = None,
 ) -> Tensor:
     """Weight of each flat token under a row of REDUCTIONS, whose count divides the sum of all.
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -118,9 +117,9 @@ class _View:
 
 
 def accuracy_table(outcome: QuickstartOutcome) -> Table:
-    table = Table()
-    for heading in ("responses", "before", "after"):
-        table.add_column(heading, justify="left" if heading == "responses" else "right")
+    table = Table("responses")
+    for heading in ("before", "after"):
+        table.add_column(heading, justify="right")
     for name, values in outcome.accuracy.items():
         table.add_row(name, f"{values[0]:.1%}", f"{values[-1]:.1%}")
     return table
@@ -131,12 +130,11 @@ def example_table(outcome: QuickstartOutcome) -> Table:
     for heading in ("question", "right", "before", "after"):
         table.add_column(heading, overflow="fold")
     for example in outcome.examples:
-        before, after = (_marked(answer, example.label) for answer in (example.before, example.after))
-        table.add_row(escape(example.prompt), escape(example.label), before, after)
+        responses = (_marked(text, example.label) for text in (example.before, example.after))
+        table.add_row(Text(example.prompt), Text(example.label), *responses)
     return table
 
 
-def _marked(answer: str, label: str) -> str:
+def _marked(answer: str, label: str) -> Text:
     """Colour a response green where it ends with the label; only a hint, the reward decides."""
-    colour = "green" if answer.strip().rstrip(".").endswith(label) else "red"
-    return f"[{colour}]{escape(answer.strip())}[/{colour}]"
+    return Text(answer.strip(), "green" if answer.strip().rstrip(".").endswith(label) else "red")

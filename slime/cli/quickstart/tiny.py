@@ -88,9 +88,9 @@ def make_checkpoint(folder: Path, *, seed: int) -> Path:
 
 def edit_json(path: Path, changes: dict[str, Any], *, drop: Collection[str] = ()) -> None:
     """Rewrite the JSON object in `path` with some keys set and others removed."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(path.read_text())
     kept = {key: value for key, value in content.items() if key not in drop}
-    path.write_text(json.dumps(kept | changes, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(kept | changes, indent=2, sort_keys=True) + "\n")
 
 
 def widen_readers(folder: Path) -> None:
@@ -101,8 +101,6 @@ def widen_readers(folder: Path) -> None:
     edit_json(folder / "config.json", names, drop=["quantization_config"])
     # Its own class name is unknown to transformers 4; without the input names that one adds token_type_ids,
     # which generate() refuses.
-    tokenizer = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
+    tokenizer: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
+    tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
     edit_json(folder / "tokenizer_config.json", tokenizer, drop=["backend", "is_local", "local_files_only"])

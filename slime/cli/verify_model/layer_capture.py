@@ -116,12 +116,10 @@ def megatron_share(tensor_rank: int, tensor_size: int) -> Share:
     return share
 
 
-def assemble(pieces: list[CapturedPiece]) -> Activations | None:
-    """Join the pieces of all ranks to documents on rank 0; None on other ranks."""
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(pieces, gathered)
-    if gathered is None:
-        return None
+def assemble(pieces: list[CapturedPiece]) -> Activations:
+    """Join the pieces of all ranks to documents."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, pieces)
     streams: dict[Any, Tensor] = {}
     for piece in (piece for part in gathered for piece in part):
         key = (piece.documents, piece.lengths, piece.layer, piece.part)

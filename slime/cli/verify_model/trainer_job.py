@@ -103,8 +103,8 @@ def _rank_main(rank: int, job: TrainerJob) -> None:
     os._exit(0)
 
 
-def compute(rank: int, job: TrainerJob) -> CaseOutcome | None:
-    """Log-probs with activations, one optimizer step, and the weights before and after; on rank 0."""
+def compute(rank: int, job: TrainerJob) -> CaseOutcome:
+    """Log-probs with activations, one optimizer step, and the weights before and after."""
     target = job.target
     create_backend = importlib.import_module(f"slime.backends.{target.backend}").create_backend
     args = default_args(
@@ -125,7 +125,7 @@ def compute(rank: int, job: TrainerJob) -> CaseOutcome | None:
     batch = documents(job.vocabulary, ids)
     half = -(-len(ids) // 2)
     halves = (range(half), range(half, len(ids)))
-    mbs = [build_micro_batch(batch, half, {"advantages": batch["advantages"]}) for half in halves if half]
+    mbs = [build_micro_batch(batch, part, {"advantages": batch["advantages"]}) for part in halves if part]
     layers, share = _layers_of(backend, args)
     with layer_capture.recording(layers, mbs, ids, share) as pieces:
         lists = backend.log_probs(mbs, entropy=True)
@@ -133,11 +133,8 @@ def compute(rank: int, job: TrainerJob) -> CaseOutcome | None:
     log_probs, entropy = (_by_document(values, ids) for values in (lists.log_probs, lists.entropy))
     before = _exported(backend)
     stats = backend.train_step(mbs, linear_loss(), DENOMINATORS)
-    after = _exported(backend)
-    if rank != 0:
-        return None
-    loss = stats.metrics["loss"]
-    return CaseOutcome(log_probs, entropy, loss, stats.grad_norm, before, after, activations or {}, buffers)
+    loss, norm, after = stats.metrics["loss"], stats.grad_norm, _exported(backend)
+    return CaseOutcome(log_probs, entropy, loss, norm, before, after, activations, buffers)
 
 
 def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], layer_capture.Share]:
