@@ -34,11 +34,15 @@ class Task:
     split: str  # how held-out questions were chosen, in one sentence
     learned: str  # what a rise in accuracy does and does not mean
     reward_path: str  # plug-in that scores one sample with 0 or 1
-    control_path: str  # plug-in of the random-reward control
     max_response_len: int
     chat: bool  # prompts go through the model's chat template
     draw_training: Callable[[int], Iterator[Problem]]  # seed -> endless training problems
     draw_held_out: Callable[[], list[Problem]]  # always the same list
+
+    @property
+    def control_path(self) -> str:
+        """The plug-in of the random-reward control."""
+        return f"{self.reward_path}_control"
 
 
 def _bucket(key: str, num_buckets: int) -> int:
@@ -99,18 +103,12 @@ def _sort_held_out() -> list[Problem]:
 SORT_DIGITS = Task(
     name="sort-digits",
     question="Sort the digits: 52831> should be answered with 12358, exactly.",
-    split=(
-        "One multiset of digits in eight, chosen by hash, is held out: no held-out string, nor any "
-        "reordering of its digits, is in the SFT or RL data."
-    ),
-    learned=(
-        "The warm-up taught four habits (sort, sort in reverse, reverse, copy) in equal parts; the reward "
-        "says only whether the answer was sorted. What RL adds is mostly the choice among known behaviours, "
-        "and practice at the chosen one. Greedy accuracy flatters: the sampled score is the one the reward "
-        "acts on."
-    ),
+    split="One multiset of digits in eight, chosen by hash, is held out: no held-out string, nor any "
+    "reordering of its digits, is in the SFT or RL data.",
+    learned="The warm-up taught four habits (sort, sort in reverse, reverse, copy) in equal parts; the reward "
+    "says only whether the answer was sorted. What RL adds is mostly the choice among known behaviours, and "
+    "practice at the chosen one. Greedy accuracy flatters: the sampled score is the one the reward acts on.",
     reward_path="slime.cli.quickstart.rewards.exact_match",
-    control_path="slime.cli.quickstart.rewards.exact_match_control",
     max_response_len=8,
     chat=False,
     draw_training=lambda seed: _sort_problems(random.Random(f"sort-{seed}"), held_out=False),
@@ -149,16 +147,11 @@ ADDITION = Task(
     name="addition",
     question="Add two numbers from 2 to 12; the reply must end within 12 tokens and its last number must be "
     "the sum.",
-    split=(
-        "One unordered pair of numbers in three, chosen by hash, is held out, in both orders and all three "
-        "phrasings; the phrasings themselves are also trained on."
-    ),
-    learned=(
-        "The model could add before: pretraining supplied that. What RL adds is to answer briefly, to stop, "
-        "and to say the right number far more reliably; it is not 'learned to add'."
-    ),
+    split="One unordered pair of numbers in three, chosen by hash, is held out, in both orders and all three "
+    "phrasings; the phrasings themselves are also trained on.",
+    learned="The model could add before: pretraining supplied that. What RL adds is to answer briefly, to stop, "
+    "and to say the right number far more reliably; it is not 'learned to add'.",
     reward_path="slime.cli.quickstart.rewards.last_number",
-    control_path="slime.cli.quickstart.rewards.last_number_control",
     max_response_len=12,
     chat=True,
     draw_training=_addition_training,
