@@ -105,9 +105,10 @@ SORT_DIGITS = Task(
     question="Sort the digits: 52831> should be answered with 12358, exactly.",
     split="One multiset of digits in eight, chosen by hash, is held out: no held-out string, nor any "
     "reordering of its digits, is in the SFT or RL data.",
-    learned="The warm-up taught four habits (sort, sort in reverse, reverse, copy) in equal parts; the reward "
-    "says only whether the answer was sorted. What RL adds is mostly the choice among known behaviours, and "
-    "practice at the chosen one. Greedy accuracy flatters: the sampled score is the one the reward acts on.",
+    learned="The warm-up taught four habits (sort, sort in reverse, reverse, copy) in equal parts; the "
+    "reward says only whether the answer was sorted. What RL adds is mostly the choice among known "
+    "behaviours, and practice at the chosen one. Greedy accuracy flatters: the sampled score is the one the "
+    "reward acts on.",
     reward_path="slime.cli.quickstart.rewards.exact_match",
     max_response_len=8,
     chat=False,
@@ -147,10 +148,10 @@ ADDITION = Task(
     name="addition",
     question="Add two numbers from 2 to 12; the reply must end within 12 tokens and its last number must be "
     "the sum.",
-    split="One unordered pair of numbers in three, chosen by hash, is held out, in both orders and all three "
-    "phrasings; the phrasings themselves are also trained on.",
-    learned="The model could add before: pretraining supplied that. What RL adds is to answer briefly, to stop, "
-    "and to say the right number far more reliably; it is not 'learned to add'.",
+    split="One unordered pair of numbers in three, chosen by hash, is held out, in both orders and all "
+    "three phrasings; the phrasings themselves are also trained on.",
+    learned="The model could add before: pretraining supplied that. What RL adds is to answer briefly, to "
+    "stop, and to say the right number far more reliably; it is not 'learned to add'.",
     reward_path="slime.cli.quickstart.rewards.last_number",
     max_response_len=12,
     chat=True,
