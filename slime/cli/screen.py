@@ -7,6 +7,7 @@ Everything else that the process prints goes to RUN/logs/driver.log.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pdb
@@ -15,7 +16,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.text import Text
@@ -47,16 +47,18 @@ _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "b
 _REPORTED_BY_THE_COMMAND = (ValueError, FileNotFoundError, RunStopped, WaitTimeout, KeyboardInterrupt)
 
 
-class RunScreen:
+class RunScreen(contextlib.ExitStack):
     """Shows a run while the `with` block trains it, and restores the terminal however it ends."""
 
     def __init__(self, args: Args) -> None:
+        super().__init__()
         self._args, self._run_dir = args, Path(args.run_dir)
         by_loss = args.loss_type in SUPERVISED_LOSSES
         key, name = (LOSS, "loss") if by_loss else (REWARD, "reward")
         self.progress = Progress(args.num_rollout, value_key=key, value_name=name)
         self._rows = MetricsReader(self._run_dir / METRICS_FILE)
-        self._capture = Capture(self._on_print, self._on_error_print if args.log_level == "debug" else None)
+        on_error = functools.partial(self._on_text, is_error=True) if args.log_level == "debug" else None
+        self._capture = Capture(self._on_text, on_error)
         self._lines = Lines(self._on_line)
         self._error_lines = Lines(lambda line: self._print_line(line, "dim"))
         self._printed = 0
@@ -65,33 +67,29 @@ class RunScreen:
         self._looks, self._is_blind = Repeated(self.look, "screen"), False
 
     def __enter__(self) -> RunScreen:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._capture)
-            self._open(stack)
-            self._open_parts = stack.pop_all()
+        self.enter_context(self._capture)
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
         return self
 
-    def _open(self, stack: contextlib.ExitStack) -> None:
+    def _open(self) -> None:
         self.terminal = Terminal(self._capture.stdout)
-        self._errors = self._capture.stderr
         default = logging.WARNING if self.terminal.is_live or self._args.quiet else logging.INFO
         level = self._args.log_level
         self._handler = _Passed(self, default if level is None else logging.getLevelName(level.upper()))
         logging.getLogger().addHandler(self._handler)
-        stack.callback(logging.getLogger().removeHandler, self._handler)
+        self.callback(logging.getLogger().removeHandler, self._handler)
         for row in self._rows.new_records():  # rows of earlier starts
             self.progress.add(row)
-        stack.push(lambda kind, error, trace: self._close(error))
-        stack.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
+        self.push(lambda kind, error, trace: self._show_end(error))
+        self.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
         sys.breakpointhook = self._on_breakpoint
-        stack.enter_context(self._looks)
+        self.enter_context(self._looks)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open_parts.__exit__(kind, error, trace)
-
-    def _close(self, error: BaseException | None) -> None:
+    def _show_end(self, error: BaseException | None) -> None:
         self.terminal.settle(keep=self._num_steps > 0)
         if (error is None or self._num_steps) and not self._args.quiet:
             cause = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
@@ -100,7 +98,7 @@ class RunScreen:
             rows = closing_rows(self._args, self.progress, seconds, error)
             self._show_rows(f"{name_of_run(self._run_dir)}: {ended}", rows)
         if error is not None and not isinstance(error, _REPORTED_BY_THE_COMMAND):
-            _pass_on(self._errors, self._capture.unnamed_tail())
+            _pass_on(self._capture.stderr, self._capture.unnamed_tail())
 
     def look(self) -> None:
         """Read what is new and draw it. An error here is logged and does not end the run."""
@@ -159,7 +157,7 @@ class RunScreen:
         if ended is not None:
             self._show_started(ended)
         elif not self.terminal.is_live:
-            _pass_on(self._errors, text + "\n")
+            _pass_on(self._capture.stderr, text + "\n")
         else:
             self._show_coloured(record)
 
@@ -190,21 +188,11 @@ class RunScreen:
             message += f" (further ones are in {self._run_dir}/logs/driver.log)"
         self.terminal.print(Text.assemble((f"{word} ", _STYLES.get(record.levelno, "dim")), message))
 
-    def _on_print(self, text: str) -> None:
-        if self._passes_all_on:
-            _pass_on(self._capture.stdout, text)
+    def _on_text(self, text: str, *, is_error: bool = False) -> None:
+        if self._is_blind or self._args.quiet or not self.terminal.is_live:
+            _pass_on(self._capture.stderr if is_error else self._capture.stdout, text)
         else:
-            self._lines(text)
-
-    def _on_error_print(self, text: str) -> None:
-        if self._passes_all_on:
-            _pass_on(self._errors, text)
-        else:
-            self._error_lines(text)
-
-    @property
-    def _passes_all_on(self) -> bool:
-        return self._is_blind or self._args.quiet or not self.terminal.is_live
+            (self._error_lines if is_error else self._lines)(text)
 
     def _on_line(self, line: str) -> None:
         """Show a line that user code printed; after many lines only the log has them."""
