@@ -10,7 +10,7 @@ from terminal import run_in_terminal
 CHILD = (
     warm_start.WARM
     + """
-import json, logging, os, sys, warnings
+import json, logging, os, shutil, sys, warnings
 from pathlib import Path
 from slime.cli.quickstart import command
 from slime.observability.logging_utils import configure_logger
@@ -35,7 +35,7 @@ def loop(args):
             row = {"step": step, "rollout/raw_reward" if rl else "train/loss": step / num_steps}
             metrics.write(json.dumps(row) + "\\n")
     if not rl:
-        command.warmed_up = lambda recipe, folder: folder.parent / "model"
+        shutil.copytree(folder.parent / "model", folder / "hf-19")
     print("a line that a plug-in prints")
 
 command.run_loop = command.run_overlapped = loop
