@@ -43,6 +43,8 @@ def importance_ratios(log_ratio: Tensor, layout: TokenLayout, level: str) -> Ten
         log_ratio = segment_sum(masked, layout.segments, layout.num_samples)[layout.segments]
     elif level == "geometric":
         log_ratio = segment_mean(log_ratio, layout.mask, layout.segments, layout.num_samples)[layout.segments]
+    elif level != "token":
+        raise ValueError(f"level {level!r}: choose token, sequence or geometric.")
     return exp_ratio(log_ratio)
 
 
