@@ -18,10 +18,9 @@ from slime.agent.sandbox.base import Sandbox
 from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.local import LocalSandbox
-from slime.algorithms.vision.packed_images import PackedImages
 from slime.arguments import Args, PluginArgs
 from slime.arguments.groups.trained_sampling import SamplingFlags
-from slime.backends.base import Movable, OutputMatrix, TrainBackend
+from slime.backends.base import OutputMatrix, TrainBackend
 from slime.backends.fsdp.backend import FSDPBackend
 from slime.backends.fsdp.dcp_checkpoint import CheckpointedTrainer
 from slime.catalog.trackers import TRACKERS
@@ -65,7 +64,6 @@ PACKAGE = Path(slime.__file__).parent
 IMPLEMENTATIONS: dict[type, list[type]] = {
     TrainBackend: [FSDPBackend],
     CheckpointedTrainer: [FSDPBackend],
-    Movable: [PackedImages],
     OutputMatrix: [typing.get_type_hints(FSDPBackend.output_matrix)["return"]],
     FleetServer: [EngineServer, HostedEngine, ExternalServer],
     HttpServer: [EngineServer, HostedEngine, ExternalServer],
