@@ -239,11 +239,8 @@ PLUGIN_POINTS = (
     ),
 )
 
-# The plug-in points that an evaluation dataset can set for itself, by the name of its setting.
-DATASET_POINTS = {
-    "custom_rm_path": "custom_rm_path",
-    "custom_generate_function_path": "custom_generate_function_path",
-}
+# The plug-in points that an evaluation dataset can set for itself.
+DATASET_POINTS = ("custom_rm_path", "custom_generate_function_path")
 
 
 def check_plugins(args: Args) -> None:
@@ -260,10 +257,10 @@ def configured_plugins(args: Args) -> Iterator[tuple[PluginPoint, str, str]]:
         for path in [value] if isinstance(value, str) else value or []:
             yield point, path, point.option
     for dataset in args.eval_datasets:
-        for setting, flag in DATASET_POINTS.items():
-            path = getattr(dataset, setting)
+        for flag in DATASET_POINTS:
+            path = getattr(dataset, flag)
             if path:
-                yield points[flag], path, f"{setting} of evaluation dataset {dataset.name!r}"
+                yield points[flag], path, f"{flag} of evaluation dataset {dataset.name!r}"
 
 
 def check_plugin(point: PluginPoint, path: str, where: str) -> Callable[..., Any]:
