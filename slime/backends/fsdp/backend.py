@@ -93,10 +93,11 @@ class FSDPBackend(TrainerBase):
         balances = self.experts.has_balance and not args.router_aux_loss_coef
         if args.share_prefix and (balances or not families.can_share_prefixes(self.model.lm)):
             # Its micro-batches, which count a shared prompt once, would be too large.
+            asks = "its config asks for an even use of experts, which looks at all tokens of every sample"
+            reason = asks if balances else "its layers need every sample whole"
             raise ValueError(
-                f"--share-prefix: a {self.hf_config.model_type} cannot share what samples begin with: "
-                "its layers, or the even use of experts that its config asks for, need every sample whole; "
-                "remove it."
+                f"--share-prefix: a {self.hf_config.model_type} cannot share what samples begin with, "
+                f"because {reason}; remove it."
             )
         self.working = self._place(self.model, None if random_weights else self.start)
         self.optimizer = build_optimizer(args, self.model.lm.parameters())
