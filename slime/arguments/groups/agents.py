@@ -80,7 +80,7 @@ def environment(draft: Draft) -> None:
         if draft.was_given(name):
             option = option_of(name)
             raise ValueError(
-                f"{option} with --env, which makes its items itself: name a file with --prompt-data."
+                f"{option} is given, but --env makes its items itself: name a file with --prompt-data."
             )
     draft.derive("prompt_data", source_of(choices, TRAINING, ENV_ITEMS), "--env makes its items")
     if draft.eval_interval is not None and not draft.eval_config and not draft.eval_prompt_data:
