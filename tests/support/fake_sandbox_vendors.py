@@ -75,12 +75,11 @@ class E2BCommands:
 
     async def run(self, cmd, background=None, envs=None, user=None, cwd=None, timeout=60):
         _fault()
-        done = await self._box.run(cmd, env=envs, user=user, timeout=timeout)
-        if done.reason == "time":
+        code, out, err = await self._box.exec(cmd, env=envs, user=user, timeout=timeout)
+        if code == 124:
             raise TimeoutException("deadline exceeded")
-        out, err = done.out.decode(), done.err.decode()
-        if done.code != 0:
-            raise CommandExitException(done.code, out, err)
+        if code != 0:
+            raise CommandExitException(code, out, err)
         return types.SimpleNamespace(exit_code=0, stdout=out, stderr=err)
 
 
@@ -137,8 +136,8 @@ class DaytonaBox(_Base):
 
     async def exec(self, command, cwd=None, env=None, timeout=None):
         _fault()
-        done = await self._box.run(command, env=env, timeout=timeout)
-        return types.SimpleNamespace(exit_code=done.code, result=(done.out + done.err).decode())
+        code, out, err = await self._box.exec(command, env=env, timeout=timeout)
+        return types.SimpleNamespace(exit_code=code, result=out + err)
 
     async def upload_file(self, src, dst, timeout=1800):
         _fault()
