@@ -67,15 +67,20 @@ def evaluation_format(args: Args | PluginArgs, config: EvalDatasetConfig) -> Pro
     )
 
 
-def _columns(named: Any, args: Args | PluginArgs) -> dict[str, Any]:
-    """The columns of a dataset, as the flags or its own entry name them, and what is made of the prompt."""
-    names = ("label_key", "metadata_key", "tool_key", "prompt_template", "label_pattern", "multimodal_keys")
+def _columns(data_args: Any, args: Args | PluginArgs) -> dict[str, Any]:
+    """Return the columns of a dataset, as the flags or its own entry name them, and what is made of the prompt."""
     return {
-        **{name: getattr(named, name) for name in names},
-        "input_key": named.input_key or "input",
-        "metadata_columns": tuple(named.metadata_columns or ()),
-        "apply_chat_template": bool(named.apply_chat_template) and args.env is None,  # an episode has its own
-        "apply_chat_template_kwargs": named.apply_chat_template_kwargs or {},
+        "input_key": data_args.input_key or "input",
+        "label_key": data_args.label_key,
+        "label_pattern": data_args.label_pattern,
+        "metadata_key": data_args.metadata_key,
+        "metadata_columns": tuple(data_args.metadata_columns or ()),
+        "tool_key": data_args.tool_key,
+        "multimodal_keys": data_args.multimodal_keys,
+        "prompt_template": data_args.prompt_template,
+        # an episode has a template of its own
+        "apply_chat_template": bool(data_args.apply_chat_template) and args.env is None,
+        "apply_chat_template_kwargs": data_args.apply_chat_template_kwargs or {},
     }
 
 

@@ -127,6 +127,16 @@ def test_worker_that_is_stopped_while_idle_is_noticed_within_the_deadline_and_re
     assert asyncio.run(pool.check("builtins:len", "x" * size)) == size
 
 
+def test_worker_that_is_stopped_within_a_check_is_not_the_answer_s_fault(pool):
+    for seconds in longer_each_time(1.0):
+        failure = late_after(pool, seconds, "os:kill", 0, signal.SIGSTOP)  # its own process group
+        if failure.kind == "infra_error":
+            break
+        assert failure.reason.startswith("timeout"), "late, and not yet stopped"
+    assert "stopped from outside" in failure.reason
+    assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
+
+
 def test_check_that_computes_for_too_long_is_broken_off_by_its_cpu_time(pool):
     failure = asyncio.run(pool.check("builtins:eval", "[i for i in iter(int, 1)]"))
     assert isinstance(failure, AnswerTooLarge) and "1 s of CPU time" in failure.reason

@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from slime.arguments import PluginArgs, with_defaults
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.limits import limit
@@ -29,6 +31,7 @@ from slime.utils.reward_failure import infra_error, invalid, too_large
 
 logger = logging.getLogger(__name__)
 
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _END_S = 1.0  # until the exit code of a process is known whose pipe has ended
 _START_TIMEOUT_S = 120.0  # interpreter start and imports, on a busy machine
 _WORKER = Path(__file__).with_name("worker.py")
@@ -169,7 +172,10 @@ class _Worker:
         self.pid = value
         self._loaded.add(function)
         if not self._connection.poll(deadline_s):
+            stopped = psutil.pid_exists(self.pid) and psutil.Process(self.pid).status() in _STOPPED
             self.kill()
+            if stopped:  # not the fault of the answer that was checked
+                return infra_error(f"reward check {function}: its worker was stopped from outside")
             late = f"ran longer than --timeouts reward={deadline_s:g} and was killed"
             return too_large(f"timeout: {function} {late}")
         kind, value = self._connection.recv()
