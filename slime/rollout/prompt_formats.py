@@ -68,7 +68,7 @@ def evaluation_format(args: Args | PluginArgs, config: EvalDatasetConfig) -> Pro
 
 
 def _columns(data_args: Any, args: Args | PluginArgs) -> dict[str, Any]:
-    """Return the columns of a dataset, as the flags or its own entry name them, and what is made of the prompt."""
+    """Return the columns of a dataset, as the flags or its own entry name them."""
     return {
         "input_key": data_args.input_key or "input",
         "label_key": data_args.label_key,
