@@ -28,8 +28,8 @@ from slime.utils.http_utils import close_session
 from slime.utils.machine import shm
 from slime.utils.machine.children import thread_environment
 from slime.utils.types import Sample
-from slime.weight_sync import transport_of
 from slime.weight_sync.base import Sender, SenderOptions, check_receipt
+from slime.weight_sync.transports import transport_of
 from slime.wire.client import EngineClient
 from slime.wire.control import EngineControl
 from slime.wire.protocol import GenerateRequest, SamplingParams

@@ -125,7 +125,6 @@ def test_a_pickle_that_is_sent_runs_nothing(tmp_path):
 PICKLES = {
     "api.py",  # a notebook's own functions, in its own folder
     "backends/torch_dist/pieces.py",  # stand-ins for every class
-    "rollout/rm_hub/workers/check_pool.py",
     "runtime/local.py",
     "runtime/worker_main.py",
     "utils/files/pickled_names.py",  # stand-ins for every class

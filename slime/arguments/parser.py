@@ -327,6 +327,7 @@ def _read_settings(
 ) -> dict[str, dict[str, list[str]]]:
     """Set what a file says; return the flags of other programs in it by their owner, as words."""
     others: dict[str, dict[str, list[str]]] = defaultdict(dict)
+    _refuse_groups(content, path, custom)
     for key, value in content.items():
         for name, new in renamed_key(name_of(str(key)), value).items():
             option = option_of(name)
@@ -337,6 +338,25 @@ def _read_settings(
             with refusals.collect("--config", unread=option):
                 _apply_key(draft, str(key), name, new, path, custom)
     return others
+
+
+def _refuse_groups(content: dict[str, Any], path: str, custom: dict[str, CustomFlag]) -> None:
+    """Refuse settings below headings: every key in them would seem to be missing."""
+    groups = {}
+    for key, value in content.items():
+        name = name_of(str(key))
+        spec = all_specs().get(name)
+        takes_object = (
+            spec.kind is dict if spec else name in custom or _owner(option_of(name)) not in (None, "unknown")
+        )
+        if isinstance(value, dict) and value and not takes_object:
+            groups[str(key)] = next(iter(value.items()))
+    if groups:
+        example = "; ".join(f"`{key}: {value}`" for key, value in list(groups.values())[:3])
+        raise ValueError(
+            f"{path}: {', '.join(map(repr, groups))} hold keys of their own, but keys are flat here: write "
+            f"{example} and so on at the left margin, without headings."
+        )
 
 
 def _apply_roles(

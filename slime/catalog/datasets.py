@@ -109,7 +109,9 @@ def _why_no_file(source: str) -> str | None:
         if not path.exists():
             beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             near = difflib.get_close_matches(path.name, beside, n=1)
+            above = next((folder for folder in Path.cwd().parents if (folder / path).exists()), None)
             hint = f"did you mean {path.parent / near[0]}?" if near else f"working directory: {Path.cwd()}"
+            hint += f"; in {above} there is one: run the command there" if above and not near else ""
             return f"there is no such file ({hint})"
     except OSError as error:  # a folder on the way that may not be entered, a name that is too long
         return f"it cannot be read ({error.strerror})"

@@ -20,7 +20,7 @@ class Metric:
 
 
 _ROLLOUT = """
-rollout/raw_reward: mean of the rewards as they were given = rises; flat at 0 or 1: nothing can be learnt
+rollout/raw_reward: mean of the values of the reward function = rises; flat at 0 or 1: nothing can be learnt
 rollout/rewards: mean of the rewards after comparison within groups = about 0 for grpo and its kin
 rollout/reward/<name>: mean of one entry of rewards that are dicts
 rollout/response_len/<stat>: tokens of the answers, less masked ones = well below --rollout-max-response-len

@@ -34,8 +34,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slime weight-agent", description=__doc__.partition(":")[2].strip())
     add = parser.add_argument
     add("--engine", required=True, metavar="HOST:PORT", help="address of the engine")
-    source = "the trainer's --update-weight-disk-dir, or http://host:port of `slime weight-publisher`"
-    add("--source", required=True, metavar="DIR|URL", help=source)
+    add(
+        "--source",
+        required=True,
+        metavar="DIR|URL",
+        help="the trainer's --update-weight-disk-dir, or http://host:port of `slime weight-publisher`",
+    )
     add("--local-checkpoint-dir", required=True, metavar="DIR", help="folder of the copy")
     add("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     add("--port", type=int, required=True, help="port to listen on; 0: any free port, which is printed")

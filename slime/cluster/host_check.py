@@ -116,7 +116,7 @@ def _data_files(sources: Iterable[str]) -> list[Path]:
 def _plugin_files(args: Args) -> dict[str, list[Path]]:
     """Return by flag the files of plug-ins that are named by a path; modules are found by their import."""
     values = vars(args)
-    flags = {spec.option: values[name] for name, spec in all_specs().items() if spec.info.metavar == "PATH"}
+    flags = {spec.option: values[name] for name, spec in all_specs().items() if spec.metavar == "PATH"}
     flags |= {"--env": args.env}
     flags["plug-in of an evaluation dataset"] = [
         path for one in args.eval_datasets for path in (one.custom_rm_path, one.custom_generate_function_path)

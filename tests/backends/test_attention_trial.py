@@ -95,7 +95,7 @@ def plain_forward(
 
 def test_two_functions_make_an_operator_that_torch_accepts_and_a_trial_finds_right():
     operator = packed_operator(
-        "plain_for_test", plain_forward, plain_backward, lambda query, _: (2, query.shape[0])
+        "plain_for_test", plain_forward, plain_backward, lambda query, *_: (2, query.shape[0])
     )
     assert why_wrong(operator, 2, 16, CPU) is None
     bounds = torch.tensor([0, 3, 7])

@@ -127,7 +127,12 @@ def evaluation_flags(folder) -> tuple[str, ...]:
 
 
 def arguments(folder, port: int, urls, *flags: str):
-    facts = {"router_ip": "127.0.0.1", "router_port": port, "engine_urls": urls, "num_engines": len(urls)}
+    facts = {
+        "sglang_router_ip": "127.0.0.1",
+        "sglang_router_port": port,
+        "engine_urls": urls,
+        "rollout_num_engines": len(urls),
+    }
     return make_args(folder, None, *flags, prompts=64, max_context_len=CONTEXT, **facts)
 
 

@@ -151,7 +151,7 @@ def test_what_slime_takes_stays_accepted(tmp_path, prompt, label):
 def test_files_that_are_no_text_say_what_they_are(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\x1f\x8b\x08\x00rest")
-    with pytest.raises(ValueError, match=r"line 1: not UTF-8 text .*gzip file: unpack it first"):
+    with pytest.raises(ValueError, match=r"line 1: not UTF-8 text .*gzip file: it ends in '.gz'"):
         load(path)
     path.write_bytes(GOOD.encode("utf-16"))
     with pytest.raises(ValueError, match=r"line 1: not UTF-8 text .*UTF-16: save the file as UTF-8"):
@@ -172,7 +172,7 @@ def test_one_giant_line_is_refused_before_it_fills_the_memory(tmp_path, monkeypa
 
 def test_what_is_no_file_is_never_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(ValueError, match=r"pipe\.jsonl: it is a pipe"):
+    with pytest.raises(ValueError, match=r"pipe\.jsonl: it is no regular file"):
         load(tmp_path / "pipe.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(
@@ -180,7 +180,7 @@ def test_what_is_no_file_is_never_opened(tmp_path):
     ):
         load(tmp_path / "folder.jsonl")
     for name, hint in (
-        ("a.jsonl.gz", "unpack it first"),
+        ("a.jsonl.gz", "it ends in '.gz'"),
         ("a.txt", "per line"),
         ("a", "per line"),
     ):
@@ -321,5 +321,7 @@ def test_supervised_data_are_conversations(tmp_path):
         run_args(tmp_path, [{"input": "a", "label": "1"}], *sft)
     )
     rows = [{"input": [USER], "label": "1"}]
-    assert "drop the flag" in told_before_start(run_args(tmp_path, rows, *sft, "--apply-chat-template"))
+    assert "drop --apply-chat-template" in told_before_start(
+        run_args(tmp_path, rows, *sft, "--apply-chat-template")
+    )
     check_prompt_files(run_args(tmp_path, rows, *sft))

@@ -73,7 +73,7 @@ def test_missing_file_wrong_extension_and_bad_slice_are_errors(tmp_path):
         ids(str(tmp_path / "gone.jsonl"))
     other = tmp_path / "a.txt"
     other.write_text("[]")
-    with pytest.raises(ValueError, match=r"one JSON object per line"):
+    with pytest.raises(ValueError, match=r"prompts come from"):
         ids(str(other))
     with pytest.raises(ValueError, match="start:end"):
         parse_slice("a.jsonl@[one:2]")

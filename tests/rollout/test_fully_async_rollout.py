@@ -181,9 +181,9 @@ def test_the_overlapped_loop_has_a_bound_of_its_own_and_refuses_none(tmp_path):
     chosen = parse_args([*words.split(), "--max-weight-staleness", "3"])
     assert for_asynchronous_loop(chosen).max_weight_staleness == 3
     none = [*words.split(), "--max-weight-staleness", "0"]
-    with pytest.raises(ValueError, match="--max-weight-staleness is 0 with the asynchronous loop"):
+    with pytest.raises(ValueError, match="--max-weight-staleness is 0, but the asynchronous loop"):
         parse_args(none, training_loop=ASYNCHRONOUS)
-    with pytest.raises(ValueError, match="--max-weight-staleness is 0 with the asynchronous loop"):
+    with pytest.raises(ValueError, match="--max-weight-staleness is 0, but the asynchronous loop"):
         for_asynchronous_loop(parse_args(none))
 
 

@@ -40,7 +40,7 @@ def test_the_flag_is_json_and_excludes_a_single_key():
     args = parse("--reward-weights", '{"correct": 1, "format": 0.2}')
     assert args.reward_weights == {"correct": 1, "format": 0.2}
     assert args.reward_key == args.eval_reward_key == "weighted_sum"
-    with pytest.raises(ValueError, match=r"--reward-key is score and --reward-weights is set"):
+    with pytest.raises(ValueError, match=r"--reward-key and --reward-weights"):
         parse("--reward-weights", '{"a": 1}', reward_key="score")
     with pytest.raises(ValueError, match="expected a number for each entry"):
         parse("--reward-weights", '{"a": "much"}')

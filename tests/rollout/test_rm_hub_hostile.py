@@ -98,7 +98,7 @@ async def cpu_of_each(args, samples):
     used = {}
     for name, sample in samples.items():
         await score_samples(args, [make_sample(args.rm_type, r"<think>hm</think> \boxed{4}")])
-        workers = list(get_pool(args)._workers)
+        workers = [worker for worker in get_pool(args)._workers if worker.process is not None]
         before = cpu_seconds(workers)
         await score_samples(args, [sample])
         used[name] = cpu_seconds(workers) - before

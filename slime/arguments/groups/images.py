@@ -25,7 +25,10 @@ def images(draft: Draft) -> None:
     """Models that are given images must be of a family that is known to compute them right."""
     keys = draft.multimodal_keys
     if keys and (list(keys) != ["image"] or not isinstance(keys["image"], str)):
-        raise ValueError(f'--multimodal-keys is {keys}: give the column of images, as {{"image": "images"}}.')
+        raise ValueError(
+            f'--multimodal-keys is {keys}: give the column of images, as {{"image": "images"}}; videos and '
+            "sound are not trained."
+        )
     kind = read_config(draft.hf_checkpoint).get("model_type") if draft.hf_checkpoint else None
     if keys and kind is not None and (why := why_no_images(kind)) is not None:
         raise ValueError(f"--multimodal-keys with --hf-checkpoint {draft.hf_checkpoint}: {why}.")

@@ -149,12 +149,9 @@ def _tensors(gguf: Path) -> Iterator[tuple[str, "Tensor"]]:
     rotated = {"attn_q": NUM_HEADS, "attn_k": NUM_KV_HEADS}
     for stored in GGUFReader(str(gguf)).tensors:
         tensor = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
-        if not stored.name.startswith("blk."):
-            yield TOP_LEVEL_NAMES[stored.name], tensor
-            continue
-        _, layer, part, suffix = stored.name.split(".")  # blk.3.attn_q.weight
+        part = stored.name.split(".")[-2]
         tensor = _halves_from_pairs(tensor, rotated[part]) if part in rotated else tensor
-        yield f"model.layers.{layer}.{LAYER_NAMES[part]}.{suffix}", tensor
+        yield _hf_name(stored.name), tensor
 
 
 def _halves_from_pairs(weight: "Tensor", num_heads: int) -> "Tensor":
@@ -162,6 +159,14 @@ def _halves_from_pairs(weight: "Tensor", num_heads: int) -> "Tensor":
     rows, columns = weight.shape
     pairs = weight.view(num_heads, rows // num_heads // 2, 2, columns)
     return pairs.transpose(1, 2).reshape(rows, columns)
+
+
+def _hf_name(name: str) -> str:
+    """Turn `blk.3.attn_q.weight` into `model.layers.3.self_attn.q_proj.weight`."""
+    if not name.startswith("blk."):
+        return TOP_LEVEL_NAMES[name]
+    _, layer, part, suffix = name.split(".")
+    return f"model.layers.{layer}.{LAYER_NAMES[part]}.{suffix}"
 
 
 def _repair_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -15,6 +15,8 @@ from slime.cluster.serving.served_model import ModelService, make_servers, ranks
 from slime.runtime.base import Runtime, in_background
 from slime.runtime.placement import Placement
 from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
+from slime.utils.http_utils import HttpError
 from slime.utils.machine.run_identity import Run
 from slime.utils.processing_utils import load_tokenizer
 from slime.wire.control import EngineControl
@@ -56,7 +58,7 @@ class EnginePlane:
         # While engines start: the default rollout needs it, and a folder that is no model fails early.
         load_tokenizer(self._args.hf_checkpoint)
         self._fleet.wait_ready()
-        infos = [self.weights.info(url) for url in self.urls]
+        infos = [self._ask(url) for url in self.urls]
         endpoint, evaluation = self._policy.start_routers(self._run)
         routers = {self._policy.model.name: endpoint}
         if evaluation is not None:
@@ -77,10 +79,20 @@ class EnginePlane:
             infos,
         )
 
+    def _ask(self, url: str) -> EngineInfo:
+        """Ask an engine that has just started what it is. RunStopped: it is gone already."""
+        try:
+            return self.weights.info(url)
+        except HttpError as error:
+            raise RunStopped(
+                f"an engine was lost as soon as it had started: {error}; its log is in "
+                f"{self._run.run_dir}/logs."
+            ) from error
+
     @property
     def transports(self) -> tuple[str, ...]:
         """Ways to bring weights in that every engine of the policy offers."""
-        offered = [set(server.transports(self.weights.info(server.url))) for server in self._fleet.servers]
+        offered = [set(server.transports(self._ask(server.url))) for server in self._fleet.servers]
         return tuple(set.intersection(*offered)) if offered else ()
 
     def guard(self, work: Callable[[], R]) -> R:

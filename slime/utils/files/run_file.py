@@ -328,8 +328,10 @@ def read_run(folder: Path) -> RunRecord | None:
 
 def no_run(folder: Path) -> str:
     """Return why there is no run in this folder; runs below it, such as those of a quick start, are named."""
-    if not folder.is_dir():
+    if not folder.exists():
         return f"{folder}: there is no such folder."
+    if folder.is_file():
+        return f"{folder} is a file; give the folder of a run."
     text = f"{folder} is no folder of a run: run.json is missing or cannot be read"
     inside = [str(run) for run in runs_inside(folder)]
     if not inside:

@@ -77,5 +77,5 @@ def test_a_model_that_reads_text_only_ends_the_run_with_the_reason(tmp_path):
 
 
 def test_columns_of_images_are_refused_with_an_environment(tmp_path):
-    with FakeEngine() as engine, pytest.raises(ValueError, match="the environment shows images itself"):
+    with FakeEngine() as engine, pytest.raises(ValueError, match="has an effect only without --env"):
         play(tmp_path, engine, "Gallery", "--multimodal-keys", '{"image": "images"}')
