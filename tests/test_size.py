@@ -9,30 +9,30 @@ from source_trees import tree_of
 PACKAGE = Path(__file__).parent.parent / "slime"
 # Lines of Python per folder. A budget may move to another folder in a commit that says why.
 BUDGETS: dict[str, int] = {
-    "agent": 10150,
-    "algorithms": 2300,
-    "arguments": 7650,
-    "backends": 13200,
-    "batch": 1130,
-    "catalog": 1900,
-    "cli": 7750,
-    "cluster": 6620,
-    "dashboard": 1710,
-    "data": 1230,
-    "engines": 8380,
-    "liveness": 1350,
-    "observability": 2850,
-    "preflight": 2490,
-    "record": 2900,
-    "rollout": 8240,
-    "runtime": 1860,
-    "simulation": 2150,
-    "step": 1990,
-    "utils": 6020,
-    "weight_sync": 3050,
-    "wire and rest": 2250,
+    "agent": 8890,
+    "algorithms": 2120,
+    "arguments": 6250,
+    "backends": 12220,
+    "batch": 1040,
+    "catalog": 1620,
+    "cli": 6740,
+    "cluster": 6050,
+    "dashboard": 1670,
+    "data": 1180,
+    "engines": 7250,
+    "liveness": 1230,
+    "observability": 2740,
+    "preflight": 2290,
+    "record": 2170,
+    "rollout": 6710,
+    "runtime": 1610,
+    "simulation": 2040,
+    "step": 1910,
+    "utils": 5880,
+    "weight_sync": 2890,
+    "wire and rest": 2020,
 }
-STATEMENTS = 60_300
+STATEMENTS = 54_800
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from slime.utils import top_p
 from slime.utils.types import RolloutBatch, Sample, TokenKey, is_score
 
@@ -83,28 +85,37 @@ def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> No
         raise ValueError(
             f"{source} has one of rollout_top_p_token_ids and rollout_top_p_token_offsets: it needs both."
         )
+    # All masks and log-probs at once; single samples are checked only if one of them is wrong.
+    sound = _is_mask(torch.cat(batch["loss_masks"]))
+    if "rollout_log_probs" in batch:
+        sound = sound and bool(torch.cat(batch["rollout_log_probs"]).isfinite().all())
     indices = batch.get("sample_indices", range(num_samples))
     for position, index in enumerate(indices):
-        _check_sample(batch, position, f"sample {index} of {source}")
+        _check_sample(batch, position, f"sample {index} of {source}", sound=sound)
 
 
-def _check_sample(batch: RolloutBatch, position: int, name: str) -> None:
+def _is_mask(values: torch.Tensor) -> bool:
+    return bool(((values == 0) | (values == 1)).all())
+
+
+def _check_sample(batch: RolloutBatch, position: int, name: str, *, sound: bool) -> None:
     length, tokens = batch["response_lengths"][position], batch["tokens"][position]
-    total, mask, reward = len(tokens), batch["loss_masks"][position], batch["rewards"][position]
+    total, reward = tokens.shape[0], batch["rewards"][position]
     if not 0 <= length < total:
         raise ValueError(
             f"{name} has response length {length} but {total} tokens: it must be from 0 to {total - 1}."
         )
     for key in PER_TOKEN_KEYS:
-        if key in batch and len(batch[key][position]) != length:
+        if key in batch and batch[key][position].shape[0] != length:
             raise ValueError(
                 f"{key} has {len(batch[key][position])} entries for {length} response tokens in {name}."
             )
-    if not ((mask == 0) | (mask == 1)).all():
+    if not sound and not _is_mask(batch["loss_masks"][position]):
         raise ValueError(f"loss_masks of {name} holds other values than 0 and 1: a token is trained or not.")
     if not math.isfinite(reward):
         raise ValueError(f"the reward of {name} is {reward}: only a finite number can be trained on.")
-    if "rollout_log_probs" in batch and not batch["rollout_log_probs"][position].isfinite().all():
+    known = sound or "rollout_log_probs" not in batch
+    if not known and not batch["rollout_log_probs"][position].isfinite().all():
         raise ValueError(f"rollout_log_probs of {name} holds NaN or inf: an engine returned a broken one.")
     if "rollout_top_p_token_ids" in batch:
         pair = batch["rollout_top_p_token_ids"][position], batch["rollout_top_p_token_offsets"][position]

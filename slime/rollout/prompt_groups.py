@@ -7,10 +7,11 @@ out, the list of samples that execution made. `flatten_samples` of slime.utils.t
 import copy
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from slime.utils.types import Sample, flatten_samples
 
+T = TypeVar("T")
 Entry: TypeAlias = Sample | list[Sample]
 Group: TypeAlias = list[Entry]
 
@@ -97,13 +98,21 @@ def attempt_of(sample: Sample) -> int:
 
 def copy_sample(sample: Sample) -> Sample:
     """Return an independent copy; media are shared, since nothing writes to them."""
-    new = copy.copy(sample)
+    new = _bare_copy(sample)
     for name, value in vars(sample).items():
         if isinstance(value, (list, dict)) and name not in _MEDIA:
             items = value.values() if isinstance(value, dict) else value[:1]  # lists of numbers are long
             nested = any(isinstance(item, (list, dict, tuple)) for item in items)
             vars(new)[name] = copy.deepcopy(value) if nested else value.copy()
-    new.spec_info, new.prefix_cache_info = copy.copy(sample.spec_info), copy.copy(sample.prefix_cache_info)
+    new.spec_info = _bare_copy(sample.spec_info)
+    new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
+    return new
+
+
+def _bare_copy(value: T) -> T:
+    """Copy a plain object faster than `copy.copy` does; every sample is copied several times."""
+    new = object.__new__(type(value))
+    vars(new).update(vars(value))
     return new
 
 

@@ -6,6 +6,7 @@ Such a function is recognised by its parameters: one is called `completions`, an
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,14 @@ def needs_whole_group(group_rm: bool, path: str | None) -> bool:
 
 def takes_columns(function: Callable[..., Any]) -> bool:
     """Return whether a reward function has TRL's signature."""
+    try:
+        return _names_completions(function)
+    except TypeError:  # an object without a hash
+        return _names_completions.__wrapped__(function)
+
+
+@functools.lru_cache(maxsize=128)  # reading a signature costs a tenth of a small rollout
+def _names_completions(function: Callable[..., Any]) -> bool:
     names = list(_parameters(function))
     return "completions" in names and names[0] != "args"
 

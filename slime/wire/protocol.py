@@ -294,11 +294,10 @@ class Generation:
             # Column by column: an answer has thousands of these, and all of them come at once.
             ids, log_probs = tuple([t[1] for t in triples]), tuple(map(float, [t[0] for t in triples]))
             if "output_ids" in data and tuple(data["output_ids"]) != ids:
-                same_number = len(ids) == len(data["output_ids"])
-                wrong = "the log-probs are of other tokens than output_ids"
-                if not same_number:
-                    wrong = f"{len(ids)} log-probs for {len(data['output_ids'])} output tokens"
-                raise ValueError(f"request {shown(meta.get('id'))}: {wrong}")
+                counts = f"{len(ids)} log-probs for {len(data['output_ids'])} output tokens"
+                other = "the log-probs are of other tokens than output_ids"
+                why = counts if len(ids) != len(data["output_ids"]) else other
+                raise ValueError(f"request {shown(meta.get('id'))}: {why}")
             if not math.isfinite(sum(log_probs)):
                 raise ValueError(
                     f"request {shown(meta.get('id'))}: log-probs that are no numbers, or of a token that "

@@ -151,7 +151,7 @@ def test_what_slime_takes_stays_accepted(tmp_path, prompt, label):
 def test_files_that_are_no_text_say_what_they_are(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\x1f\x8b\x08\x00rest")
-    with pytest.raises(ValueError, match=r"line 1: not UTF-8 text .*gzip file: it ends in '.gz'"):
+    with pytest.raises(ValueError, match=r"line 1: not UTF-8 text .*gzip file: unpack it first"):
         load(path)
     path.write_bytes(GOOD.encode("utf-16"))
     with pytest.raises(ValueError, match=r"line 1: not UTF-8 text .*UTF-16: save the file as UTF-8"):
