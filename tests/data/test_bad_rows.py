@@ -181,8 +181,8 @@ def test_what_is_no_file_is_never_opened(tmp_path):
         load(tmp_path / "folder.jsonl")
     for name, hint in (
         ("a.jsonl.gz", "it ends in '.gz'"),
-        ("a.txt", "per line"),
-        ("a", "per line"),
+        ("a.txt", "prompts come from"),
+        ("a", "prompts come from"),
     ):
         (tmp_path / name).write_text(GOOD)
         with pytest.raises(ValueError, match=hint):

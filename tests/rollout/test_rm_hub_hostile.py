@@ -75,17 +75,14 @@ def _workers_of_one_test(monkeypatch):
     close_pools()
 
 
-def cpu_seconds(workers):
-    """Of this process, these workers and all that they forked, and of what has ended; no matter how busy the
-    machine is.
-    """
+def cpu_seconds(pids):
+    """CPU time of this process, of these workers and what they forked, and of what has ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + ended.ru_utime + ended.ru_stime
-    for worker in workers:
-        for pid in {worker.process.pid, worker.pid}:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                total += sum(map(int, values[11:15])) / TICKS_PER_S
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, values[11:15])) / TICKS_PER_S
     return total
 
 
@@ -98,10 +95,12 @@ async def cpu_of_each(args, samples):
     used = {}
     for name, sample in samples.items():
         await score_samples(args, [make_sample(args.rm_type, r"<think>hm</think> \boxed{4}")])
-        workers = [worker for worker in get_pool(args)._workers if worker.process is not None]
-        before = cpu_seconds(workers)
+        workers = [(worker.process, worker.pid) for worker in get_pool(args)._workers]
+        pids = [pid for process, pid in workers if process is not None]
+        pids += [process.pid for process, pid in workers if process is not None and process.pid != pid]
+        before = cpu_seconds(pids)
         await score_samples(args, [sample])
-        used[name] = cpu_seconds(workers) - before
+        used[name] = cpu_seconds(pids) - before
     return used
 
 
