@@ -200,7 +200,8 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_token_is_wh
 
 
 def rollout_args(folder, port: int, urls, *flags: str):
-    facts = {"router_ip": "127.0.0.1", "router_port": port, "engine_urls": urls, "num_engines": len(urls)}
+    facts = {"sglang_router_ip": "127.0.0.1", "sglang_router_port": port}
+    facts |= {"engine_urls": urls, "rollout_num_engines": len(urls)}
     flags = ("--rollout-max-response-len", str(LENGTH), *flags)
     return make_args(folder, None, *flags, prompts=64, max_context_len=512, **facts)
 
@@ -233,7 +234,10 @@ def make_router(fleet, folder) -> SGLangRouter:
     if not python.exists():
         pytest.skip("there is no router: `make sglang-env`")
     command = router_command(str(python), "round_robin")
-    return SGLangRouter(LaunchPlan("router", command, {}, folder / "router.log", 120.0), fleet.urls)
+    router = SGLangRouter(LaunchPlan("router", command, {}, folder / "router.log", 120.0))
+    for server in fleet.servers:
+        router.enroll(server)
+    return router
 
 
 def in_thread(work):

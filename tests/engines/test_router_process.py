@@ -94,7 +94,7 @@ def test_a_stopped_router_is_named_and_started_again(python, tmp_path, caplog):
             for process in (psutil.Process(router.pid), *psutil.Process(router.pid).children(recursive=True)):
                 process.suspend()
             eventually(lambda: router.num_restarts == 1)
-            assert "the router gave no sign of life for 3 s" in caplog.text and "SIGSTOP" in caplog.text
+            assert "The router gave no sign of life for 3 s" in caplog.text and "SIGSTOP" in caplog.text
             assert ask(router)["output_ids"]
         finally:
             router.stop()
