@@ -12,8 +12,7 @@ start of each part spread over the steps; against the seconds of a step on two i
 that record, show samples and advise, against those of all processes of the run. The load of the machine is
 in both. The goal is then that of the ledger: the driver's calls, and of the writer's thread everything but
 what is no event of a group or a sample (spans of the timeline, texts of tokens, advantages, what is done
-now). So the groups and samples that readers see count as ledger, and all transactions do. Not counted, but
-told, is that samples are freed by the writer's thread where it has them last: without it another would.
+now). So the groups and samples that readers see count as ledger, and all transactions do.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from slime.cluster.driver_spans import Timeline
 from slime.cluster.recording import Recording
 from slime.observability.advisories import Advisor, Facts
 from slime.observability.tracking import Tracker, read_metrics
-from slime.record import RECORD_FILE, RecordWriter, group_entries, writer
+from slime.record import RECORD_FILE, RecordWriter, group_entries
 from slime.rollout.ledger import Ledger
 from slime.utils.types import Sample
 
@@ -115,13 +114,12 @@ def costs(folder: Path, num_steps: int) -> dict[str, float]:
     return {part: cpu_seconds(act) / num_steps for part, act in parts.items()}
 
 
-_WRITER = "ledger: transactions, pruning and waking of the writer"
-_FREED = "samples freed by the writer instead of the driver"
+_WRITER = "ledger, spans and texts: transactions, pruning and waking of the writer"
 _THREADS = {"record": _WRITER, "screen": "screen", "quickstart-metrics": "screen"}
+# Methods of the writer.
 _PARTS_WRITTEN = {
-    list: "ledger: events, unfinished rollouts, batch and buffer, written",
-    writer._Rollout: "ledger: groups and samples, written",
-    writer._Work: "spans, texts, advantages and notes, written",
+    "_write_notes": "ledger: events, unfinished rollouts, batch and buffer, written",
+    "_write": "ledger: groups and samples, written",
 }
 
 
@@ -157,22 +155,21 @@ class Meter:
         return timed
 
     def watch_writer(self) -> None:
-        write_part, let_go = RecordWriter._write_part, RecordWriter._let_go
+        for name, part in _PARTS_WRITTEN.items():
+            setattr(RecordWriter, name, self._written(getattr(RecordWriter, name), part))
 
-        def timed(act: Callable[[RecordWriter, Any], None], one: RecordWriter, of: Any, part: str) -> None:
+    def _written(self, write: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(write)
+        def timed(*args: Any) -> Any:
             started = time.thread_time()
             try:
-                act(one, of)
+                return write(*args)
             finally:
                 seconds = time.thread_time() - started
                 self.calls[part] += seconds
                 self.calls[_WRITER] -= seconds
 
-        def write(one: RecordWriter, part: Any) -> None:
-            timed(write_part, one, part, _PARTS_WRITTEN[type(part)])
-
-        RecordWriter._write_part = write  # type: ignore[method-assign]
-        RecordWriter._let_go = lambda one, parts: timed(let_go, one, parts, _FREED)  # type: ignore
+        return timed
 
     def now(self) -> dict[str, float]:
         found = dict(self.calls)
